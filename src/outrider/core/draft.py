@@ -1,0 +1,86 @@
+"""A draft: guessed tokens hanging as a tree under the last committed token. A chain is a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROOT = -1  # the last committed token, seen as a node
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """Immutable. `parents[i] < i`; a parent of -1 is the last committed token."""
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    probs: Tensor | None = None  # [n, vocab] the law tokens[i] was drawn from; None: guessed, not drawn
+    sources: tuple[str, ...] = ()  # who guessed each node; empty: the drafter that was asked
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.parents):
+            raise ValueError(f"{len(self.tokens)} tokens but {len(self.parents)} parents")
+        if any(not ROOT <= parent < node for node, parent in enumerate(self.parents)):
+            raise ValueError("a node's parent must come before it")
+        if self.probs is not None and self.probs.shape[0] != len(self.tokens):
+            raise ValueError(f"{len(self.tokens)} tokens but {self.probs.shape[0]} laws")
+        if self.sources and len(self.sources) != len(self.tokens):
+            raise ValueError(f"{len(self.tokens)} tokens but {len(self.sources)} sources")
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int], probs: Tensor | None = None) -> Draft:
+        return cls(tuple(tokens), tuple(range(-1, len(tokens) - 1)), probs)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_chain(self) -> bool:
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+    def depths(self) -> list[int]:
+        """How far below the last committed token each node hangs; its children have depth 1."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        return depths
+
+    def children(self, node: int) -> list[int]:
+        return [child for child, parent in enumerate(self.parents) if parent == node]
+
+    def child(self, node: int, token: int) -> int | None:
+        """The child of `node` that guesses `token`."""
+        for i in range(node + 1, len(self.tokens)):
+            if self.parents[i] == node and self.tokens[i] == token:
+                return i
+        return None
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """The nodes from the root down to `node`, which comes last."""
+        nodes: list[int] = []
+        while node != ROOT:
+            nodes.append(node)
+            node = self.parents[node]
+        return tuple(reversed(nodes))
+
+    def mask(self) -> Tensor:
+        """[n, n] bool: row i sees its ancestors and itself."""
+        n = len(self.tokens)
+        mask = torch.eye(n, dtype=torch.bool)
+        for node, parent in enumerate(self.parents):
+            if parent != ROOT:
+                mask[node] |= mask[parent]
+        return mask
+
+    def cut(self, room: int) -> Draft:
+        """The first `room` nodes. Parents come first, so what is left is a tree."""
+        if len(self) <= room:
+            return self
+        probs = None if self.probs is None else self.probs[:room]
+        return Draft(self.tokens[:room], self.parents[:room], probs, self.sources[:room])
+
+
+EMPTY = Draft()

@@ -1,0 +1,69 @@
+"""What goes in and what comes out, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.core.sampling import SamplingParams
+from outrider.core.sequence import Finish, Token
+from outrider.core.stats import Stats
+
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+Prompt = str | Sequence[int]  # text, or token ids
+
+
+@dataclass(frozen=True)
+class Request:
+    """Either a prompt or messages."""
+
+    prompt: Prompt | None = None
+    messages: Sequence[Message] | None = None
+    params: SamplingParams = SamplingParams()
+    draft: str = ""  # "NAME:key=value,..."; "": the drafter that the backend was built with
+    prediction: Prompt | None = None  # the output that the caller expects, for the drafter `prediction`
+    stream: bool = False  # whether chunks are wanted before the end
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one step added to one sample."""
+
+    text: str
+    tokens: tuple[Token, ...]
+    index: int = 0  # which of the request's n samples
+    finish_reason: Finish | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    text: str
+    token_ids: list[int]
+    finish_reason: Finish
+    logprobs: list[dict[int, float]] | None  # per token: its own log-probability first, then the likeliest others
+    stats: Stats
+    prompt_token_ids: list[int]
+    tokens: tuple[Token, ...] = ()  # the same tokens with who wrote each
+    error: str = ""  # why finish_reason is "error"
+    others: tuple[Result, ...] = field(default=(), repr=False)
+
+    @property
+    def samples(self) -> tuple[Result, ...]:
+        """All n samples of the request; this result is the first."""
+        return (self, *self.others)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        own = {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+            "logprobs": self.logprobs,
+            "stats": self.stats.as_dict(),
+        }
+        if self.error:
+            own["error"] = self.error
+        if self.others:
+            own["samples"] = [sample.as_dict() for sample in self.others]
+        return own

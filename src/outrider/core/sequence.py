@@ -1,0 +1,108 @@
+"""A sequence: its tokens, its rules, its luck, and how it ended. Only the engine appends to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from outrider.core import sampling
+from outrider.core.dice import DRAFT, Dice
+from outrider.core.draft import Draft
+from outrider.core.sampling import SamplingParams
+from outrider.core.stats import Stats
+
+Rule = Literal["coupled", "rejection"]
+Finish = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True)
+class Token:
+    """A committed token and where it came from."""
+
+    id: int
+    drafter: str | None = None  # who guessed it; None: the target wrote it
+    depth: int = 0  # how deep in the draft it hung; 0: the target's own
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest alternatives: (token id, log-probability)
+
+
+@dataclass(eq=False)
+class Sequence:
+    id: int
+    tokens: list[int]  # the prompt, then what was committed
+    params: SamplingParams = SamplingParams()
+    ends: frozenset[int] = frozenset()  # tokens that end it: eos and stop_token_ids
+    draft: str = ""  # which of the engine's drafters serves it; "": the engine's own
+    prediction: tuple[int, ...] = ()  # the output that the caller expects
+    dice: Dice = field(default_factory=Dice)
+    rule: Rule = "rejection"
+    watch: Callable[[int], bool] | None = None  # told of every committed token; True: stop here (a stop string)
+    output: list[Token] = field(default_factory=list)
+    finish: Finish | None = None
+    error: str = ""
+    stats: Stats = field(default_factory=Stats)
+
+    def __post_init__(self) -> None:
+        self.prompt = len(self.tokens)
+        if self.params.seed is not None:
+            self.rule = "coupled"  # the same seed gives the same text with any drafter or none
+
+    @property
+    def left(self) -> int:
+        """How many tokens it may still write."""
+        return self.params.max_tokens - len(self.output)
+
+    @property
+    def limit(self) -> int:
+        """The most tokens it can ever have."""
+        return self.prompt + self.params.max_tokens
+
+    def append(self, token: Token) -> bool:
+        """Commit one token; False when it was the last."""
+        self.tokens.append(token.id)
+        self.output.append(token)
+        if token.id in self.ends or (self.watch is not None and self.watch(token.id)):
+            self.finish = "stop"
+        elif self.left == 0:
+            self.finish = "length"
+        return self.finish is None
+
+    def fail(self, reason: str) -> None:
+        self.finish, self.error = "error", reason
+
+    def law(self, logits: Tensor, guessed: Seq[int] = ()) -> Tensor:
+        """The distribution of the token after the committed ones and `guessed`."""
+        return sampling.law(logits, [*self.tokens, *guessed], self.prompt, self.params, self.ends)
+
+    def best(self, logits: Tensor, guessed: Seq[int] = ()) -> int:
+        """The greedy choice after the committed tokens and `guessed`."""
+        if not self.params.adjusts:
+            return int(logits.argmax())
+        tokens = [*self.tokens, *guessed]
+        return int(sampling.adjust(logits, tokens, self.prompt, self.params, self.ends).argmax())
+
+    def draw(self, law: Tensor, depth: int) -> int:
+        """A drafter's draw from its own law for the token `depth` positions past the first undecided one.
+
+        Under the coupled rule it uses the target's own noise, so that it mostly draws the target's token.
+        """
+        position = len(self.tokens) + depth
+        if self.rule == "coupled":
+            return self.dice.choose(law, position)
+        return self.dice.draw(law, position, DRAFT)
+
+
+def logprobs(logits: Tensor, token: int, alternatives: int) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """The log-probability of `token` under the unchanged logits [vocab], and those of the likeliest tokens."""
+    scores = torch.log_softmax(logits.float(), -1)
+    values, ids = scores.topk(min(alternatives, scores.shape[0]))
+    return float(scores[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True))
+
+
+def guessed_tokens(draft: Draft, node: int) -> list[int]:
+    """The draft's tokens from the root down to `node`."""
+    return [draft.tokens[i] for i in draft.path(node)]

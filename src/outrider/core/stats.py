@@ -1,0 +1,80 @@
+"""What was drafted and what was kept: by depth, by drafter, with the time of each phase. Adds up and prints itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.core.draft import Draft
+
+
+@dataclass
+class Stats:
+    tokens: int = 0  # written
+    steps: int = 0  # passes of the target that wrote something
+    drafted: int = 0
+    accepted: int = 0
+    drafted_by_depth: Counter[int] = field(default_factory=Counter)
+    accepted_by_depth: Counter[int] = field(default_factory=Counter)
+    drafted_by_drafter: Counter[str] = field(default_factory=Counter)
+    accepted_by_drafter: Counter[str] = field(default_factory=Counter)
+    # This sequence's share of the engine's time; the shares of a batch add up to the time that passed.
+    seconds: Counter[str] = field(default_factory=Counter)
+
+    def record(self, draft: Draft, path: tuple[int, ...], written: int, drafter: str) -> None:
+        """One step: the draft, the kept nodes that were committed, and the tokens written in all."""
+        self.steps += 1
+        self.tokens += written
+        if not draft:
+            return
+        depths, sources = draft.depths(), draft.sources or (drafter,) * len(draft)
+        self.drafted += len(draft)
+        self.accepted += len(path)
+        self.drafted_by_depth.update(depths)
+        self.drafted_by_drafter.update(sources)
+        self.accepted_by_depth.update(depths[node] for node in path)
+        self.accepted_by_drafter.update(sources[node] for node in path)
+
+    def __add__(self, other: Stats) -> Stats:
+        return Stats(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def by_depth(self) -> dict[int, dict[str, int]]:
+        return _pairs(self.drafted_by_depth, self.accepted_by_depth)
+
+    @property
+    def by_drafter(self) -> dict[str, dict[str, int]]:
+        return _pairs(self.drafted_by_drafter, self.accepted_by_drafter)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "tokens": self.tokens,
+            "steps": self.steps,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance_rate": round(self.acceptance_rate, 4),
+            "tokens_per_step": round(self.tokens_per_step, 4),
+            "by_depth": {str(depth): counts for depth, counts in self.by_depth.items()},
+            "by_drafter": self.by_drafter,
+            "seconds": {phase: round(seconds, 6) for phase, seconds in self.seconds.items()},
+        }
+
+    def __str__(self) -> str:
+        time = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self.seconds.items())
+        return (
+            f"{self.tokens} tokens in {self.steps} steps ({self.tokens_per_step:.2f} per step), "
+            f"{self.accepted} of {self.drafted} drafted tokens kept ({self.acceptance_rate:.0%}); {time}"
+        )
+
+
+def _pairs(drafted: Counter[Any], accepted: Counter[Any]) -> dict[Any, dict[str, int]]:
+    return {key: {"drafted": drafted[key], "accepted": accepted[key]} for key in sorted(drafted)}
