@@ -1,0 +1,1 @@
+"""Models run new tokens and forget refused ones."""

@@ -1,0 +1,80 @@
+"""Where keys and values lie: one contiguous, growing buffer per sequence, so that attention on a CPU reads it in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FIRST = 64  # tokens that a new buffer holds
+
+
+@dataclass(eq=False)
+class Slot:
+    """One sequence's keys and values, [layers, kv_heads, size, head_dim] each."""
+
+    keys: Tensor
+    values: Tensor
+    length: int = 0  # tokens and nodes it holds
+
+    @property
+    def size(self) -> int:
+        return self.keys.shape[2]
+
+
+class Cache:
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._shape = (layers, kv_heads, head_dim)
+        self._dtype, self._device = dtype, device
+        self._slots: dict[int, Slot] = {}
+
+    @property
+    def bytes_per_token(self) -> int:
+        layers, kv_heads, head_dim = self._shape
+        return 2 * layers * kv_heads * head_dim * self._dtype.itemsize
+
+    def length(self, id: int) -> int:
+        slot = self._slots.get(id)
+        return slot.length if slot else 0
+
+    def extend(self, id: int, count: int) -> Slot:
+        """The sequence's slot, with room for `count` more tokens, which it now counts as held."""
+        slot = self._slots.get(id)
+        if slot is None:
+            slot = self._slots[id] = self._new(max(FIRST, count))
+        need = slot.length + count
+        if need > slot.size:
+            bigger = self._new(max(need, 2 * slot.size))
+            bigger.keys[:, :, : slot.length] = slot.keys[:, :, : slot.length]
+            bigger.values[:, :, : slot.length] = slot.values[:, :, : slot.length]
+            bigger.length = slot.length
+            slot = self._slots[id] = bigger
+        slot.length = need
+        return slot
+
+    def crop(self, id: int, length: int, path: Sequence[int] = ()) -> None:
+        """Keep `length` tokens and the nodes of `path` that lie after them, moved together."""
+        slot = self._slots.get(id)
+        if slot is None:
+            return
+        kept = length + len(path)
+        if any(node != place for place, node in enumerate(path)):
+            # indexing copies before it writes, so a move onto a place that is still to be read is safe
+            nodes = torch.tensor(path, device=self._device) + length
+            slot.keys[:, :, length:kept] = slot.keys[:, :, nodes]
+            slot.values[:, :, length:kept] = slot.values[:, :, nodes]
+        slot.length = min(slot.length, kept)
+
+    def free(self, id: int) -> None:
+        self._slots.pop(id, None)
+
+    def _new(self, size: int) -> Slot:
+        layers, kv_heads, head_dim = self._shape
+        # zeros, not empty: masked attention multiplies what lies past the end by 0, and 0 * nan is nan
+        shape = (layers, kv_heads, size, head_dim)
+        return Slot(
+            torch.zeros(shape, dtype=self._dtype, device=self._device),
+            torch.zeros(shape, dtype=self._dtype, device=self._device),
+        )
