@@ -1,0 +1,104 @@
+"""A smaller model that writes ahead: its own cache, and its own law under the request's own rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.core.draft import EMPTY, Draft
+from outrider.core.errors import OutriderError
+from outrider.core.sequence import Sequence
+from outrider.drafters.base import Drafter, Parts, Step
+from outrider.models.base import Feed, Model
+
+PIECE = 512  # tokens of a prompt that one pass takes in
+
+
+class ModelDrafter(Drafter):
+    """A chain from any model that shares the target's vocabulary."""
+
+    def __init__(self, model: Model, vocab_size: int, length: int, greedy: bool) -> None:
+        if length < 1:
+            raise OutriderError(f"{self.name}:length must be at least 1, not {length}")
+        self._model, self._vocab, self._length, self._greedy = model, vocab_size, length, greedy
+        self._committed: dict[int, int] = {}  # tokens that were committed when the sequence was last drafted for
+
+    def propose(self, seqs: Seq[Sequence], rooms: Seq[int]) -> list[Draft]:
+        writers = [_Writer(seq, min(room, self._length), self._greedy) for seq, room in zip(seqs, rooms, strict=True)]
+        active = [writer for writer in writers if writer.length > 0]
+        for writer in active:
+            self._committed[writer.seq.id] = len(writer.seq.tokens)
+        feeds = [Feed(w.seq.id, self._unseen(w.seq)) for w in active]
+        while active:
+            outputs = self._model.forward(feeds)
+            for writer, output in zip(active, outputs, strict=True):
+                writer.write(_fit(output.logits[0], self._vocab))
+            active = [writer for writer in active if len(writer.tokens) < writer.length]
+            feeds = [Feed(w.seq.id, w.tokens[-1:]) for w in active]
+        return [writer.draft() for writer in writers]
+
+    def _unseen(self, seq: Sequence) -> list[int]:
+        """The tokens that the draft model has not seen; all but the last piece of a long stretch are run here."""
+        tokens = seq.tokens[self._model.length(seq.id) :]
+        while len(tokens) > PIECE:
+            self._model.forward([Feed(seq.id, tokens[:PIECE])])
+            tokens = tokens[PIECE:]
+        return tokens
+
+    def observe(self, step: Step) -> None:
+        committed = self._committed.pop(step.seq.id, None)
+        if committed is not None and step.verdict is not None:
+            self._model.crop(step.seq.id, committed + len(step.verdict.path))
+
+    def forget(self, id: int) -> None:
+        self._committed.pop(id, None)
+        self._model.free(id)
+
+
+class DraftModel(ModelDrafter):
+    name = "draft_model"
+
+    @dataclass(frozen=True)
+    class Options:
+        model: str  # name, folder, hub id or GGUF file
+        length: int = 5
+        greedy: bool = False  # guess the likeliest token even where the request samples
+
+    def __init__(self, options: Options, parts: Parts) -> None:
+        super().__init__(parts.load(options.model), parts.target.vocab_size, options.length, options.greedy)
+
+
+class _Writer:
+    """The draft of one sequence as it grows."""
+
+    def __init__(self, seq: Sequence, length: int, greedy: bool) -> None:
+        self.seq, self.length = seq, length
+        self.tokens: list[int] = []
+        self._laws: list[Tensor] = []
+        self._guess = greedy or seq.params.greedy
+
+    def write(self, logits: Tensor) -> None:
+        if self._guess:
+            self.tokens.append(self.seq.best(logits, self.tokens))
+            return
+        law = self.seq.law(logits, self.tokens)
+        self._laws.append(law)
+        self.tokens.append(self.seq.draw(law, len(self.tokens)))
+
+    def draft(self) -> Draft:
+        if not self.tokens:
+            return EMPTY
+        # the coupled rule looks at tokens alone
+        drawn = bool(self._laws) and self.seq.rule == "rejection"
+        return Draft.chain(self.tokens, torch.stack(self._laws) if drawn else None)
+
+
+def _fit(logits: Tensor, vocab_size: int) -> Tensor:
+    """Vocabularies padded to different sizes: drop what the target lacks, and never draw what the draft model lacks."""
+    short = vocab_size - logits.shape[0]
+    if short <= 0:
+        return logits[:vocab_size]
+    return torch.cat([logits, logits.new_full((short,), float("-inf"))])

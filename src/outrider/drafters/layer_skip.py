@@ -1,0 +1,26 @@
+"""The target's own first layers as its draft model (LayerSkip, Elhoushi et al. 2024): nothing to download, the same weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.core.errors import OutriderError
+from outrider.drafters.base import Parts
+from outrider.drafters.draft_model import ModelDrafter
+
+
+class LayerSkip(ModelDrafter):
+    name = "layer_skip"
+
+    @dataclass(frozen=True)
+    class Options:
+        layers: int = 0  # how many of the target's layers to run; 0: a third of them
+        length: int = 3
+        greedy: bool = False
+
+    def __init__(self, options: Options, parts: Parts) -> None:
+        total = parts.target.num_layers
+        layers = options.layers or max(1, total // 3)
+        if not 1 <= layers <= total:
+            raise OutriderError(f"layer_skip:layers must be between 1 and {total}, the target's own, not {options.layers}")
+        super().__init__(parts.target.first(layers), parts.target.vocab_size, options.length, options.greedy)

@@ -1,0 +1,1 @@
+"""The loop: plan, draft, run, verify, commit, observe."""
