@@ -1,0 +1,64 @@
+"""Tokens to text as they come, and stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are not yet a character
+
+
+class Writer:
+    """The text of one sample as it grows. `push` takes a token; `take` gives the text that is certain by now."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, stop
+        self._tokens: list[int] = []
+        self._context = 0  # decoding starts here: a few tokens back, since spaces and bytes join across tokens
+        self._decoded = 0  # tokens whose text is in `text`
+        self._taken = 0  # characters that were taken
+        self.text = ""
+
+    def push(self, token: int) -> bool:
+        """True when a stop string is complete; the text is then cut before it."""
+        self._tokens.append(token)
+        before = self._decode(self._context, self._decoded)
+        after = self._decode(self._context, len(self._tokens))
+        if len(after) <= len(before) or after.endswith(UNFINISHED):
+            return False
+        self.text += after[len(before) :]
+        self._context, self._decoded = self._decoded, len(self._tokens)
+        return self._cut(len(after) - len(before))
+
+    def take(self, last: bool = False) -> str:
+        """New text that no stop string can take back; with `last`, all that is left."""
+        if last and self._decoded < len(self._tokens) and not self._ended:
+            before = self._decode(self._context, self._decoded)
+            self.text += self._decode(self._context, len(self._tokens))[len(before) :]
+            self._decoded = len(self._tokens)
+        end = len(self.text) if last else len(self.text) - self._held()
+        taken, self._taken = self.text[self._taken : end], max(self._taken, end)
+        return taken
+
+    _ended = False
+
+    def _cut(self, fresh: int) -> bool:
+        """Look for a stop string that ends in the last `fresh` characters."""
+        for stop in self._stop:
+            place = self.text.find(stop, max(0, len(self.text) - fresh - len(stop) + 1))
+            if place >= 0:
+                self.text, self._ended = self.text[:place], True
+        return self._ended
+
+    def _held(self) -> int:
+        """How many of the last characters may be the beginning of a stop string."""
+        if self._ended:
+            return 0
+        longest = max((len(stop) - 1 for stop in self._stop), default=0)
+        for size in range(min(longest, len(self.text)), 0, -1):
+            if any(stop.startswith(self.text[-size:]) for stop in self._stop):
+                return size
+        return 0
+
+    def _decode(self, begin: int, end: int) -> str:
+        return str(self._tokenizer.decode(self._tokens[begin:end], skip_special_tokens=True))

@@ -1,0 +1,83 @@
+"""The composition root: settings -> model, drafter, engine, backend. Only it sees all settings."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider import drafters
+from outrider.backends.local import Local
+from outrider.core.errors import OutriderError
+from outrider.drafters.base import Drafter, Parts
+from outrider.engine.engine import Engine
+from outrider.engine.scheduler import Limits
+from outrider.models.base import Model
+from outrider.models.load import Loaded, Target, available_memory, load
+from outrider.settings import Settings
+
+GIB = 1 << 30
+
+
+def local(settings: Settings) -> Local:
+    """Our own engine for these settings."""
+    drafters.parse(settings.draft)  # a typing error shows before a model is loaded
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    where = target(settings)
+    loaded = load(settings.model, where)
+
+    def draft_model(name: str) -> Model:
+        other = load(name, where)
+        check_vocabularies(loaded, other, name)
+        return other.model
+
+    def drafter(spec: str) -> Drafter:
+        return drafters.build(spec, Parts(loaded.model, draft_model))
+
+    engine = Engine(loaded.model, drafter(settings.draft), Limits(settings.max_batch, settings.piece))
+    return Local(engine, drafter, loaded.tokenizer, loaded.ends, settings.rule)  # type: ignore[arg-type]
+
+
+def target(settings: Settings) -> Target:
+    device = _device(settings.device)
+    return Target(device, _dtype(settings.dtype, device), _memory(settings, device))
+
+
+def check_vocabularies(target: Loaded, draft: Loaded, name: str) -> None:
+    """A draft model must mean the same by every token id; sizes may differ by padding."""
+    if target.tokenizer is not None and draft.tokenizer is not None:
+        words, others = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
+        differ = sum(others.get(word) != id for word, id in words.items())
+        if differ:
+            raise OutriderError(
+                f"the draft model {name} has another vocabulary than the target ({differ} of {len(words)} tokens differ); "
+                "use a draft model of the target's own family"
+            )
+    elif target.model.vocab_size != draft.model.vocab_size:
+        raise OutriderError(
+            f"the draft model {name} has {draft.model.vocab_size} tokens and the target {target.model.vocab_size}, and "
+            "without tokenizers they cannot be compared; save the tokenizer in both folders"
+        )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise OutriderError("device cuda was asked for, but torch sees no GPU here; use device cpu or auto")
+    return torch.device(name)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _memory(settings: Settings, device: torch.device) -> int:
+    """Bytes for keys and values."""
+    if settings.cache_memory:
+        return int(settings.cache_memory * GIB)
+    free = available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    return free // 4

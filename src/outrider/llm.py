@@ -1,0 +1,149 @@
+"""LLM: the Python face. Load a model, then generate, chat or stream."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from outrider import build
+from outrider.backends.base import Stream
+from outrider.core.errors import OutriderError
+from outrider.core.request import Message, Prompt, Request, Result
+from outrider.core.sampling import SamplingParams
+from outrider.settings import Settings, from_mapping
+
+MANY = 8  # prompts from which on a terminal shows a progress bar
+
+
+class LLM:
+    """A model with a drafter. A drafter changes how fast the answer comes, never the answer.
+
+    >>> llm = LLM("smollm2-135m", draft="ngram")
+    >>> llm.chat([{"role": "user", "content": "Name three rivers."}]).text
+
+    `model` is a known name, a folder, a hub id or a GGUF file; `draft` is "NAME" or "NAME:key=value,...". Other settings
+    go by name: rule, max_batch, piece, cache_memory, threads.
+    """
+
+    def __init__(
+        self, model: str = "smollm2-135m", draft: str = "ngram", device: str = "auto", dtype: str = "auto", **settings: Any
+    ) -> None:
+        chosen = {"model": str(model), "draft": draft, "device": device, "dtype": dtype, **settings}
+        self._open(from_mapping(chosen))
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> LLM:
+        llm = cls.__new__(cls)
+        llm._open(settings)
+        return llm
+
+    def _open(self, settings: Settings) -> None:
+        self.settings = settings
+        self.backend = build.local(settings)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, or None when its folder has none."""
+        return self.backend.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        draft: str = "",
+        prediction: Prompt | Sequence[Prompt | None] | None = None,
+        progress: bool | None = None,
+    ) -> Any:
+        """Continue a prompt (text or token ids), or each prompt of a list.
+
+        One prompt gives one Result, a list gives a list in the same order. `params`: one for all, or one per prompt.
+        `draft`: another drafter for this call. `prediction`: the output you expect, for the drafter `prediction`.
+        `progress`: a bar on the terminal; by default when there are many prompts.
+        """
+        single = _is_prompt(prompts)
+        requests = _requests("prompt", [prompts] if single else prompts, params, draft, prediction)
+        results = self._run(requests, progress)
+        return results[0] if single else results
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        draft: str = "",
+        prediction: Prompt | Sequence[Prompt | None] | None = None,
+        progress: bool | None = None,
+    ) -> Any:
+        """Answer a conversation, or each of a list of them. A message is {"role": "user", "content": "..."}."""
+        single = bool(messages) and isinstance(messages[0], dict)
+        requests = _requests("messages", [messages] if single else messages, params, draft, prediction)
+        results = self._run(requests, progress)
+        return results[0] if single else results
+
+    def stream(
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        draft: str = "",
+        prediction: Prompt | None = None,
+    ) -> Stream:
+        """Start writing. Iterate over the chunks (`for` or `async for`); `.result()` waits, `.cancel()` stops."""
+        kind = "prompt" if _is_prompt(prompt) else "messages"
+        values: dict[str, Any] = {kind: prompt, "draft": draft, "prediction": prediction, "stream": True}
+        return self.backend.submit(Request(params=params or SamplingParams(), **values))
+
+    def close(self) -> None:
+        """Stop the engine. What runs is cancelled."""
+        self.backend.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, requests: list[Request], progress: bool | None) -> list[Result]:
+        streams: list[Stream] = []
+        try:
+            for request in requests:
+                streams.append(self.backend.submit(request))
+            shown = progress if progress is not None else len(requests) >= MANY and sys.stderr.isatty()
+            return [stream.result() for stream in (_with_bar(streams) if shown else streams)]
+        except BaseException:  # a bad prompt among many, or Ctrl-C: nothing goes on running for nobody
+            for stream in streams:
+                stream.cancel()
+            raise
+
+
+def _is_prompt(value: Any) -> bool:
+    """Text, or a list of token ids."""
+    return isinstance(value, str) or (isinstance(value, Sequence) and len(value) > 0 and isinstance(value[0], int))
+
+
+def _requests(kind: str, inputs: Any, params: Any, draft: str, prediction: Any) -> list[Request]:
+    inputs = list(inputs)
+    each = _per_input("params", params or SamplingParams(), len(inputs), isinstance(params, Sequence))
+    expected = _per_input("prediction", prediction, len(inputs), not (prediction is None or _is_prompt(prediction)))
+    return [
+        Request(**{kind: value}, params=own, draft=draft, prediction=text)
+        for value, own, text in zip(inputs, each, expected, strict=True)
+    ]
+
+
+def _per_input(name: str, value: Any, count: int, is_list: bool) -> list[Any]:
+    """One value for all, or a list with one for each."""
+    if not is_list:
+        return [value] * count
+    if len(value) != count:
+        raise OutriderError(f"{len(value)} {name} for {count} prompts; give one, or one for each")
+    return list(value)
+
+
+def _with_bar(streams: Iterable[Stream]) -> Iterator[Stream]:
+    from rich.console import Console
+    from rich.progress import track
+
+    return iter(track(list(streams), "generating", console=Console(stderr=True)))

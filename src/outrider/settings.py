@@ -1,0 +1,49 @@
+"""Settings: what a user can choose. Frozen; unknown keys are refused with the known ones listed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.core.errors import OutriderError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+RULES = ("rejection", "coupled")
+
+
+@dataclass(frozen=True)
+class Settings:
+    model: str = "smollm2-135m"  # name, folder, hub id or GGUF file
+    draft: str = "ngram"  # NAME or NAME:key=value,...
+    device: str = "auto"
+    dtype: str = "auto"
+    rule: str = "rejection"  # how drafts are verified when a request samples without a seed
+    max_batch: int = 64  # sequences that run at once
+    piece: int = 512  # prompt tokens that one step takes in
+    cache_memory: float = 0.0  # GiB for keys and values; 0: a quarter of what is free
+    threads: int = 0  # 0: as many as the machine has cores
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("rule", self.rule, RULES)
+        if self.device.partition(":")[0] not in DEVICES:
+            raise OutriderError(f"unknown device {self.device!r}; known: {', '.join(DEVICES)}")
+        for name, least in (("max_batch", 1), ("piece", 2), ("cache_memory", 0), ("threads", 0)):
+            if not getattr(self, name) >= least:
+                raise OutriderError(f"{name} must be at least {least}, not {getattr(self, name)}")
+
+
+def from_mapping(values: Mapping[str, Any]) -> Settings:
+    known = [field.name for field in dataclasses.fields(Settings)]
+    unknown = [key for key in values if key not in known]
+    if unknown:
+        raise OutriderError(f"unknown setting {unknown[0]!r}; known: {', '.join(known)}")
+    return Settings(**values)
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise OutriderError(f"unknown {name} {value!r}; known: {', '.join(known)}")
