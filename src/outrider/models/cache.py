@@ -1,4 +1,4 @@
-"""Where keys and values lie: one contiguous, growing buffer per sequence, so that attention on a CPU reads it in place."""
+"""Where keys and values lie: one growing buffer per sequence, so that attention on a CPU reads it in place."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ class Cache:
         slot.length = need
         return slot
 
+    @torch.inference_mode()  # a pass made the buffers in this mode, and only there may they be written
     def crop(self, id: int, length: int, path: Sequence[int] = ()) -> None:
         """Keep `length` tokens and the nodes of `path` that lie after them, moved together."""
         slot = self._slots.get(id)

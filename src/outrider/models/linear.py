@@ -1,4 +1,4 @@
-"""Where a weight lives. One `linear(x)` for all of them."""
+"""Where a weight lives: dense here, packed in `native`. One `linear(x)` for all."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ from torch import Tensor
 
 
 class Linear(Protocol):
-    """y = x W^T + b for x [tokens, in]."""
+    """y = x W^T + b for x [rows, in]."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class Embedding(Protocol):
+    def rows(self, ids: Tensor) -> Tensor:
+        """[n, hidden]"""
+        ...
 
 
 class Dense:
@@ -25,8 +31,11 @@ class Dense:
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
+    def rows(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
+
 
 def join(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Dense:
     """Several matrices that read the same input as one: one product instead of many."""
     bias = torch.cat([b for b in biases if b is not None]) if biases[0] is not None else None
-    return Dense(torch.cat(list(weights)), bias)
+    return Dense(torch.cat(list(weights)) if len(weights) > 1 else weights[0], bias)

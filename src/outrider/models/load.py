@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,12 +13,17 @@ import torch
 from torch import Tensor
 
 from outrider.core.errors import OutriderError
-from outrider.models import sources, tokenizer as tokenizers
+from outrider.models import quant, sources, tokenizer as tokenizers
 from outrider.models.base import Model
 from outrider.models.gguf import GGUFFile, GGUFTensor
-from outrider.models.linear import Dense, join
-from outrider.models.llama import Layer, Llama, LlamaConfig, Weights
+from outrider.models.linear import join
+from outrider.models.llama import Llama, LlamaConfig, Rope, Weights
+from outrider.models.native.library import NoCompiler, library
+from outrider.models.native.packed import Packed, packable
+from outrider.models.native.stack import NativeStack
+from outrider.models.quant import Quantised
 from outrider.models.rope import FIXED, rope
+from outrider.models.stack import Layer, TorchStack
 
 OWN = ("llama", "mistral", "qwen2", "qwen3")  # families that models/llama.py runs; all others go through transformers
 
@@ -28,6 +33,7 @@ class Loaded:
     model: Model
     tokenizer: Any = None  # None: the folder has none, and prompts are token ids
     ends: frozenset[int] = frozenset()  # tokens after which an answer is over
+    notes: tuple[str, ...] = ()  # what a user should know about how the weights are kept
 
 
 @dataclass(frozen=True)
@@ -35,8 +41,14 @@ class Target:
     """Where a model is to live."""
 
     device: torch.device
-    dtype: torch.dtype
+    dtype: torch.dtype | None  # None: as the file stores it where that can run, else what suits the device
     memory: int  # bytes for keys and values
+    bits: int = 0  # 4 or 8: quantise dense weights on loading
+
+    @property
+    def dense(self) -> torch.dtype:
+        """The dtype of weights that are not packed."""
+        return self.dtype or (torch.float32 if self.device.type == "cpu" else torch.bfloat16)
 
 
 def load(name: str, where: Target) -> Loaded:
@@ -66,73 +78,120 @@ class Store(Protocol):
 
     def __contains__(self, name: str) -> bool: ...
 
-    def dense(self, name: str) -> Tensor: ...
+    def dense(self, name: str) -> Tensor:
+        """As a tensor: norms, biases, and matrices that are not packed."""
+        ...
+
+    def quantised(self, name: str) -> Quantised:
+        """As integers and scales."""
+        ...
 
 
-def assemble(store: Store, config: LlamaConfig, make_rope: Callable[[], Any], tied: bool) -> Weights:
-    """The weights of a llama-like model, taken from the store one layer at a time."""
+def assemble(store: Store, config: LlamaConfig, make_rope: Callable[[], Rope], tied: bool, packed: bool) -> Weights:
+    """The weights of a llama-like model, taken from the store one matrix at a time."""
 
     def optional(name: str) -> Tensor | None:
         return store.dense(name) if name in store else None
 
+    def linear(*names: str) -> Any:
+        biases = [optional(f"{name}.bias") for name in names]
+        if packed:
+            return Packed([store.quantised(f"{name}.weight") for name in names], biases)
+        return join([store.dense(f"{name}.weight") for name in names], biases)
+
     def layer(index: int) -> Layer:
         prefix = f"model.layers.{index}."
-
-        def joined(*names: str) -> Dense:
-            weights = [store.dense(f"{prefix}{name}.weight") for name in names]
-            return join(weights, [optional(f"{prefix}{name}.bias") for name in names])
-
+        attention = prefix + "self_attn."
         return Layer(
             attention_norm=store.dense(prefix + "input_layernorm.weight"),
-            qkv=joined("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            output=joined("self_attn.o_proj"),
+            qkv=linear(attention + "q_proj", attention + "k_proj", attention + "v_proj"),
+            output=linear(attention + "o_proj"),
             mlp_norm=store.dense(prefix + "post_attention_layernorm.weight"),
-            gate_up=joined("mlp.gate_proj", "mlp.up_proj"),
-            down=joined("mlp.down_proj"),
-            query_norm=optional(prefix + "self_attn.q_norm.weight"),
-            key_norm=optional(prefix + "self_attn.k_norm.weight"),
+            gate_up=linear(prefix + "mlp.gate_proj", prefix + "mlp.up_proj"),
+            down=linear(prefix + "mlp.down_proj"),
+            query_norm=optional(attention + "q_norm.weight"),
+            key_norm=optional(attention + "k_norm.weight"),
         )
 
-    embedding = store.dense("model.embed_tokens.weight")
-    head = Dense(embedding if tied else store.dense("lm_head.weight"))
-    layers = tuple(layer(index) for index in range(config.num_layers))
-    return Weights(embedding, layers, store.dense("model.norm.weight"), head, make_rope())
+    embedding = linear("model.embed_tokens")
+    head = embedding if tied else linear("lm_head")
+    layers = [layer(index) for index in range(config.num_layers)]
+    stack = NativeStack(config, layers) if packed else TorchStack(config, layers)
+    return Weights(embedding, stack, store.dense("model.norm.weight"), head, make_rope())
+
+
+def _can_pack(where: Target, shapes: Iterable[tuple[int, ...]], notes: list[str]) -> bool:
+    """Whether packed weights can run here; if not, why."""
+    if where.device.type != "cpu":
+        notes.append(f"packed weights run on a CPU only; on {where.device} they are expanded to {where.dense}")
+        return False
+    odd = next((shape for shape in shapes if len(shape) == 2 and not packable(*shape)), None)
+    if odd is not None:
+        notes.append(f"a matrix of shape {odd} cannot be packed; the weights are expanded to {where.dense}")
+        return False
+    try:
+        library()
+    except NoCompiler as reason:
+        notes.append(f"{reason}; the weights are expanded to {where.dense}, which is slower: install g++")
+        return False
+    return True
 
 
 class _GGUFStore:
     def __init__(self, tensors: dict[str, GGUFTensor], where: Target) -> None:
         self._tensors, self._where = tensors, where
+        self.notes: list[str] = []
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
     def dense(self, name: str) -> Tensor:
-        return self._tensors[name].dequantize(self._where.dtype).to(self._where.device)
+        return self._tensors[name].dequantize(self._where.dense).to(self._where.device)
+
+    def quantised(self, name: str) -> Quantised:
+        tensor = self._tensors[name]
+        exact = quant.from_gguf(tensor)
+        if exact is not None:
+            return exact
+        self.notes.append(f"{name} is stored as {tensor.kind}, which is not packed as it is; it is rounded to 8 bits")
+        return quant.quantise(tensor.dequantize(), 8)
+
+    def packs(self) -> bool:
+        """Whether the file's own bits are to be kept, and can be."""
+        kinds = {tensor.kind for tensor in self._tensors.values() if len(tensor.shape) == 2}
+        if self._where.dtype is not None or not kinds & set(quant.KINDS):
+            return False
+        return _can_pack(self._where, (tensor.shape for tensor in self._tensors.values()), self.notes)
 
 
 def _load_gguf(path: Path, where: Target) -> Loaded:
     file = GGUFFile(path)
     said = file.config()
     config = LlamaConfig(
-        said["vocab_size"],
-        said["hidden_size"],
-        said["num_layers"],
-        said["num_heads"],
-        said["num_kv_heads"],
-        said["head_dim"],
-        said["norm_eps"],
-        said["max_context"],
-        said["sliding_window"],
+        hidden_size=said["hidden_size"],
+        num_heads=said["num_heads"],
+        num_kv_heads=said["num_kv_heads"],
+        head_dim=said["head_dim"],
+        norm_eps=said["norm_eps"],
+        sliding_window=said["sliding_window"],
+        vocab_size=said["vocab_size"],
+        num_layers=said["num_layers"],
+        context=said["max_context"],
     )
     factors = None if said["rope_factors"] is None else torch.from_numpy(said["rope_factors"])
 
-    def make_rope() -> Any:
+    def make_rope() -> Rope:
         return rope(config.head_dim, said["rope_theta"], config.context, said["rope_scaling"], factors)
 
-    weights = assemble(_GGUFStore(dict(file.tensors()), where), config, make_rope, said["tie_embeddings"])
+    if where.bits:
+        raise OutriderError(f"{path} is quantised as it is; --quantize is for dense weights, leave it out")
+    store = _GGUFStore(dict(file.tensors()), where)
+    weights = assemble(store, config, make_rope, said["tie_embeddings"], store.packs())
     tokenizer = tokenizers.from_gguf(file.metadata)
-    ends = tokenizers.end_ids(tokenizer, file.metadata) if tokenizer is not None else _ids(said.get("eos_token_id"))
-    return Loaded(Llama(config, weights, where.memory), tokenizer, ends)
+    ends = _ids(file.metadata.get("tokenizer.ggml.eos_token_id"))
+    if tokenizer is not None:
+        ends |= tokenizers.end_ids(tokenizer, file.metadata)
+    return Loaded(Llama(config, weights, where.memory), tokenizer, ends, tuple(store.notes))
 
 
 class _FolderStore:
@@ -143,6 +202,7 @@ class _FolderStore:
 
         self._where = where
         self._files = {}
+        self.notes: list[str] = []
         for path in sorted(folder.glob("*.safetensors")):
             try:
                 file = safe_open(str(path), framework="pt")
@@ -156,7 +216,16 @@ class _FolderStore:
     def dense(self, name: str) -> Tensor:
         if name not in self._files:
             raise OutriderError(f"the model's folder lacks the tensor {name}; download it again")
-        return self._files[name].get_tensor(name).to(self._where.device, self._where.dtype)
+        return self._files[name].get_tensor(name).to(self._where.device, self._where.dense)
+
+    def quantised(self, name: str) -> Quantised:
+        return quant.quantise(self.dense(name), self._where.bits)
+
+    def packs(self) -> bool:
+        if not self._where.bits:
+            return False
+        shapes = (tuple(file.get_slice(name).get_shape()) for name, file in self._files.items())
+        return _can_pack(self._where, shapes, self.notes)
 
 
 def _load_folder(folder: Path, where: Target) -> Loaded:
@@ -166,11 +235,14 @@ def _load_folder(folder: Path, where: Target) -> Loaded:
     if not any(folder.glob("*.safetensors")):
         raise OutriderError(f"{folder} has no .safetensors weights; pickled weights are not loaded: convert them first")
     config = _read_config(folder)
-    model = _load_own(folder, config, where) if _is_own(config) else _load_foreign(folder, where)
+    own = _is_own(config)
+    model, notes = _load_own(folder, config, where) if own else _load_foreign(folder, where)
     tokenizer = tokenizers.from_folder(folder)
     generation = _read_json(folder / "generation_config.json") or {}
     ends = _ids(said.get("eos_token_id")) | _ids(generation.get("eos_token_id"))
-    return Loaded(model, tokenizer, ends | (tokenizers.end_ids(tokenizer) if tokenizer is not None else frozenset()))
+    if tokenizer is not None:
+        ends |= tokenizers.end_ids(tokenizer)
+    return Loaded(model, tokenizer, ends, notes)
 
 
 def _read_config(folder: Path) -> Any:
@@ -197,39 +269,43 @@ def _is_own(config: Any) -> bool:
     )
 
 
-def _load_own(folder: Path, config: Any, where: Target) -> Llama:
+def _load_own(folder: Path, config: Any, where: Target) -> tuple[Model, tuple[str, ...]]:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     own = LlamaConfig(
-        config.vocab_size,
-        config.hidden_size,
-        config.num_hidden_layers,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        head_dim,
-        config.rms_norm_eps,
-        config.max_position_embeddings,
-        config.sliding_window if config.model_type == "mistral" else None,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        norm_eps=config.rms_norm_eps,
+        sliding_window=config.sliding_window if config.model_type == "mistral" else None,
+        vocab_size=config.vocab_size,
+        num_layers=config.num_hidden_layers,
+        context=config.max_position_embeddings,
     )
     scaling = dict(config.rope_parameters)
+    store = _FolderStore(folder, where)
 
-    def make_rope() -> Any:
+    def make_rope() -> Rope:
         return rope(head_dim, scaling["rope_theta"], own.context, scaling)
 
-    return Llama(own, assemble(_FolderStore(folder, where), own, make_rope, config.tie_word_embeddings), where.memory)
+    weights = assemble(store, own, make_rope, config.tie_word_embeddings, store.packs())
+    return Llama(own, weights, where.memory), tuple(store.notes)
 
 
-def _load_foreign(folder: Path, where: Target) -> Model:
+def _load_foreign(folder: Path, where: Target) -> tuple[Model, tuple[str, ...]]:
+    if where.bits:
+        raise OutriderError("--quantize works for llama-like models, not for those that run through transformers")
     from transformers import AutoModelForCausalLM
 
     from outrider.models.transformers import TransformersModel
 
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            folder.resolve(), dtype=where.dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False
+            folder.resolve(), dtype=where.dense, use_safetensors=True, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # whatever transformers raises for a model it cannot build
         raise OutriderError(f"{folder} cannot be loaded by transformers: {_line(error)}") from error
-    return TransformersModel(model.to(where.device), where.memory)
+    return TransformersModel(model.to(where.device), where.memory), ()
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -1,0 +1,552 @@
+// The decoder layers of a llama-like model with packed weights, on a CPU.
+//
+// Every row of a pass (a token or a node of a draft) is computed by the same operations in the same order, whatever other
+// rows share the pass and however many threads run. So a token's logits are the same bits in plain decoding, in a draft of
+// any shape, in any batch and in any piece of a prompt: speculation cannot flip a near tie.
+//
+// Weights: 4 or 8 bits, w = scale * (q - zero) + minimum per group of 32 or 16 inputs. 16 outputs form a tile; a tile holds,
+// for each block of 32 inputs, 8 vectors of 16 outputs x 4 inputs, which is what one dot-product instruction eats. At
+// 4 bits, vectors j and j + 4 share the bytes (low and high halves).
+// Activations: 16 bits with one scale per block of 32 inputs, multiplied as two parts of 8 bits. (8 bits alone, as ggml has
+// it, change the greedy text of half of the prompts; the second part costs nothing where memory is the limit.)
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+
+#if defined(__AVX512VNNI__) && defined(__AVX512F__) && defined(__AVX512BW__)
+#include <immintrin.h>
+#define WIDE 1
+#else
+#define WIDE 0
+#endif
+
+namespace {
+
+constexpr int TILE = 16;   // outputs of a tile
+constexpr int BLOCK = 32;  // inputs of a block
+constexpr int ROWS = 4;    // rows that share one reading of a tile
+constexpr float MOST = 32512.0f;  // the largest activation: 127 * 256, so that both parts fit 8 bits
+
+struct Matrix {
+    const uint8_t* q;      // [outputs / 16][inputs / 32][8][16][4] at 8 bits; half of that at 4
+    const void* scales;    // [outputs / 16][inputs / group][16] float16 or float32
+    const void* minimums;  // the same, or null
+    const float* bias;     // [outputs] or null
+    int64_t outputs;       // a multiple of 16
+    int64_t inputs;        // a multiple of 32
+    int32_t bits, zero, group;
+    int32_t wide;          // scales and minimums are float32
+};
+
+struct Joint {  // matrices that read the same input; their outputs lie side by side
+    Matrix parts[3];
+    int64_t count, outputs;  // parts, and outputs of all of them
+};
+
+struct Layer {
+    Joint qkv, output, gate_up, down;
+    const float *attention_norm, *mlp_norm, *query_norm, *key_norm;  // the last two may be null
+};
+
+struct Span {
+    float *keys, *values;  // of layer 0, [kv_heads][size][head_dim]
+    int64_t size;          // tokens that the buffer holds
+    int64_t layer_stride;  // floats from one layer's keys to the next one's
+    int64_t start;         // tokens that were there before this pass
+    int64_t first, rows;   // its rows of the pass
+};
+
+struct Shape {
+    int64_t hidden, heads, kv_heads, head_dim, inner, layers, window;  // window: 0 for none
+    float eps;
+};
+
+struct Activations {  // of up to all rows of a pass
+    int8_t* q;        // [rows][inputs / 32][2][32] high parts, then low parts: x = scale * (256 * high + low)
+    float* scale;     // [rows][inputs / 32]
+    float* sum;       // [rows][inputs / 32][3] scale * sum of q over the block's first 16 inputs, its last 16, and all
+};
+
+float half_to_float(uint16_t h) {
+#if WIDE
+    return _cvtsh_ss(h);
+#else
+    uint32_t sign = (h & 0x8000u) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023, bits;
+    if (exponent == 31) bits = sign | 0x7f800000u | (mantissa << 13);
+    else if (exponent) bits = sign | ((exponent + 112) << 23) | (mantissa << 13);
+    else {
+        float value = mantissa * 5.9604644775390625e-8f;
+        std::memcpy(&bits, &value, 4);
+        bits |= sign;
+    }
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+#endif
+}
+
+float group_value(const Matrix& w, const void* values, int64_t place) {
+    return w.wide ? static_cast<const float*>(values)[place] : half_to_float(static_cast<const uint16_t*>(values)[place]);
+}
+
+int quantum(const Matrix& w, int64_t tile, int64_t block, int vector, int lane, int i) {
+    if (w.bits == 8) return w.q[(((tile * (w.inputs / BLOCK) + block) * 8 + vector) * TILE + lane) * 4 + i];
+    uint8_t byte = w.q[(((tile * (w.inputs / BLOCK) + block) * 4 + vector % 4) * TILE + lane) * 4 + i];
+    return vector < 4 ? byte & 15 : byte >> 4;
+}
+
+// One row of 32 inputs -> 16 bits, a scale, and the sums of both halves and of all.
+void quantise_block(const float* x, int8_t* q, float* scale, float* sum) {
+    int32_t count[2];
+#if WIDE
+    __m512 a = _mm512_loadu_ps(x), b = _mm512_loadu_ps(x + 16);
+    float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
+    __m512 inverse = _mm512_set1_ps(most > 0 ? MOST / most : 0.0f);
+    __m512i half = _mm512_set1_epi32(128);
+    for (int i = 0; i < 2; i++) {
+        __m512i all = _mm512_cvtps_epi32(_mm512_mul_ps(i ? b : a, inverse));
+        __m512i high = _mm512_srai_epi32(_mm512_add_epi32(all, half), 8);  // so that the low part is in [-128, 127]
+        __m512i low = _mm512_sub_epi32(all, _mm512_slli_epi32(high, 8));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16 * i), _mm512_cvtepi32_epi8(high));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 32 + 16 * i), _mm512_cvtepi32_epi8(low));
+        count[i] = _mm512_reduce_add_epi32(all);
+    }
+#else
+    float most = 0;
+    for (int i = 0; i < BLOCK; i++) most = std::fmax(most, std::fabs(x[i]));
+    float inverse = most > 0 ? MOST / most : 0.0f;
+    count[0] = count[1] = 0;
+    for (int i = 0; i < BLOCK; i++) {
+        int32_t all = static_cast<int32_t>(std::nearbyint(x[i] * inverse)), high = (all + 128) >> 8;
+        q[i] = static_cast<int8_t>(high);
+        q[i + 32] = static_cast<int8_t>(all - high * 256);
+        count[i / 16] += all;
+    }
+#endif
+    *scale = most / MOST;
+    sum[0] = *scale * count[0];
+    sum[1] = *scale * count[1];
+    sum[2] = *scale * (count[0] + count[1]);
+}
+
+void quantise_row(const float* x, int64_t inputs, int64_t row, const Activations& to) {
+    int64_t blocks = inputs / BLOCK;
+    for (int64_t b = 0; b < blocks; b++)
+        quantise_block(x + b * BLOCK, to.q + (row * blocks + b) * 2 * BLOCK, to.scale + row * blocks + b,
+                       to.sum + (row * blocks + b) * 3);
+}
+
+float inverse_rms(const float* x, int64_t size, float eps) {
+    float parts[16] = {};
+    for (int64_t i = 0; i + 16 <= size; i += 16)
+        for (int j = 0; j < 16; j++) parts[j] += x[i + j] * x[i + j];
+    float total = 0;
+    for (float part : parts) total += part;
+    for (int64_t i = size / 16 * 16; i < size; i++) total += x[i] * x[i];
+    return 1.0f / std::sqrt(total / size + eps);
+}
+
+void normalise(const float* x, const float* weight, float eps, int64_t size, float* to) {
+    float factor = inverse_rms(x, size, eps);
+    for (int64_t i = 0; i < size; i++) to[i] = x[i] * factor * weight[i];
+}
+
+// ---- y[rows][outputs] = x W^T for one tile of 16 outputs and up to 4 rows ----
+
+#if WIDE
+
+template <bool FLOAT32>
+inline __m512 group_values(const void* values, int64_t place) {
+    if (FLOAT32) return _mm512_loadu_ps(static_cast<const float*>(values) + place);
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(static_cast<const uint16_t*>(values) + place)));
+}
+
+// Vector j of a block; at 4 bits j and j + 4 lie in the same bytes.
+template <int BITS>
+inline __m512i vector(const uint8_t* q, int j) {
+    if (BITS == 8) return _mm512_loadu_si512(q + 64 * j);
+    __m512i both = _mm512_loadu_si512(q + 64 * (j % 4));
+    return _mm512_and_si512(j < 4 ? both : _mm512_srli_epi16(both, 4), _mm512_set1_epi8(15));
+}
+
+// Four activations in every lane.
+inline __m512i four(const int8_t* x) {
+    int32_t bytes;
+    std::memcpy(&bytes, x, 4);
+    return _mm512_set1_epi32(bytes);
+}
+
+template <int BITS, int GROUP, bool MINIMUM, bool FLOAT32, int R>
+void tile_rows(const Matrix& w, int64_t tile, const Activations& x, int64_t row, __m512 (&sums)[ROWS]) {
+    const int64_t blocks = w.inputs / BLOCK;
+    const int PARTS = BLOCK / GROUP;  // groups in a block
+    const uint8_t* q = w.q + tile * blocks * (BITS == 4 ? 256 : 512);
+    for (int r = 0; r < R; r++) sums[r] = _mm512_setzero_ps();
+    for (int64_t b = 0; b < blocks; b++) {
+        for (int part = 0; part < PARTS; part++) {
+            int64_t place = ((tile * blocks + b) * PARTS + part) * TILE;
+            __m512 scale = group_values<FLOAT32>(w.scales, place);
+            // scale * (q - zero) = scale * q + minimum
+            __m512 minimum = MINIMUM ? group_values<FLOAT32>(w.minimums, place)
+                                     : _mm512_mul_ps(scale, _mm512_set1_ps(static_cast<float>(-w.zero)));
+            __m512i high[R], low[R];
+            for (int r = 0; r < R; r++) high[r] = low[r] = _mm512_setzero_si512();
+            for (int j = part * 8 / PARTS; j < (part + 1) * 8 / PARTS; j++) {
+                const __m512i v = vector<BITS>(q + b * (BITS == 4 ? 256 : 512), j);
+                for (int r = 0; r < R; r++) {
+                    const int8_t* xq = x.q + ((row + r) * blocks + b) * 2 * BLOCK + 4 * j;
+                    high[r] = _mm512_dpbusd_epi32(high[r], v, four(xq));
+                    low[r] = _mm512_dpbusd_epi32(low[r], v, four(xq + BLOCK));
+                }
+            }
+            for (int r = 0; r < R; r++) {
+                const int64_t at = (row + r) * blocks + b;
+                __m512 dot = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high[r], 8), low[r]));
+                sums[r] = _mm512_fmadd_ps(dot, _mm512_mul_ps(scale, _mm512_set1_ps(x.scale[at])), sums[r]);
+                sums[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(x.sum[at * 3 + (GROUP == 32 ? 2 : part)]), sums[r]);
+            }
+        }
+    }
+}
+
+template <int BITS, int GROUP, bool MINIMUM, bool FLOAT32>
+void tile_some(const Matrix& w, int64_t tile, const Activations& x, int64_t row, int64_t rows, __m512 (&sums)[ROWS]) {
+    switch (rows) {
+        case 1: return tile_rows<BITS, GROUP, MINIMUM, FLOAT32, 1>(w, tile, x, row, sums);
+        case 2: return tile_rows<BITS, GROUP, MINIMUM, FLOAT32, 2>(w, tile, x, row, sums);
+        case 3: return tile_rows<BITS, GROUP, MINIMUM, FLOAT32, 3>(w, tile, x, row, sums);
+        default: return tile_rows<BITS, GROUP, MINIMUM, FLOAT32, 4>(w, tile, x, row, sums);
+    }
+}
+
+template <int BITS, int GROUP, bool MINIMUM, bool FLOAT32>
+void tile_all(const Matrix& w, int64_t tile, const Activations& x, int64_t rows, float* y, const float* add, int64_t stride) {
+    for (int64_t row = 0; row < rows; row += ROWS) {
+        int64_t some = rows - row < ROWS ? rows - row : ROWS;
+        __m512 sums[ROWS];
+        tile_some<BITS, GROUP, MINIMUM, FLOAT32>(w, tile, x, row, some, sums);
+        for (int64_t r = 0; r < some; r++) {
+            int64_t place = (row + r) * stride + tile * TILE;
+            if (w.bias) sums[r] = _mm512_add_ps(sums[r], _mm512_loadu_ps(w.bias + tile * TILE));
+            if (add) sums[r] = _mm512_add_ps(sums[r], _mm512_loadu_ps(add + place));
+            _mm512_storeu_ps(y + place, sums[r]);
+        }
+    }
+}
+
+using TileFunction = void (*)(const Matrix&, int64_t, const Activations&, int64_t, float*, const float*, int64_t);
+
+// The kinds that files hold: Q4_0, Q4_1, Q4_K; Q8_0, Q5_1, Q5_K; Q6_K.
+TileFunction tile_function(const Matrix& w) {
+    if (w.bits == 4) {
+        if (!w.minimums) return tile_all<4, 32, false, false>;
+        return w.wide ? tile_all<4, 32, true, true> : tile_all<4, 32, true, false>;
+    }
+    if (w.group == 16) return tile_all<8, 16, false, true>;
+    if (!w.minimums) return tile_all<8, 32, false, false>;
+    return w.wide ? tile_all<8, 32, true, true> : tile_all<8, 32, true, false>;
+}
+
+#else  // any processor: the same numbers, left to the compiler to make fast
+
+void tile_all(const Matrix& w, int64_t tile, const Activations& x, int64_t rows, float* y, const float* add, int64_t stride) {
+    const int64_t blocks = w.inputs / BLOCK, parts = BLOCK / w.group;
+    for (int64_t row = 0; row < rows; row++) {
+        float sums[TILE] = {};
+        for (int64_t b = 0; b < blocks; b++) {
+            const int64_t at = row * blocks + b;
+            for (int64_t part = 0; part < parts; part++) {
+                const float sum = x.sum[at * 3 + (w.group == 32 ? 2 : part)];
+                int32_t dot[TILE] = {};
+                for (int64_t j = part * 8 / parts; j < (part + 1) * 8 / parts; j++) {
+                    const int8_t* xq = x.q + at * 2 * BLOCK + 4 * j;
+                    const uint8_t* q = w.q + ((tile * blocks + b) * (w.bits == 4 ? 4 : 8) + (w.bits == 4 ? j % 4 : j)) * 64;
+                    const int shift = w.bits == 4 && j >= 4 ? 4 : 0, mask = w.bits == 4 ? 15 : 255;
+                    for (int o = 0; o < TILE; o++)
+                        for (int i = 0; i < 4; i++) dot[o] += ((q[o * 4 + i] >> shift) & mask) * (xq[i] * 256 + xq[i + BLOCK]);
+                }
+                int64_t place = ((tile * blocks + b) * parts + part) * TILE;
+                for (int o = 0; o < TILE; o++) {
+                    float scale = group_value(w, w.scales, place + o);
+                    float minimum = w.minimums ? group_value(w, w.minimums, place + o) : scale * -w.zero;
+                    sums[o] = std::fma(static_cast<float>(dot[o]), scale * x.scale[at], sums[o]);
+                    sums[o] = std::fma(minimum, sum, sums[o]);
+                }
+            }
+        }
+        for (int o = 0; o < TILE; o++) {
+            int64_t place = row * stride + tile * TILE + o;
+            y[place] = sums[o] + (w.bias ? w.bias[tile * TILE + o] : 0) + (add ? add[place] : 0);
+        }
+    }
+}
+
+using TileFunction = void (*)(const Matrix&, int64_t, const Activations&, int64_t, float*, const float*, int64_t);
+TileFunction tile_function(const Matrix&) { return tile_all; }
+
+#endif
+
+void product(const Joint& w, const Activations& x, int64_t rows, float* y, const float* add) {
+#pragma omp parallel
+    for (int64_t part = 0, offset = 0; part < w.count; offset += w.parts[part++].outputs) {
+        const Matrix& matrix = w.parts[part];
+        TileFunction tile = tile_function(matrix);
+        const int64_t tiles = matrix.outputs / TILE;
+#pragma omp for schedule(static) nowait
+        for (int64_t t = 0; t < tiles; t++) tile(matrix, t, x, rows, y + offset, add ? add + offset : nullptr, w.outputs);
+    }
+}
+
+// ---- attention ----
+
+#if WIDE
+// Sums of 16 vectors, one per lane; every vector is added up by the same tree.
+__m512 sums_of(__m512 (&v)[16]) {
+    for (int i = 0; i < 8; i++) v[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[i], v[i + 8]), _mm512_unpackhi_ps(v[i], v[i + 8]));
+    for (int i = 0; i < 4; i++) v[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[i], v[i + 4]), _mm512_unpackhi_ps(v[i], v[i + 4]));
+    // now v[i], lane 4 * k + j is a quarter of the sum of vector i + 4 * j
+    __m512 a = _mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x88), _mm512_shuffle_f32x4(v[0], v[1], 0xdd));
+    __m512 b = _mm512_add_ps(_mm512_shuffle_f32x4(v[2], v[3], 0x88), _mm512_shuffle_f32x4(v[2], v[3], 0xdd));
+    __m512 all = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), all);
+}
+#endif
+
+// scores = q . key * factor for the keys at `places`
+void dots(const float* q, const float* keys, const int32_t* places, int64_t seen, int64_t size, float factor, float* scores) {
+    int64_t i = 0;
+#if WIDE
+    for (; size % 16 == 0 && i < seen; i += 16) {
+        const int64_t some = seen - i < 16 ? seen - i : 16;
+        __m512 sums[16];
+        for (int k = 0; k < 16; k++) {  // the last group is filled up with its last key, so that all are added up alike
+            const float* key = keys + places[i + (k < some ? k : some - 1)] * size;
+            sums[k] = _mm512_mul_ps(_mm512_loadu_ps(q), _mm512_loadu_ps(key));
+            for (int64_t d = 16; d < size; d += 16)
+                sums[k] = _mm512_fmadd_ps(_mm512_loadu_ps(q + d), _mm512_loadu_ps(key + d), sums[k]);
+        }
+        __mmask16 mask = static_cast<__mmask16>((1u << some) - 1);
+        _mm512_mask_storeu_ps(scores + i, mask, _mm512_mul_ps(sums_of(sums), _mm512_set1_ps(factor)));
+    }
+#endif
+    for (; i < seen; i++) {
+        float total = 0;
+        for (int64_t d = 0; d < size; d++) total += q[d] * keys[places[i] * size + d];
+        scores[i] = total * factor;
+    }
+}
+
+#if WIDE
+// e^x: x = n ln 2 + r with |r| <= ln 2 / 2, then a polynomial in r (Cephes' coefficients).
+__m512 exp16(__m512 x) {
+    x = _mm512_max_ps(x, _mm512_set1_ps(-87.0f));
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+    p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+    return _mm512_scalef_ps(p, n);
+}
+#endif
+
+// gate = gate / (1 + e^-gate) * up
+void gated(float* gate, const float* up, int64_t size) {
+    int64_t i = 0;
+#if WIDE
+    for (; i + 16 <= size; i += 16) {
+        __m512 g = _mm512_loadu_ps(gate + i);
+        __m512 below = _mm512_add_ps(_mm512_set1_ps(1.0f), exp16(_mm512_min_ps(_mm512_sub_ps(_mm512_setzero_ps(), g), _mm512_set1_ps(87.0f))));
+        _mm512_storeu_ps(gate + i, _mm512_mul_ps(_mm512_div_ps(g, below), _mm512_loadu_ps(up + i)));
+    }
+#endif
+    for (; i < size; i++) gate[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
+}
+
+// scores -> e^(score - most); returns their sum
+float exponentials(float* scores, int64_t size, float most) {
+    float total = 0;
+    int64_t i = 0;
+#if WIDE
+    __m512 sums = _mm512_setzero_ps();
+    for (; i < size; i += 16) {
+        __mmask16 mask = size - i < 16 ? static_cast<__mmask16>((1u << (size - i)) - 1) : 0xffff;
+        __m512 e = exp16(_mm512_sub_ps(_mm512_maskz_loadu_ps(mask, scores + i), _mm512_set1_ps(most)));
+        _mm512_mask_storeu_ps(scores + i, mask, e);
+        sums = _mm512_mask_add_ps(sums, mask, sums, e);
+    }
+    return _mm512_reduce_add_ps(sums);
+#endif
+    for (; i < size; i++) total += scores[i] = std::exp(scores[i] - most);
+    return total;
+}
+
+// to = sum of scores[i] * values[places[i]] / total
+void mix(const float* scores, const float* values, const int32_t* places, int64_t seen, float total, int64_t size, float* to) {
+    int64_t d = 0;
+#if WIDE
+    const __m512 factor = _mm512_set1_ps(1.0f / total);
+    for (; d + 64 <= size; d += 64) {
+        __m512 sum[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
+        for (int64_t i = 0; i < seen; i++) {
+            const float* value = values + places[i] * size + d;
+            const __m512 score = _mm512_set1_ps(scores[i]);
+            for (int j = 0; j < 4; j++) sum[j] = _mm512_fmadd_ps(score, _mm512_loadu_ps(value + 16 * j), sum[j]);
+        }
+        for (int j = 0; j < 4; j++) _mm512_storeu_ps(to + d + 16 * j, _mm512_mul_ps(sum[j], factor));
+    }
+#endif
+    for (; d < size; d++) {
+        float sum = 0;
+        for (int64_t i = 0; i < seen; i++) sum += scores[i] * values[places[i] * size + d];
+        to[d] = sum * (1.0f / total);
+    }
+}
+
+void rotate(float* x, const float* cos, const float* sin, int64_t size) {
+    for (int64_t i = 0; i < size / 2; i++) {
+        float a = x[i], b = x[i + size / 2];
+        x[i] = a * cos[i] + b * sin[i];
+        x[i + size / 2] = b * cos[i + size / 2] + a * sin[i + size / 2];
+    }
+}
+
+// Normalise, rotate and store the new keys and values of one row.
+void store_row(const Shape& s, const Layer& layer, const Span& span, int64_t index, int64_t row, float* qkv,
+               const float* cos, const float* sin) {
+    for (int64_t h = 0; h < s.heads + s.kv_heads; h++) {
+        float* head = qkv + h * s.head_dim;
+        const float* norm = h < s.heads ? layer.query_norm : layer.key_norm;
+        if (norm) normalise(head, norm, s.eps, s.head_dim, head);
+        rotate(head, cos, sin, s.head_dim);
+    }
+    int64_t place = span.start + row;
+    for (int64_t h = 0; h < s.kv_heads; h++) {
+        int64_t to = index * span.layer_stride + (h * span.size + place) * s.head_dim;
+        std::memcpy(span.keys + to, qkv + (s.heads + h) * s.head_dim, s.head_dim * sizeof(float));
+        std::memcpy(span.values + to, qkv + (s.heads + s.kv_heads + h) * s.head_dim, s.head_dim * sizeof(float));
+    }
+}
+
+// One head of one row over the keys at `places`, in order.
+void attend(const Shape& s, const float* q, const float* keys, const float* values, const int32_t* places, int64_t seen,
+            float* scores, float* to) {
+    dots(q, keys, places, seen, s.head_dim, 1.0f / std::sqrt(static_cast<float>(s.head_dim)), scores);
+    float most = -INFINITY;
+    for (int64_t i = 0; i < seen; i++) most = scores[i] > most ? scores[i] : most;
+    float total = exponentials(scores, seen, most);
+    mix(scores, values, places, seen, total, s.head_dim, to);
+}
+
+}  // namespace
+
+extern "C" {
+
+// Rows `ids` of a matrix as float32: an embedding.
+void outrider_rows(const Matrix* w, const int64_t* ids, int64_t count, float* to) {
+    const int64_t parts = BLOCK / w->group;
+    for (int64_t n = 0; n < count; n++) {
+        int64_t tile = ids[n] / TILE, lane = ids[n] % TILE;
+        for (int64_t k = 0; k < w->inputs; k++) {
+            int64_t block = k / BLOCK, inside = k % BLOCK;
+            int64_t place = ((tile * (w->inputs / BLOCK) + block) * parts + inside / w->group) * TILE + lane;
+            int q = quantum(*w, tile, block, static_cast<int>(inside / 4), static_cast<int>(lane), static_cast<int>(inside % 4));
+            float value = group_value(*w, w->scales, place) * static_cast<float>(q - w->zero);
+            to[n * w->inputs + k] = w->minimums ? value + group_value(*w, w->minimums, place) : value;
+        }
+    }
+}
+
+struct Work {
+    Activations x;
+    float *normed, *qkv, *mixed, *inner;  // [rows][hidden], [rows][all heads], [rows][heads], [rows][2 * inner]
+    int32_t* places;                      // [rows][longest] what each row sees
+    int32_t* seen;                        // [rows] how much of that
+    int32_t* owners;                      // [rows] its span
+    int64_t longest;
+};
+
+// y = W norm(x); `norm` may be null.
+void outrider_linear(const Joint* w, const float* x, const float* norm, float eps, int64_t rows, float* y, const Work* work) {
+    const int64_t inputs = w->parts[0].inputs;
+#pragma omp parallel for schedule(static) if (rows > 4)
+    for (int64_t r = 0; r < rows; r++) {
+        const float* row = x + r * inputs;
+        if (norm) {
+            normalise(row, norm, eps, inputs, work->normed + r * inputs);
+            row = work->normed + r * inputs;
+        }
+        quantise_row(row, inputs, r, work->x);
+    }
+    product(*w, work->x, rows, y, nullptr);
+}
+
+// The layers of a model over the rows of all spans; x [rows][hidden] is read and overwritten.
+// cos, sin: [rows][head_dim]; positions: [rows]; parents: [rows], a row's parent among its span's rows, or -1.
+// kept: for each layer of `wanted`, x after it, [count][rows][hidden].
+void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans, int64_t span_count, int64_t rows, float* x,
+                     const float* cos, const float* sin, const int32_t* positions, const int32_t* parents,
+                     const int32_t* wanted, int64_t wanted_count, float* kept, const Work* work) {
+    const Shape& s = *shape;
+    const int64_t q_size = s.heads * s.head_dim, all = (s.heads + 2 * s.kv_heads) * s.head_dim, group = s.heads / s.kv_heads;
+    // what each row sees: the tokens before this pass, then its own ancestors, oldest first
+    for (int64_t n = 0; n < span_count; n++) {
+        const Span& span = spans[n];
+        for (int64_t r = 0; r < span.rows; r++) {
+            int64_t row = span.first + r, count = 0;
+            int64_t oldest = s.window ? positions[row] - s.window + 1 : 0;
+            int32_t* places = work->places + row * work->longest;
+            for (int64_t p = oldest > 0 ? oldest : 0; p < span.start; p++) places[count++] = static_cast<int32_t>(p);
+            int64_t before = count;
+            for (int64_t a = r; a >= 0; a = parents[span.first + a])
+                if (positions[span.first + a] >= oldest) places[count++] = static_cast<int32_t>(span.start + a);
+            for (int64_t i = before, j = count - 1; i < j; i++, j--) {
+                int32_t swap = places[i];
+                places[i] = places[j];
+                places[j] = swap;
+            }
+            work->seen[row] = static_cast<int32_t>(count);
+            work->owners[row] = static_cast<int32_t>(n);
+        }
+    }
+    for (int64_t index = 0; index < s.layers; index++) {
+        const Layer& layer = layers[index];
+        outrider_linear(&layer.qkv, x, layer.attention_norm, s.eps, rows, work->qkv, work);
+#pragma omp parallel for schedule(static) if (rows > 4)
+        for (int64_t row = 0; row < rows; row++) {
+            const Span& span = spans[work->owners[row]];
+            store_row(s, layer, span, index, row - span.first, work->qkv + row * all, cos + row * s.head_dim, sin + row * s.head_dim);
+        }
+#pragma omp parallel
+        {
+            float* scores = new float[work->longest];
+#pragma omp for schedule(static)
+            for (int64_t item = 0; item < rows * s.heads; item++) {
+                int64_t row = item / s.heads, h = item % s.heads;
+                const Span& span = spans[work->owners[row]];
+                int64_t at = index * span.layer_stride + h / group * span.size * s.head_dim;
+                attend(s, work->qkv + row * all + h * s.head_dim, span.keys + at, span.values + at,
+                       work->places + row * work->longest, work->seen[row], scores, work->mixed + row * q_size + h * s.head_dim);
+            }
+            delete[] scores;
+        }
+#pragma omp parallel for schedule(static) if (rows > 4)
+        for (int64_t r = 0; r < rows; r++) quantise_row(work->mixed + r * q_size, q_size, r, work->x);
+        product(layer.output, work->x, rows, x, x);
+        outrider_linear(&layer.gate_up, x, layer.mlp_norm, s.eps, rows, work->inner, work);
+#pragma omp parallel for schedule(static) if (rows > 4)
+        for (int64_t r = 0; r < rows; r++) {
+            float *gate = work->inner + r * 2 * s.inner, *up = gate + s.inner;
+            gated(gate, up, s.inner);
+            quantise_row(gate, s.inner, r, work->x);
+        }
+        product(layer.down, work->x, rows, x, x);
+        for (int64_t k = 0; k < wanted_count; k++)
+            if (wanted[k] == index) std::memcpy(kept + k * rows * s.hidden, x, rows * s.hidden * sizeof(float));
+    }
+}
+
+}  // extern "C"

@@ -1,0 +1,123 @@
+"""The decoder layers in one call of the kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.models.native import structs
+from outrider.models.native.library import library
+from outrider.models.native.packed import Packed, Workspace
+from outrider.models.stack import Layer, Pass, StackConfig
+
+
+class NativeStack:
+    """Layers whose matrices are all packed. Every row's result is the same whatever shares the pass."""
+
+    def __init__(self, config: StackConfig, layers: Sequence[Layer]) -> None:
+        self.config, self._layers = config, tuple(layers)
+        self._inner = packed(layers[0].gate_up).outputs // 2
+        self._norms: list[Tensor] = []  # what the structures point into
+        self._structs = (structs.Layer * len(layers))(*map(self._struct, layers))
+        self._shape = structs.Shape(
+            hidden=config.hidden_size,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            inner=self._inner,
+            layers=len(layers),
+            window=config.sliding_window or 0,
+            eps=config.norm_eps,
+        )
+        self._work: Workspace | None = None
+        self._run = library().outrider_layers
+
+    def first(self, layers: int) -> NativeStack:
+        return NativeStack(self.config, self._layers[:layers])
+
+    def run(
+        self, x: Tensor, batch: Pass, cos: Tensor, sin: Tensor, wanted: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        rows = x.shape[0]
+        work = self._workspace(rows, max(slot.length for slot in batch.slots))
+        spans = (structs.Span * len(batch.slots))(*(self._span(batch, i) for i in range(len(batch.slots))))
+        kept = torch.empty(len(wanted), rows, x.shape[1]) if wanted else None
+        self._run(
+            ctypes.byref(self._shape),
+            self._structs,
+            spans,
+            ctypes.c_int64(len(spans)),
+            ctypes.c_int64(rows),
+            _pointer(x),
+            _pointer(cos),
+            _pointer(sin),
+            (ctypes.c_int32 * rows)(*batch.positions),
+            (ctypes.c_int32 * rows)(*batch.parents),
+            (ctypes.c_int32 * len(wanted))(*wanted),
+            ctypes.c_int64(len(wanted)),
+            None if kept is None else _pointer(kept),
+            ctypes.byref(work.struct),
+        )
+        return x, None if kept is None else kept.transpose(0, 1)
+
+    def _workspace(self, rows: int, longest: int) -> Workspace:
+        """Buffers for so many rows and such long sequences; grown, never shrunk."""
+        if self._work is None or rows > self._work.rows or longest > self._work.struct.longest:
+            config = self.config
+            rows = max(rows, 32, self._work.rows if self._work else 0)
+            longest = max(2 * longest, 1024)
+            heads = config.num_heads * config.head_dim
+            self._work = Workspace(rows, max(config.hidden_size, heads, self._inner))
+            self._work.add(
+                qkv=torch.empty(rows, heads + 2 * config.num_kv_heads * config.head_dim),
+                mixed=torch.empty(rows, heads),
+                inner=torch.empty(rows, 2 * self._inner),
+                places=torch.empty(rows, longest, dtype=torch.int32),
+                seen=torch.empty(rows, dtype=torch.int32),
+                owners=torch.empty(rows, dtype=torch.int32),
+            )
+            self._work.struct.longest = longest
+        return self._work
+
+    def _span(self, batch: Pass, index: int) -> structs.Span:
+        slot, rows = batch.slots[index], batch.rows[index]
+        return structs.Span(
+            keys=slot.keys.data_ptr(),
+            values=slot.values.data_ptr(),
+            size=slot.size,
+            layer_stride=slot.keys.stride(0),
+            start=slot.length - (rows.stop - rows.start),
+            first=rows.start,
+            rows=rows.stop - rows.start,
+        )
+
+    def _struct(self, layer: Layer) -> structs.Layer:
+        return structs.Layer(
+            qkv=packed(layer.qkv).joint,
+            output=packed(layer.output).joint,
+            gate_up=packed(layer.gate_up).joint,
+            down=packed(layer.down).joint,
+            attention_norm=self._norm(layer.attention_norm),
+            mlp_norm=self._norm(layer.mlp_norm),
+            query_norm=self._norm(layer.query_norm),
+            key_norm=self._norm(layer.key_norm),
+        )
+
+    def _norm(self, weight: Tensor | None) -> int | None:
+        if weight is None:
+            return None
+        self._norms.append(weight.float().contiguous())
+        return self._norms[-1].data_ptr()
+
+
+def packed(linear: Any) -> Packed:
+    assert isinstance(linear, Packed)
+    return linear
+
+
+def _pointer(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())

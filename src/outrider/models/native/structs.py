@@ -1,0 +1,78 @@
+"""The C structures of kernels.cpp, in the same order."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+
+
+class Matrix(Structure):
+    _fields_ = (
+        ("q", c_void_p),
+        ("scales", c_void_p),
+        ("minimums", c_void_p),
+        ("bias", c_void_p),
+        ("outputs", c_int64),
+        ("inputs", c_int64),
+        ("bits", c_int32),
+        ("zero", c_int32),
+        ("group", c_int32),
+        ("wide", c_int32),
+    )
+
+
+class Joint(Structure):
+    _fields_ = (("parts", Matrix * 3), ("count", c_int64), ("outputs", c_int64))
+
+
+class Layer(Structure):
+    _fields_ = (
+        ("qkv", Joint),
+        ("output", Joint),
+        ("gate_up", Joint),
+        ("down", Joint),
+        ("attention_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+    )
+
+
+class Span(Structure):
+    _fields_ = (
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("size", c_int64),
+        ("layer_stride", c_int64),
+        ("start", c_int64),
+        ("first", c_int64),
+        ("rows", c_int64),
+    )
+
+
+class Shape(Structure):
+    _fields_ = (
+        ("hidden", c_int64),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("inner", c_int64),
+        ("layers", c_int64),
+        ("window", c_int64),
+        ("eps", c_float),
+    )
+
+
+class Work(Structure):
+    _fields_ = (
+        ("q", c_void_p),
+        ("scale", c_void_p),
+        ("sum", c_void_p),
+        ("normed", c_void_p),
+        ("qkv", c_void_p),
+        ("mixed", c_void_p),
+        ("inner", c_void_p),
+        ("places", c_void_p),
+        ("seen", c_void_p),
+        ("owners", c_void_p),
+        ("longest", c_int64),
+    )
