@@ -1,0 +1,1 @@
+"""Foreign interfaces, spoken on top of our engine."""
