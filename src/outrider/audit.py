@@ -1,0 +1,345 @@
+"""The proof as a function: a drafter must change how fast the answer comes, and nothing else.
+
+Four checks for each drafter, all against plain decoding by the same model:
+
+- greedy: the same tokens, prompt by prompt;
+- batch: the same tokens with all prompts in one batch;
+- seed: the same tokens at temperature 1 under one seed (the coupled rule), in one batch;
+- law: without a seed (the rejection rule) short continuations are distributed as the model's own logits say.
+
+The first three compare token by token and report where the outputs part, with the margin: by how many logits plain
+decoding preferred its own token there. In float32, and with weights packed on a CPU, any difference is a failure. In
+bfloat16 and float16 the shape of a pass decides how sums are rounded, so a near tie may flip: such differences are
+counted and shown, and are failures only when the margin is not small. The fourth is a chi-square test, which an exact
+drafter fails once in ten thousand audits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider import build, drafters, prompts as builtin
+from outrider.core.dice import Dice
+from outrider.core.errors import OutriderError
+from outrider.core.request import Result
+from outrider.core.sampling import SamplingParams
+from outrider.core.stats import Stats
+from outrider.llm import LLM
+from outrider.models.base import Feed
+from outrider.prompts import Prompt
+
+ALPHA = 1e-4  # how often the law test may fail an exact drafter
+LENGTH = 3  # tokens of a continuation in the law test: drafts of two nodes
+LEAST = 5.0  # continuations that a cell of the chi-square test must expect
+SMALL_MARGIN = {torch.float32: 0.0, torch.bfloat16: 0.5, torch.float16: 0.25}  # logits; a near tie is below
+
+Tokens = list[int]
+Law = Mapping[tuple[int, ...], float]  # continuation -> probability
+Progress = Callable[[str, int, int], None]  # (what is being done, steps done, steps in all)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where an output first parts from plain decoding."""
+
+    prompt: str
+    position: int  # in the output
+    plain: int | None  # token ids; None: it had already ended
+    drafted: int | None
+    margin: float | None  # logits by which plain decoding preferred its token (with its noise, where it samples)
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str  # greedy, batch, seed or law
+    passed: bool
+    compared: int  # tokens compared, or continuations sampled
+    drafted: int
+    accepted: int
+    differences: tuple[Difference, ...] = ()
+    p_value: float | None = None
+
+
+@dataclass(frozen=True)
+class DrafterReport:
+    draft: str
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+
+@dataclass(frozen=True)
+class Report:
+    model: str
+    dtype: str  # as it was asked for
+    small_margin: float  # differences below it are near ties, not failures
+    prompts: tuple[str, ...]
+    max_tokens: int
+    seed: int
+    samples: int
+    seconds: float
+    drafters: tuple[DrafterReport, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(drafter.passed for drafter in self.drafters)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        said = {"passed": self.passed, **asdict(self)}
+        for own, drafter in zip(said["drafters"], self.drafters, strict=True):
+            own["passed"] = drafter.passed
+        return said
+
+
+def default_drafts() -> list[str]:
+    """Every drafter that runs without arguments, except the one it is all compared with."""
+    return [name for name in drafters.names() if name != "none" and _runs_alone(name)]
+
+
+def audit(
+    llm: LLM,
+    drafts: Sequence[str] = (),
+    prompts: Sequence[Prompt] = builtin.AUDIT,
+    *,
+    max_tokens: int = 32,
+    seed: int = 0,
+    samples: int = 300,
+    raw: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Audit each drafter ("NAME" or "NAME:key=value,..."; default: all that run without arguments).
+
+    Prompts go through the model's chat template where it has one, unless `raw`. The same seed gives the same report.
+    """
+    drafts = list(drafts) or default_drafts()
+    for draft in drafts:
+        drafters.parse(draft)  # a typing error shows before the work begins
+    if not prompts or samples < 1:
+        raise OutriderError("an audit needs at least one prompt and one sample")
+    begin = time.perf_counter()
+    small = SMALL_MARGIN[build.target(llm.settings).dense]
+    bench = _Bench(llm, prompts, raw, small, _Ticker(progress))
+    bench.ticker.total = 2 * len(prompts) + 1 + len(drafts) * (len(prompts) + 3)
+    with _luck(seed):
+        greedy = bench.reference(SamplingParams(max_tokens=max_tokens))
+        seeded = bench.reference(SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=seed))
+        short = bench.continuations(samples)
+        reports = tuple(DrafterReport(draft, tuple(bench.checks(draft, greedy, seeded, short))) for draft in drafts)
+    names = tuple(prompt.name for prompt in prompts)
+    seconds, said = round(time.perf_counter() - begin, 3), llm.settings
+    return Report(said.model, said.dtype, small, names, max_tokens, seed, samples, seconds, reports)
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """What plain decoding wrote."""
+
+    params: SamplingParams
+    outputs: list[Tokens]
+
+    @property
+    def predictions(self) -> list[Tokens]:
+        """The outputs with a few tokens altered: something to accept, something to refuse, something to realign."""
+        return [[out[i - 1] if i % 8 == 5 else token for i, token in enumerate(out)] for out in self.outputs]
+
+
+@dataclass(frozen=True)
+class _Continuations:
+    """Short continuations of one prompt over a few tokens, with the exact probability of each."""
+
+    prompt: Tokens
+    params: SamplingParams
+    law: Law
+
+    @property
+    def likeliest(self) -> Tokens:
+        best, _ = max(self.law.items(), key=lambda item: item[1])
+        return list(best)
+
+
+@dataclass
+class _Ticker:
+    progress: Progress | None
+    total: int = 0
+    done: int = field(default=0, init=False)
+
+    def tick(self, what: str) -> None:
+        self.done += 1
+        if self.progress is not None:
+            self.progress(what, self.done, self.total)
+
+
+class _Bench:
+    """The model on the bench, and the prompts as tokens."""
+
+    def __init__(self, llm: LLM, prompts: Sequence[Prompt], raw: bool, small: float, ticker: _Ticker) -> None:
+        self.llm, self.ticker, self._small = llm, ticker, small
+        self._names = [prompt.name for prompt in prompts]
+        self._prompts = [self._tokens(prompt.text, raw) for prompt in prompts]
+
+    def reference(self, params: SamplingParams) -> _Reference:
+        """Plain decoding, one prompt at a time."""
+        outputs = []
+        for prompt in self._prompts:
+            outputs.append(self._run([prompt], params, "none")[0].token_ids)
+            self.ticker.tick("plain decoding")
+        return _Reference(params, outputs)
+
+    def continuations(self, samples: int) -> _Continuations:
+        """The prompt of the law test, and the law from the model's own logits, one context at a time."""
+        words = self.llm.backend.encode(builtin.LAW.text)
+        prompt = words + words[:-1]  # a drafter that copies will guess words[-1]
+        support = self._support(prompt, words[-1])
+        law = self._law(prompt, support)
+        self.ticker.tick("exact law")
+        params = SamplingParams(LENGTH, 1.0, allowed_token_ids=support, n=samples, ignore_eos=True)
+        return _Continuations(prompt, params, law)
+
+    def checks(self, draft: str, greedy: _Reference, seeded: _Reference, short: _Continuations) -> Iterator[Check]:
+        yield self._compare("greedy", draft, greedy, alone=True)
+        yield self._compare("batch", draft, greedy)
+        yield self._compare("seed", draft, seeded)
+        yield self._sample(draft, short)
+
+    def _compare(self, name: str, draft: str, reference: _Reference, alone: bool = False) -> Check:
+        """Run the prompts with the drafter and compare with plain decoding token by token."""
+        size = 1 if alone else len(self._prompts)
+        results: list[Result] = []
+        for begin in range(0, len(self._prompts), size):
+            part = slice(begin, begin + size)
+            results += self._run(self._prompts[part], reference.params, draft, reference.predictions[part])
+            self.ticker.tick(f"{draft}: {name}")
+        outputs = [result.token_ids for result in results]
+        found = [self._difference(i, reference, output) for i, output in enumerate(outputs)]
+        differences = tuple(difference for difference in found if difference is not None)
+        passed = all(d.margin is not None and abs(d.margin) < self._small for d in differences)
+        stats = sum((result.stats for result in results), Stats())
+        return Check(name, passed, sum(map(len, reference.outputs)), stats.drafted, stats.accepted, differences)
+
+    def _sample(self, draft: str, short: _Continuations) -> Check:
+        """Sample with the drafter and compare the counts with the law."""
+        [result] = self._run([short.prompt], short.params, draft, [short.likeliest])
+        self.ticker.tick(f"{draft}: law")
+        counts = Counter(tuple(sample.token_ids) for sample in result.samples)
+        p_value = chi_square(counts, short.law)
+        stats = sum((sample.stats for sample in result.samples), Stats())
+        return Check("law", p_value >= ALPHA, counts.total(), stats.drafted, stats.accepted, p_value=p_value)
+
+    def _difference(self, index: int, reference: _Reference, output: Tokens) -> Difference | None:
+        plain = reference.outputs[index]
+        pairs = itertools.zip_longest(plain, output)
+        place = next((i for i, (own, other) in enumerate(pairs) if own != other), None)
+        if place is None:
+            return None
+        own = plain[place] if place < len(plain) else None
+        other = output[place] if place < len(output) else None
+        margin = None
+        if own is not None and other is not None:
+            margin = self._margin(reference.params, self._prompts[index] + plain[:place], own, other)
+        return Difference(self._names[index], place, own, other, margin)
+
+    def _margin(self, params: SamplingParams, context: Tokens, own: int, other: int) -> float:
+        logits = self._logits([context])[0]
+        margin = float(logits[own] - logits[other])
+        if params.greedy:
+            return margin
+        noise = Dice(params.seed).noise(len(context), torch.tensor([own, other])).log()
+        return margin - float(noise[0] - noise[1])
+
+    def _support(self, prompt: Tokens, guess: int) -> Tokens:
+        """What continuations are made of: the two likeliest tokens, those after each of them, and a copier's guess."""
+        first = self._logits([prompt])[0].topk(2).indices.tolist()
+        second = [logits.topk(2).indices.tolist() for logits in self._logits([[*prompt, token] for token in first])]
+        return sorted({guess, *first, *itertools.chain(*second)})
+
+    def _law(self, prompt: Tokens, support: Tokens) -> Law:
+        law: dict[tuple[int, ...], float] = {(): 1.0}
+        for _ in range(LENGTH):
+            laws = [row[support].double().softmax(-1).tolist() for row in self._logits([[*prompt, *c] for c in law])]
+            pairs = zip(law.items(), laws, strict=True)
+            law = {(*c, t): p * q for (c, p), row in pairs for t, q in zip(support, row, strict=True)}
+        return law
+
+    def _logits(self, contexts: Sequence[Tokens]) -> list[Tensor]:
+        """The model's logits after each context, past engine and drafter. The engine's own ids begin at 0."""
+        model = self.llm.backend.engine.model
+        feeds = [Feed(-1 - i, context) for i, context in enumerate(contexts)]
+        try:
+            return [output.logits[0].float().cpu() for output in model.forward(feeds)]
+        finally:
+            for feed in feeds:
+                model.free(feed.id)
+
+    def _run(
+        self, prompts: list[Tokens], params: SamplingParams, draft: str, predictions: list[Tokens] | None = None
+    ) -> list[Result]:
+        results = self.llm.generate(prompts, params, draft=draft, prediction=predictions, progress=False)
+        failed = next((result for result in results if result.finish_reason == "error"), None)
+        if failed is not None:
+            raise OutriderError(f"{draft}: {failed.error}")
+        return list(results)
+
+    def _tokens(self, text: str, raw: bool) -> Tokens:
+        backend = self.llm.backend
+        if raw or not getattr(backend.tokenizer, "chat_template", None):
+            return backend.encode(text)
+        return backend.render([{"role": "user", "content": text}])
+
+
+def chi_square(counts: Counter[tuple[int, ...]], law: Law) -> float:
+    """The p-value of the counts under the law; 0 where something came up that cannot."""
+    if any(outcome not in law for outcome in counts):
+        return 0.0
+    cells = list(_cells(counts, law))
+    statistic = sum((observed - expected) ** 2 / expected for expected, observed in cells)
+    if len(cells) < 2:
+        return 1.0
+    freedom = torch.tensor((len(cells) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
+
+
+def _cells(counts: Counter[tuple[int, ...]], law: Law) -> Iterator[tuple[float, int]]:
+    """(expected, observed): outcomes from the rarest on, pooled until a cell expects enough and so does the rest."""
+    total, left = counts.total(), float(counts.total())
+    expected, observed = 0.0, 0
+    for outcome in sorted(law, key=law.__getitem__):
+        expected += law[outcome] * total
+        observed += counts[outcome]
+        if expected >= LEAST and left - expected >= LEAST:
+            yield expected, observed
+            left -= expected
+            expected, observed = 0.0, 0
+    if expected:
+        yield expected, observed
+
+
+def _runs_alone(name: str) -> bool:
+    try:
+        drafters.parse(name)
+    except OutriderError:
+        return False
+    return True
+
+
+@contextmanager
+def _luck(seed: int) -> Iterator[None]:
+    """Requests without a seed draw one from `random`: the same audit twice gives the same report."""
+    state = random.getstate()
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(state)

@@ -1,0 +1,169 @@
+"""`outrider chat`: a conversation. Commands begin with a slash."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from outrider import drafters
+from outrider.backends.base import Stream
+from outrider.cli import options
+from outrider.cli.options import DEFAULT, PLAIN
+from outrider.cli.screen import Painter, note, paint
+from outrider.core.errors import OutriderError
+from outrider.core.request import Result
+from outrider.core.sampling import SamplingParams
+from outrider.core.stats import Stats
+from outrider.llm import LLM
+
+HELP = """\
+/draft [SPEC]  show who guesses ahead, or change it: /draft ngram:length=12, /draft none
+/stats         what was drafted and kept so far
+/reset         begin a new conversation
+/help          this list
+/quit          leave (so does Ctrl-D); Ctrl-C stops an answer"""
+
+
+def chat(
+    model: options.Model = DEFAULT.model,
+    draft: options.Draft = DEFAULT.draft,
+    device: options.Device = DEFAULT.device,
+    dtype: options.Dtype = DEFAULT.dtype,
+    threads: options.Threads = DEFAULT.threads,
+    cache_memory: options.CacheMemory = DEFAULT.cache_memory,
+    max_tokens: options.MaxTokens = 512,
+    temperature: options.Temperature = PLAIN.temperature,
+    top_k: options.TopK = PLAIN.top_k,
+    top_p: options.TopP = PLAIN.top_p,
+    min_p: options.MinP = PLAIN.min_p,
+    seed: options.Seed = None,
+    repetition_penalty: options.RepetitionPenalty = PLAIN.repetition_penalty,
+    system: Annotated[
+        str | None, typer.Option(help="What the model is told first.", show_default="the model's own")
+    ] = None,
+) -> None:
+    """Talk to a model. Words that came from the draft are coloured; /help lists the commands.
+
+    [dim]$[/] outrider chat
+    [dim]$[/] outrider chat --temperature 0.7 --system "Answer in one sentence."
+    [dim]$[/] printf 'Hello!\\n/stats\\n' | outrider chat --draft layer_skip
+    """
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        repetition_penalty=repetition_penalty,
+    )
+    with options.opened(model, draft, device=device, dtype=dtype, threads=threads, cache_memory=cache_memory) as llm:
+        conversation = Conversation(llm, draft, params, system)
+        for line in _lines():
+            if not conversation.take(line):
+                break
+
+
+def _lines() -> Iterator[str]:
+    """What the user writes, until the end or Ctrl-C; with a prompt where both ends are a terminal."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        yield from (line for line in map(str.strip, sys.stdin) if line)
+        return
+    import readline  # noqa: F401 (gives input() a history and line editing)
+
+    while True:
+        try:
+            line = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if line:
+            yield line
+
+
+class Conversation:
+    def __init__(self, llm: LLM, draft: str, params: SamplingParams, system: str | None = None) -> None:
+        self._llm, self._draft, self._params = llm, draft, params
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self._turns: list[dict[str, str]] = []  # user and assistant by turns
+        self._stats = Stats()
+        self._render([{"role": "user", "content": "?"}])  # a model that cannot chat is refused before anyone types
+
+    def take(self, line: str) -> bool:
+        """Answer a line or obey a command; False: leave. A mistake is reported and the conversation goes on."""
+        try:
+            if line.startswith("/"):
+                return self._obey(*line.split(maxsplit=1))
+            self._answer(line)
+        except OutriderError as error:
+            print(paint("error:", "red", sys.stderr), error, file=sys.stderr, flush=True)
+        return True
+
+    def _obey(self, command: str, argument: str = "") -> bool:
+        if command == "/draft":
+            self._change(argument)
+        elif command == "/stats":
+            self._show_stats()
+        elif command == "/reset":
+            self._turns, self._stats = [], Stats()
+            print("(a new conversation)", flush=True)
+        elif command == "/help":
+            print(HELP, flush=True)
+        elif command != "/quit":
+            raise OutriderError(f"unknown command {command}; /help lists them")
+        return command != "/quit"
+
+    def _change(self, draft: str) -> None:
+        if draft:
+            drafters.parse(draft)
+            self._draft = draft
+        print(f"draft: {self._draft}", flush=True)
+
+    def _show_stats(self) -> None:
+        print(self._stats)
+        for name, counts in self._stats.by_drafter.items():
+            print(f"  {name}: {counts['accepted']} of {counts['drafted']} kept")
+        sys.stdout.flush()
+
+    def _answer(self, text: str) -> None:
+        turns = self._fit([*self._turns, {"role": "user", "content": text}])
+        messages = [*self._system, *turns]
+        room = self._llm.backend.engine.model.context - len(self._render(turns))
+        params = replace(self._params, max_tokens=max(1, min(self._params.max_tokens, room)))
+        # the drafter `prediction` takes the answer before this one as what is expected: "now the same, but ..."
+        expected = self._turns[-1]["content"] if self._turns else None
+        result = self._show(self._llm.stream(messages, params, draft=self._draft, prediction=expected or None))
+        if result.finish_reason == "error":
+            raise OutriderError(result.error)
+        self._turns = [*turns, {"role": "assistant", "content": result.text}]
+        self._stats += result.stats
+
+    def _show(self, stream: Stream) -> Result:
+        """Write the answer as it comes; Ctrl-C stops it."""
+        painter = Painter(self._llm.tokenizer)
+        try:
+            for chunk in stream:
+                painter.write(chunk)
+            print(flush=True)
+        except KeyboardInterrupt:
+            stream.cancel()
+            print(paint(" (stopped)", "dim", sys.stdout), flush=True)
+        return stream.result()
+
+    def _fit(self, turns: list[dict[str, str]]) -> list[dict[str, str]]:
+        """The turns without the oldest ones, so that the answer has room in the model's context."""
+        context = self._llm.backend.engine.model.context
+        most = context - min(self._params.max_tokens, context // 2)
+        dropped = 0
+        while len(turns) > 1 and len(self._render(turns)) > most:
+            turns, dropped = turns[2:], dropped + 1
+        if dropped:
+            note(f"(the context is full: the oldest {dropped} of the earlier exchanges are forgotten)")
+        return turns
+
+    def _render(self, turns: list[dict[str, str]]) -> list[int]:
+        return self._llm.backend.render([*self._system, *turns])

@@ -1,0 +1,49 @@
+"""`outrider pull` and `outrider models`: which models there are, and how they get here."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from outrider.cli import options
+from outrider.models import sources
+
+
+def pull(
+    name: Annotated[str, typer.Argument(help="A known name; [bold]outrider models[/] lists them.", show_default=False)],
+) -> None:
+    """Download a known model into the cache and check it. What is already there is not downloaded again.
+
+    [dim]$[/] outrider pull smollm2-135m
+    """
+    print(options.pull(name))
+
+
+def models(as_json: options.Json = False) -> None:
+    """List the known models, and those in the Hugging Face cache. Folders and GGUF files work by their path.
+
+    [dim]$[/] outrider models
+    [dim]$[/] outrider models --json
+    """
+    found = sources.installed()
+    if as_json:
+        rows = [{"name": m.name, "size": m.size, "path": None if m.path is None else str(m.path)} for m in found]
+        print(json.dumps({"models": rows}))
+    else:
+        _print_table(found)
+
+
+def _print_table(found: list[sources.Installed]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("model", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("size", justify="right")
+    table.add_column("where", overflow="fold")
+    for model in found:
+        where = str(model.path) if model.path else f"not here yet: outrider pull {model.name}"
+        table.add_row(model.name, f"{model.size / 1e6:.0f} MB", where)
+    Console().print(table, highlight=False)

@@ -1,0 +1,64 @@
+"""What goes to the terminal: colours and bars where somebody looks on, plain text where nobody does."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TextIO
+
+from outrider.backends.text import Writer
+from outrider.core.request import Chunk
+
+if TYPE_CHECKING:
+    from rich.progress import ProgressColumn
+
+_STYLES = {"red": "31", "drafted": "32", "dim": "2"}
+
+
+def coloured(file: TextIO) -> bool:
+    return file.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def paint(text: str, style: str, file: TextIO) -> str:
+    return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if text and coloured(file) else text
+
+
+def note(text: str) -> None:
+    """Something beside the point, on stderr."""
+    print(paint(text, "dim", sys.stderr), file=sys.stderr, flush=True)
+
+
+class Painter:
+    """Writes an answer to stdout as it comes; what a drafter guessed is coloured."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self._writer = Writer(tokenizer, stop)
+
+    def write(self, chunk: Chunk) -> None:
+        for token in chunk.tokens:
+            self._writer.push(token.id)
+            self._put(self._writer.take(), token.drafter is not None)
+        if chunk.finish_reason is not None:
+            self._put(self._writer.take(last=True), False)
+        sys.stdout.flush()
+
+    def _put(self, text: str, drafted: bool) -> None:
+        sys.stdout.write(paint(text, "drafted", sys.stdout) if drafted else text)
+
+
+@contextmanager
+def bar(*columns: str | ProgressColumn) -> Iterator[Callable[[str, int, int | None], None]]:
+    """A progress bar on stderr, gone when done; no terminal, no bar. Yields show(what, done, total)."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    shown = (TextColumn("{task.description}"), BarColumn(), *columns)
+    with Progress(*shown, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("", total=None, visible=False)  # until there is something to show
+
+        def show(what: str, done: int, total: int | None) -> None:
+            progress.update(task, description=what, completed=done, total=total, visible=True)
+
+        yield show

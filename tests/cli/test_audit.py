@@ -1,0 +1,147 @@
+"""The audit passes what is exact and catches what is not."""
+
+import json
+from collections import Counter
+
+import pytest
+from scipy import stats
+
+from outrider import LLM
+from outrider.audit import audit, chi_square, default_drafts
+from outrider.core.verify import Verdict
+from outrider.engine import engine
+from outrider.prompts import Prompt
+
+SHORT = (Prompt("fox", "prose", "the red fox and the red"), Prompt("sea", "prose", "one, two, one, two, one"))
+
+
+@pytest.fixture
+def llm(tiny_folder):
+    with LLM(str(tiny_folder), draft="none") as llm:
+        yield llm
+
+
+def checks(report):
+    return {check.name: check for drafter in report.drafters for check in drafter.checks}
+
+
+def test_every_drafter_passes(llm, tiny_draft):
+    drafts = [*default_drafts(), "none", f"draft_model:model={tiny_draft}", "ngram:store=adaptive,min_n=1"]
+    report = audit(llm, drafts, samples=200)
+    assert report.passed, report
+    assert [drafter.draft for drafter in report.drafters] == drafts
+    for drafter in report.drafters:
+        assert [check.name for check in drafter.checks] == ["greedy", "batch", "seed", "law"]
+        assert all(check.drafted > 0 for check in drafter.checks) or drafter.draft in ("none", "ngram")
+
+
+def test_the_default_is_every_drafter_that_needs_no_arguments():
+    assert {"ngram", "prediction", "layer_skip"} <= set(default_drafts())
+    assert not {"none", "draft_model"} & set(default_drafts())
+
+
+def test_the_same_seed_gives_the_same_report(llm):
+    one, other = (audit(llm, ["layer_skip"], SHORT, samples=50, seed=3).as_dict() for _ in range(2))
+    assert {**one, "seconds": 0} == {**other, "seconds": 0}
+
+
+def test_progress_ends_at_the_total(llm):
+    seen = []
+    audit(
+        llm, ["ngram", "prediction"], SHORT, samples=10, progress=lambda what, done, total: seen.append((done, total))
+    )
+    assert [done for done, _ in seen] == list(range(1, len(seen) + 1))
+    assert seen[-1] == (len(seen), len(seen))
+
+
+def accept_one_too_many(monkeypatch):
+    honest = engine.coupled
+
+    def coupled(draft, choose):
+        verdict = honest(draft, choose)
+        following = draft.children(verdict.path[-1] if verdict.path else -1)
+        return Verdict((*verdict.path, following[0]), verdict.token) if following else verdict
+
+    monkeypatch.setattr(engine, "coupled", coupled)
+
+
+def test_it_catches_a_token_too_many(llm, monkeypatch):
+    accept_one_too_many(monkeypatch)
+    report = audit(llm, ["layer_skip"], SHORT, samples=20)
+    found = checks(report)
+    assert not report.passed
+    assert not found["greedy"].passed
+    assert not found["batch"].passed
+    assert not found["seed"].passed
+    first = found["greedy"].differences[0]
+    assert first.prompt in ("fox", "sea")
+    assert first.plain != first.drafted
+    assert first.margin is None or first.margin > 0
+
+
+def test_it_catches_a_rule_that_accepts_everything(llm, monkeypatch):
+    honest = engine.rejection
+
+    def generous(draft, law, dice, position):
+        if not draft:
+            return honest(draft, law, dice, position)
+        token = int(law(len(draft) - 1).argmax())
+        return Verdict(tuple(range(len(draft))), token)
+
+    monkeypatch.setattr(engine, "rejection", generous)
+    for draft in default_drafts():
+        found = checks(audit(llm, [draft], SHORT, samples=300))
+        assert found["greedy"].passed
+        assert not found["law"].passed, draft
+
+
+def test_it_catches_a_residual_that_is_not_taken(llm, monkeypatch):
+    """After a refusal the token must come from what is left of the law; drawing from the whole law is subtly wrong."""
+    monkeypatch.setattr("outrider.core.verify._residual", lambda p, q, token: p)
+    assert not checks(audit(llm, ["prediction"], SHORT, samples=2000))["law"].passed
+
+
+def test_in_bfloat16_near_ties_are_no_failures_but_errors_are(tiny_folder, monkeypatch):
+    with LLM(str(tiny_folder), draft="none", dtype="bfloat16") as llm:
+        assert audit(llm, ["layer_skip"], SHORT, samples=50).passed
+        accept_one_too_many(monkeypatch)
+        assert not audit(llm, ["layer_skip"], SHORT, samples=50).passed
+
+
+@pytest.mark.parametrize("draft", ["ngram", "layer_skip"])
+def test_the_command(outrider, tiny_folder, tmp_path, draft):
+    args = ("audit", "-m", tiny_folder, "-d", draft, "--prompt", "the fox", "--max-tokens", 8, "--samples", 40)
+    done = outrider(*args, "--output", tmp_path / "report.json")
+    assert done.code == 0, done.err
+    assert "passed" in done.out
+    said = json.loads((tmp_path / "report.json").read_text())
+    assert said["passed"] is True
+    assert json.loads(outrider(*args, "--json").out) == {**said, "seconds": pytest.approx(said["seconds"], abs=60)}
+
+
+def test_the_command_fails_with_1(outrider, tiny_folder, tmp_path, monkeypatch):
+    accept_one_too_many(monkeypatch)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("the fox and the fox\n\nthe sea\n")
+    done = outrider("audit", "-m", tiny_folder, "-d", "layer_skip", "--prompts", prompts, "--samples", 20)
+    assert done.code == 1
+    assert "FAILED" in done.out
+    assert "parts at token" in done.out
+    assert "line 1" in done.out
+
+
+def test_chi_square_agrees_with_scipy():
+    law = {(0,): 0.5, (1,): 0.3, (2,): 0.2}
+    counts = Counter({(0,): 41, (1,): 40, (2,): 19})
+    assert chi_square(counts, law) == pytest.approx(stats.chisquare([41, 40, 19], [50, 30, 20]).pvalue)
+
+
+def test_chi_square_pools_what_is_rare():
+    law = {(0,): 0.9, **{(i,): 0.01 for i in range(1, 11)}}
+    counts = Counter({(0,): 90, (1,): 10})  # ten outcomes that expect one each: two cells of five, then the rest
+    assert chi_square(counts, law) == pytest.approx(stats.chisquare([10, 0, 90], [5, 5, 90]).pvalue)
+
+
+def test_chi_square_and_the_impossible():
+    assert chi_square(Counter({(3,): 1, (0,): 99}), {(0,): 1.0}) == 0.0
+    assert chi_square(Counter({(0,): 100}), {(0,): 1.0}) == 1.0

@@ -1,0 +1,20 @@
+from outrider import LLM
+
+
+def test_the_demo_says_how_fast_and_that_nothing_changed(outrider, tiny_folder):
+    done = outrider("demo", "-m", tiny_folder, "--max-tokens", 24, "--rounds", 2)
+    assert done.code == 0, done.err
+    for said in ("came from drafts", "tokens/step", "plain", "ngram", "ratio", "identical, token by token"):
+        assert said in done.out
+
+
+def test_it_fails_when_the_outputs_differ(outrider, tiny_folder, monkeypatch):
+    honest = LLM.stream
+
+    def stream(self, prompt, params, *, draft):
+        return honest(self, "the sea" if draft == "none" else prompt, params, draft=draft)
+
+    monkeypatch.setattr(LLM, "stream", stream)
+    done = outrider("demo", "-m", tiny_folder, "--max-tokens", 8, "--rounds", 1)
+    assert done.code == 1
+    assert "DIFFER" in done.out

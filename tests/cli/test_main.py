@@ -1,0 +1,104 @@
+"""The command as a whole: help, version, mistakes, interruptions."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import outrider as package
+from outrider import cli
+
+COMMANDS = ("generate", "chat", "audit", "pull", "models", "demo")
+RUN = [sys.executable, "-c", "import sys; from outrider.cli import main; sys.exit(main())"]
+
+
+def test_version(outrider):
+    done = outrider("--version")
+    assert (done.code, done.out) == (0, f"outrider {package.__version__}\n")
+
+
+def test_without_arguments_it_helps(outrider):
+    done = outrider()
+    assert done.code == 0
+    assert all(command in done.out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_plain_and_has_examples(outrider, command):
+    done = outrider(command, "--help")
+    assert done.code == 0
+    assert f"$ outrider {command}" in done.out
+    assert "\x1b" not in done.out
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["generat"], "generate"),
+        (["generate"], "prompt"),
+        (["generate", "x", "--temprature", "1"], "--temperature"),
+        (["generate", "x", "--max-tokens", "many"], "--max-tokens"),
+        (["generate", "x", "--max-tokens", "0"], "at least 1"),
+        (["generate", "x", "--temperature", "-1"], "0 (greedy) or more"),
+        (["generate", "x", "--top-p", "2"], "at most 1"),
+        (["generate", "x", "--top-k", "-1"], "0 (off) or more"),
+        (["generate", "x", "--device", "toaster"], "cpu"),
+        (["generate", "x", "--dtype", "int3"], "float32"),
+        (["generate", "x", "--draft", "crystal_ball"], "ngram"),
+        (["generate", "x", "--draft", "ngram:depth=3"], "max_n"),
+        (["generate", "x", "--draft", "ngram:length=long"], "whole number"),
+        (["generate", "x", "--draft", "ngram:store=cloud"], "recent"),
+        (["generate", "x", "--draft", "draft_model"], "draft_model:model="),
+        (["generate", "x", "--draft", "prediction"], "--prediction"),
+        (["generate", "x", "--model", "gpt-17"], "smollm2-135m"),
+        (["generate", "x", "--model", "./no/such/folder"], "check the path"),
+        (["chat", "--min-p", "3"], "between 0 and 1"),
+        (["audit", "--draft", "crystal_ball"], "ngram"),
+        (["audit", "--max-tokens", "0"], "at least 1"),
+        (["audit", "--samples", "0"], "--samples"),
+        (["audit", "--prompts", "no/such/file"], "text file"),
+        (["pull", "gpt-17"], "smollm2-135m"),
+    ],
+    ids=" ".join,
+)
+def test_a_mistake_is_one_line_with_a_remedy(outrider, args, says):
+    assert_refused(outrider(*args), says)
+
+
+def test_a_mistake_leaves_no_trace_in_a_real_shell():
+    done = subprocess.run([*RUN, "generate", "x", "--top-p", "2"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == "error: top_p must be above 0 and at most 1, not 2.0\n"
+
+
+def test_ctrl_c(outrider, monkeypatch):
+    def interrupted(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.options, "pull", interrupted)
+    done = outrider("pull", "smollm2-135m")
+    assert (done.code, done.err.strip()) == (130, "interrupted")
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    code = f"import subprocess as s; p = s.Popen({[*RUN, 'models', '--json']!r}, stdout=s.PIPE, stderr=s.PIPE)"
+    code += "; p.stdout.close(); err = p.stderr.read(); p.wait(); print(err.decode(), end='')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+
+
+def test_models(outrider, monkeypatch, tmp_path):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    assert "outrider pull smollm2-135m" in outrider("models").out
+    rows = json.loads(outrider("models", "--json").out)["models"]
+    assert {"name", "size", "path"} == set(rows[0])
+
+
+def assert_refused(done, says):
+    assert done.code == 2
+    assert done.out == ""
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1
+    assert says in done.err

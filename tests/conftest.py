@@ -1,0 +1,80 @@
+"""Tiny models in folders, made once per run: random weights, a real byte-level tokenizer, a chat template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|im_start|>", "<|im_end|>"]
+TEXT = "the red fox and the blue fox count the stars, one, two, three; a river ends in the sea and the sea is green"
+CONTEXT = 1024
+
+
+def save_tiny(folder: Path, text: str = TEXT, layers: int = 3, seed: int = 0, chat: bool = True) -> Path:
+    """A random Llama and the tokenizer learned from `text`."""
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    tokenizer = _tokenizer(text, chat)
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.25,  # peaky: drafts are sometimes right, and a greedy choice is rarely a near tie
+        bos_token_id=None,
+        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _tokenizer(text: str, chat: bool):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator([text] * 4, trainer)
+    template = TEMPLATE if chat else None
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", chat_template=template)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that can chat, in at most CONTEXT tokens."""
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A smaller model with the same vocabulary."""
+    return save_tiny(tmp_path_factory.mktemp("models") / "draft", layers=1)
+
+
+@pytest.fixture(scope="session")
+def tiny_stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose token ids mean something else."""
+    return save_tiny(tmp_path_factory.mktemp("models") / "stranger", text="zoo quiz jazz wizard buzz fizz puzzle " * 3)
+
+
+@pytest.fixture(scope="session")
+def tiny_mute(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without a chat template."""
+    return save_tiny(tmp_path_factory.mktemp("models") / "mute", chat=False)
