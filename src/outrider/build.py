@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from outrider import drafters
@@ -9,12 +11,14 @@ from outrider.backends.local import Local
 from outrider.core.errors import OutriderError
 from outrider.drafters.base import Drafter, Parts
 from outrider.engine.engine import Engine
+from outrider.engine.pace import Pace
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Model
 from outrider.models.load import Loaded, Target, available_memory, load
 from outrider.settings import Settings
 
 GIB = 1 << 30
+BITS = {"none": 0, "int8": 8, "int4": 4}
 
 
 def local(settings: Settings) -> Local:
@@ -25,21 +29,27 @@ def local(settings: Settings) -> Local:
     where = target(settings)
     loaded = load(settings.model, where)
 
-    def draft_model(name: str) -> Model:
-        other = load(name, where)
+    def draft_model(name: str, quantize: str) -> Model:
+        other = load(name, replace(where, bits=BITS[quantize]))
         check_vocabularies(loaded, other, name)
         return other.model
 
     def drafter(spec: str) -> Drafter:
         return drafters.build(spec, Parts(loaded.model, draft_model))
 
-    engine = Engine(loaded.model, drafter(settings.draft), Limits(settings.max_batch, settings.piece))
-    return Local(engine, drafter, loaded.tokenizer, loaded.ends, settings.rule)  # type: ignore[arg-type]
+    engine = Engine(
+        loaded.model,
+        drafter(settings.draft),
+        Limits(settings.max_batch, settings.piece),
+        Pace() if settings.pace else None,
+    )
+    return Local(engine, drafter, loaded.tokenizer, loaded.ends, settings.rule, loaded.notes)  # type: ignore[arg-type]
 
 
 def target(settings: Settings) -> Target:
     device = _device(settings.device)
-    return Target(device, _dtype(settings.dtype, device), _memory(settings, device))
+    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    return Target(device, dtype, _memory(settings, device), BITS[settings.quantize])
 
 
 def check_vocabularies(target: Loaded, draft: Loaded, name: str) -> None:
@@ -49,8 +59,8 @@ def check_vocabularies(target: Loaded, draft: Loaded, name: str) -> None:
         differ = sum(others.get(word) != id for word, id in words.items())
         if differ:
             raise OutriderError(
-                f"the draft model {name} has another vocabulary than the target ({differ} of {len(words)} tokens differ); "
-                "use a draft model of the target's own family"
+                f"the draft model {name} has another vocabulary than the target ({differ} of {len(words)} tokens "
+                "differ); use a draft model of the target's own family"
             )
     elif target.model.vocab_size != draft.model.vocab_size:
         raise OutriderError(
@@ -65,14 +75,6 @@ def _device(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise OutriderError("device cuda was asked for, but torch sees no GPU here; use device cpu or auto")
     return torch.device(name)
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def _memory(settings: Settings, device: torch.device) -> int:

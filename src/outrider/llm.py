@@ -22,12 +22,17 @@ class LLM:
     >>> llm = LLM("smollm2-135m", draft="ngram")
     >>> llm.chat([{"role": "user", "content": "Name three rivers."}]).text
 
-    `model` is a known name, a folder, a hub id or a GGUF file; `draft` is "NAME" or "NAME:key=value,...". Other settings
-    go by name: rule, max_batch, piece, cache_memory, threads.
+    `model` is a known name, a folder, a hub id or a GGUF file; `draft` is "NAME" or "NAME:key=value,...". Other
+    settings go by name: quantize, rule, max_batch, piece, cache_memory, threads.
     """
 
     def __init__(
-        self, model: str = "smollm2-135m", draft: str = "ngram", device: str = "auto", dtype: str = "auto", **settings: Any
+        self,
+        model: str = "smollm2-135m",
+        draft: str = "ngram",
+        device: str = "auto",
+        dtype: str = "auto",
+        **settings: Any,
     ) -> None:
         chosen = {"model": str(model), "draft": draft, "device": device, "dtype": dtype, **settings}
         self._open(from_mapping(chosen))
@@ -125,7 +130,9 @@ def _is_prompt(value: Any) -> bool:
 
 def _requests(kind: str, inputs: Any, params: Any, draft: str, prediction: Any) -> list[Request]:
     inputs = list(inputs)
-    each = _per_input("params", params or SamplingParams(), len(inputs), isinstance(params, Sequence))
+    each = _per_input(
+        "params", SamplingParams() if params is None else params, len(inputs), isinstance(params, Sequence)
+    )
     expected = _per_input("prediction", prediction, len(inputs), not (prediction is None or _is_prompt(prediction)))
     return [
         Request(**{kind: value}, params=own, draft=draft, prediction=text)

@@ -11,6 +11,7 @@ from outrider.core.errors import OutriderError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+QUANTIZE = ("none", "int8", "int4")
 RULES = ("rejection", "coupled")
 
 
@@ -19,8 +20,10 @@ class Settings:
     model: str = "smollm2-135m"  # name, folder, hub id or GGUF file
     draft: str = "ngram"  # NAME or NAME:key=value,...
     device: str = "auto"
-    dtype: str = "auto"
+    dtype: str = "auto"  # auto: as the file stores the weights where that can run
+    quantize: str = "none"  # dense weights, rounded on loading
     rule: str = "rejection"  # how drafts are verified when a request samples without a seed
+    pace: bool = True  # draft as much as pays here and now; False: always as much as the drafter can
     max_batch: int = 64  # sequences that run at once
     piece: int = 512  # prompt tokens that one step takes in
     cache_memory: float = 0.0  # GiB for keys and values; 0: a quarter of what is free
@@ -28,6 +31,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
+        _one_of("quantize", self.quantize, QUANTIZE)
         _one_of("rule", self.rule, RULES)
         if self.device.partition(":")[0] not in DEVICES:
             raise OutriderError(f"unknown device {self.device!r}; known: {', '.join(DEVICES)}")

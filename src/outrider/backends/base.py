@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -21,7 +22,7 @@ class Stream:
         self._cancel = cancel
         self._chunks: deque[Chunk] = deque()
         self._changed = threading.Condition()
-        self._waker: Callable[[], None] | None = None
+        self._waker: Callable[[], object] | None = None
         self._result: Result | None = None
         self._error: Exception | None = None
 
@@ -67,13 +68,16 @@ class Stream:
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         loop, event = asyncio.get_running_loop(), asyncio.Event()
         self._waker = lambda: loop.call_soon_threadsafe(event.set)
-        while True:
-            event.clear()
-            while self._chunks:
-                yield self._chunks.popleft()
-            if self.done and not self._chunks:
-                break
-            await event.wait()
+        try:
+            while True:
+                event.clear()
+                while self._chunks:
+                    yield self._chunks.popleft()
+                if self.done and not self._chunks:
+                    break
+                await event.wait()
+        finally:
+            self._waker = None
         self._outcome()
 
     def _outcome(self) -> Result:
@@ -85,8 +89,10 @@ class Stream:
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
-        if self._waker is not None:
-            self._waker()
+        waker = self._waker
+        if waker is not None:
+            with contextlib.suppress(RuntimeError):  # the reader's event loop is gone, and nobody waits any more
+                waker()
 
 
 class Backend(Protocol):

@@ -42,10 +42,11 @@ class Local:
         tokenizer: Any = None,
         ends: frozenset[int] = frozenset(),
         rule: Rule = "rejection",
+        notes: Seq[str] = (),
     ) -> None:
         """`drafter` builds the one that a request names. `ends`: the tokens that end a sequence. `rule`: for requests
-        without a seed."""
-        self.engine, self.tokenizer = engine, tokenizer
+        without a seed. `notes`: what a user should know about how the model was loaded."""
+        self.engine, self.tokenizer, self.notes = engine, tokenizer, tuple(notes)
         self._drafter, self._ends, self._rule = drafter, ends, rule
         self._inbox: queue.SimpleQueue[_Job | tuple[_Job] | None] = queue.SimpleQueue()  # new, to cancel, or: end
         self._places: dict[int, tuple[_Job, int]] = {}  # sequence id -> its job, and which sample it is
@@ -58,7 +59,7 @@ class Local:
         expected = () if request.prediction is None else tuple(self.encode(request.prediction, special=False))
         writers = [self._writer(request) for _ in range(params.n)]
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._ends)
-        self._prepare(request.draft)
+        self.prepare(request.draft)
         seqs = [
             Sequence(
                 next(_ids),
@@ -141,7 +142,8 @@ class Local:
         if bad is not None:
             raise OutriderError(f"token id {bad} is outside the vocabulary of {size} tokens")
 
-    def _prepare(self, draft: str) -> None:
+    def prepare(self, draft: str) -> None:
+        """Build the drafter that requests may name; an OutriderError says why it cannot be."""
         with self._lock:
             if draft not in self.engine.drafters:
                 self.engine.drafters[draft] = self._drafter(draft)
@@ -195,7 +197,7 @@ class Local:
                 self._send(job, index)
             if seq.finish is not None:
                 del self._places[seq.id]
-                if all(sample.finish is not None for sample in job.seqs):
+                if not any(sample.id in self._places for sample in job.seqs):  # the last chunk of each was sent
                     first, *others = map(self._result, job.seqs, job.writers)
                     job.stream.finish(replace(first, others=tuple(others)))
 

@@ -33,6 +33,7 @@ def audit(
     ] = None,
     device: options.Device = DEFAULT.device,
     dtype: options.Dtype = DEFAULT.dtype,
+    quantize: options.Quantize = DEFAULT.quantize,
     threads: options.Threads = DEFAULT.threads,
     prompt: Annotated[
         list[str] | None, typer.Option(help="A prompt of your own. Repeatable.", show_default="six built in")
@@ -66,7 +67,9 @@ def audit(
     SamplingParams(max_tokens=max_tokens)  # refuses a bad value before anything is loaded
     drafts, chosen = draft or default_drafts(), _prompts(prompt, prompts)
     with (
-        options.opened(model, drafts[0], device=device, dtype=dtype, threads=threads, rule="rejection") as llm,
+        options.opened(
+            model, drafts[0], device=device, dtype=dtype, quantize=quantize, threads=threads, rule="rejection"
+        ) as llm,
         bar("{task.completed:.0f}/{task.total:.0f}") as progress,
     ):
         report = run(llm, drafts, chosen, max_tokens=max_tokens, seed=seed, samples=samples, raw=raw, progress=progress)

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from outrider import drafters
 from outrider.backends.base import Stream
 from outrider.cli import options
 from outrider.cli.options import DEFAULT, PLAIN
@@ -33,6 +32,7 @@ def chat(
     draft: options.Draft = DEFAULT.draft,
     device: options.Device = DEFAULT.device,
     dtype: options.Dtype = DEFAULT.dtype,
+    quantize: options.Quantize = DEFAULT.quantize,
     threads: options.Threads = DEFAULT.threads,
     cache_memory: options.CacheMemory = DEFAULT.cache_memory,
     max_tokens: options.MaxTokens = 512,
@@ -61,7 +61,9 @@ def chat(
         seed=seed,
         repetition_penalty=repetition_penalty,
     )
-    with options.opened(model, draft, device=device, dtype=dtype, threads=threads, cache_memory=cache_memory) as llm:
+    with options.opened(
+        model, draft, device=device, dtype=dtype, quantize=quantize, threads=threads, cache_memory=cache_memory
+    ) as llm:
         conversation = Conversation(llm, draft, params, system)
         for line in _lines():
             if not conversation.take(line):
@@ -119,7 +121,7 @@ class Conversation:
 
     def _change(self, draft: str) -> None:
         if draft:
-            drafters.parse(draft)
+            self._llm.backend.prepare(draft)
             self._draft = draft
         print(f"draft: {self._draft}", flush=True)
 

@@ -32,6 +32,7 @@ def demo(
     draft: options.Draft = DEFAULT.draft,
     device: options.Device = DEFAULT.device,
     dtype: options.Dtype = DEFAULT.dtype,
+    quantize: options.Quantize = DEFAULT.quantize,
     threads: options.Threads = DEFAULT.threads,
     max_tokens: options.MaxTokens = 144,
     rounds: Annotated[int, typer.Option(min=1, help="Measure each this often, in turn.")] = 3,
@@ -44,7 +45,7 @@ def demo(
     [dim]$[/] outrider demo --draft ngram:length=16 --rounds 5
     """
     params = SamplingParams(max_tokens=max_tokens)
-    with options.opened(model, draft, device=device, dtype=dtype, threads=threads) as llm:
+    with options.opened(model, draft, device=device, dtype=dtype, quantize=quantize, threads=threads) as llm:
         print(f"{prompts.DEMO.text}\n")
         first = _run(llm, params, draft, Painter(llm.tokenizer))
         _print_share(first.result)

@@ -40,6 +40,7 @@ def generate(
     ] = None,
     device: options.Device = DEFAULT.device,
     dtype: options.Dtype = DEFAULT.dtype,
+    quantize: options.Quantize = DEFAULT.quantize,
     threads: options.Threads = DEFAULT.threads,
     cache_memory: options.CacheMemory = DEFAULT.cache_memory,
     max_tokens: options.MaxTokens = PLAIN.max_tokens,
@@ -100,7 +101,9 @@ def generate(
     chosen = _drafter(draft, prediction)
     expected = _text_or_file(prediction)
     text = options.read_stdin_or(prompt)
-    with options.opened(model, chosen, device=device, dtype=dtype, threads=threads, cache_memory=cache_memory) as llm:
+    with options.opened(
+        model, chosen, device=device, dtype=dtype, quantize=quantize, threads=threads, cache_memory=cache_memory
+    ) as llm:
         stream = llm.stream(text if raw else [{"role": "user", "content": text}], params, prediction=expected)
         result = _result(stream, live=sys.stdout.isatty() and not as_json)
         if as_json:

@@ -15,7 +15,7 @@ from outrider.cli.screen import bar
 from outrider.core.sampling import SamplingParams
 from outrider.llm import LLM
 from outrider.models import sources
-from outrider.settings import DEVICES, DTYPES, Settings, from_mapping
+from outrider.settings import DEVICES, DTYPES, QUANTIZE, Settings, from_mapping
 
 MODEL, SAMPLING = "Model", "Sampling"
 DEFAULT, PLAIN = Settings(), SamplingParams()
@@ -34,6 +34,9 @@ Draft = Annotated[
 ]
 Device = Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.", rich_help_panel=MODEL)]
 Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.", rich_help_panel=MODEL)]
+Quantize = Annotated[
+    str, typer.Option(help=f"Round dense weights on loading: {', '.join(QUANTIZE)}.", rich_help_panel=MODEL)
+]
 Threads = Annotated[int, typer.Option(help="CPU threads; 0: one per core.", rich_help_panel=MODEL)]
 CacheMemory = Annotated[
     float, typer.Option(help="GiB for keys and values; 0: a quarter of what is free.", rich_help_panel=MODEL)
@@ -79,6 +82,8 @@ def opened(model: str, draft: str, **settings: Any) -> Iterator[LLM]:
     with bar() as progress:
         progress(f"loading {model}", 0, None)
         llm = LLM.from_settings(chosen)
+    for note in llm.backend.notes:
+        print(f"note: {note}", file=sys.stderr)
     with llm:
         yield llm
 

@@ -228,7 +228,7 @@ def _model(model: Loaded) -> Model:
 
 
 def _parts(target: Model) -> Parts:
-    def load(name: str) -> Model:
+    def load(name: str, quantize: str) -> Model:
         raise OutriderError(f"these functions load no models, not even {name}")
 
     return Parts(target, load)

@@ -19,6 +19,7 @@ class Draft:
     parents: tuple[int, ...] = ()
     probs: Tensor | None = None  # [n, vocab] the law tokens[i] was drawn from; None: guessed, not drawn
     sources: tuple[str, ...] = ()  # who guessed each node; empty: the drafter that was asked
+    chances: tuple[float, ...] = ()  # how likely each node is kept if its parent is; empty: the drafter cannot say
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.parents):
@@ -29,10 +30,12 @@ class Draft:
             raise ValueError(f"{len(self.tokens)} tokens but {self.probs.shape[0]} laws")
         if self.sources and len(self.sources) != len(self.tokens):
             raise ValueError(f"{len(self.tokens)} tokens but {len(self.sources)} sources")
+        if self.chances and len(self.chances) != len(self.tokens):
+            raise ValueError(f"{len(self.tokens)} tokens but {len(self.chances)} chances")
 
     @classmethod
-    def chain(cls, tokens: Sequence[int], probs: Tensor | None = None) -> Draft:
-        return cls(tuple(tokens), tuple(range(-1, len(tokens) - 1)), probs)
+    def chain(cls, tokens: Sequence[int], probs: Tensor | None = None, chances: Sequence[float] = ()) -> Draft:
+        return cls(tuple(tokens), tuple(range(-1, len(tokens) - 1)), probs, chances=tuple(chances))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -77,10 +80,18 @@ class Draft:
 
     def cut(self, room: int) -> Draft:
         """The first `room` nodes. Parents come first, so what is left is a tree."""
-        if len(self) <= room:
-            return self
-        probs = None if self.probs is None else self.probs[:room]
-        return Draft(self.tokens[:room], self.parents[:room], probs, self.sources[:room])
+        return self if len(self) <= room else self.keep(range(room))
+
+    def keep(self, nodes: Sequence[int]) -> Draft:
+        """Only these nodes, in order; a node may stay only with its parent."""
+        place = {ROOT: ROOT, **{node: i for i, node in enumerate(nodes)}}
+        return Draft(
+            tuple(self.tokens[node] for node in nodes),
+            tuple(place[self.parents[node]] for node in nodes),
+            None if self.probs is None else self.probs[list(nodes)],
+            tuple(self.sources[node] for node in nodes) if self.sources else (),
+            tuple(self.chances[node] for node in nodes) if self.chances else (),
+        )
 
 
 EMPTY = Draft()

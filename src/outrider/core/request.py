@@ -55,7 +55,7 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        own = {
+        own: dict[str, Any] = {
             "text": self.text,
             "token_ids": self.token_ids,
             "finish_reason": self.finish_reason,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,13 +64,15 @@ class SamplingParams:
         object.__setattr__(self, "stop", _as_tuple("stop", self.stop, str))
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids, int))
         object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
-        object.__setattr__(self, "processors", tuple(self.processors))
+        object.__setattr__(self, "processors", _processors(self.processors))
         if self.allowed_token_ids is not None:
             allowed = _as_tuple("allowed_token_ids", self.allowed_token_ids, int)
             if not allowed:
                 raise OutriderError("allowed_token_ids is empty: no token could ever be written; leave it out")
             object.__setattr__(self, "allowed_token_ids", allowed)
-        if not all(_is_whole(k) and _is_number(v) and not math.isnan(v) for k, v in self.logit_bias.items()):
+        if not isinstance(self.logit_bias, Mapping) or not all(
+            _is_whole(token) and _is_number(bias) and bias < math.inf for token, bias in self.logit_bias.items()
+        ):
             raise OutriderError("logit_bias maps token ids to numbers, such as {1234: -5.0}")
         if "" in self.stop:
             raise OutriderError("a stop string is empty: it would stop at once; leave it out")
@@ -137,7 +139,8 @@ def warp(logits: Tensor, params: SamplingParams) -> Tensor:
     logits = logits.float()
     if params.greedy:
         return torch.zeros_like(logits).index_fill_(0, logits.argmax(), 1.0)
-    law = torch.softmax(logits / params.temperature, -1)
+    # the highest becomes 0, so that a small temperature cannot overflow
+    law = torch.softmax((logits - logits.max()) / params.temperature, -1)
     if 0 < params.top_k < law.shape[0]:
         law = _keep(law, law.topk(params.top_k).indices)
     if params.top_p < 1.0:
@@ -180,18 +183,25 @@ def _is_whole(value: Any) -> bool:
 
 
 def _as_tuple(name: str, value: Any, kind: type) -> tuple[Any, ...]:
-    items = (value,) if isinstance(value, str | int) else tuple(value or ())
+    items = tuple(value or ()) if isinstance(value, Iterable | None) and not isinstance(value, str) else (value,)
     if not all(isinstance(item, kind) and not isinstance(item, bool) for item in items):
         raise OutriderError(f"{name} must be a list of {'text' if kind is str else 'token ids'}, not {value!r}")
     return items
 
 
 def _bad_words(words: Any) -> tuple[BadWord, ...]:
-    items = (words,) if isinstance(words, str) else tuple(words or ())
+    items = tuple(words or ()) if isinstance(words, Iterable | None) and not isinstance(words, str) else (words,)
     out = tuple(word if isinstance(word, str) else _as_tuple("bad_words", word, int) for word in items)
     if not all(out):
         raise OutriderError("a bad word is empty; leave it out")
     return out
+
+
+def _processors(given: Any) -> tuple[Processor, ...]:
+    items = tuple(given) if isinstance(given, Iterable) else (given,)
+    if not all(map(callable, items)):
+        raise OutriderError(f"processors must be functions of (tokens, logits), not {given!r}")
+    return items
 
 
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (

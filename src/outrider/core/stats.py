@@ -20,7 +20,7 @@ class Stats:
     drafted_by_drafter: Counter[str] = field(default_factory=Counter)
     accepted_by_drafter: Counter[str] = field(default_factory=Counter)
     # This sequence's share of the engine's time; the shares of a batch add up to the time that passed.
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def record(self, draft: Draft, path: tuple[int, ...], written: int, drafter: str) -> None:
         """One step: the draft, the kept nodes that were committed, and the tokens written in all."""
@@ -36,8 +36,17 @@ class Stats:
         self.accepted_by_depth.update(depths[node] for node in path)
         self.accepted_by_drafter.update(sources[node] for node in path)
 
+    def spend(self, phase: str, seconds: float) -> None:
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
     def __add__(self, other: Stats) -> Stats:
-        return Stats(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+        counted = [name for name in self.__dataclass_fields__ if name != "seconds"]
+        total = Stats(
+            **{name: getattr(self, name) + getattr(other, name) for name in counted}, seconds=dict(self.seconds)
+        )
+        for phase, seconds in other.seconds.items():
+            total.spend(phase, seconds)
+        return total
 
     @property
     def acceptance_rate(self) -> float:

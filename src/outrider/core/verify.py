@@ -1,7 +1,7 @@
 """The exact rules: which guessed tokens the target keeps, and its own next token. The reference, written to be read.
 
-Both rules walk down the draft from the last committed token. At a node they ask `law(node)`, the target's distribution p
-of the token after that node in the node's own context, and only there: laws off the path are never computed.
+Both rules walk down the draft from the last committed token. At a node they ask `law(node)`, the target's distribution
+p of the token after that node in the node's own context, and only there: laws off the path are never computed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ class Verdict:
 def coupled(draft: Draft, choose: Callable[[int, int], int]) -> Verdict:
     """Sample and match: walk along the tokens that the target itself chooses.
 
-    `choose(node, depth)` is the target's token after `node`, `depth` positions past the first undecided one. It does not
-    depend on the draft, so neither does the output. Greedy decoding is this rule with argmax as the choice.
+    `choose(node, depth)` is the target's token after `node`, `depth` positions past the first undecided one. It does
+    not depend on the draft, so neither does the output. Greedy decoding is this rule with argmax as the choice.
     """
-    node, path = ROOT, []
+    node = ROOT
+    path: list[int] = []
     while True:
         token = choose(node, len(path))
         child = draft.child(node, token)
@@ -42,10 +43,11 @@ def coupled(draft: Draft, choose: Callable[[int, int], int]) -> Verdict:
 def rejection(draft: Draft, law: Law, dice: Dice, position: int) -> Verdict:
     """Leviathan et al. 2023, Chen et al. 2023; siblings in turn as in SpecInfer (Miao et al. 2024).
 
-    Keep a child x with probability min(1, p(x) / q(x)); on refusal go on with norm(max(0, p - q)). A guessed child has a
-    one-hot q. `position` is that of the first undecided token.
+    Keep a child x with probability min(1, p(x) / q(x)); on refusal go on with norm(max(0, p - q)). A guessed child has
+    a one-hot q. `position` is that of the first undecided token.
     """
-    node, path = ROOT, []
+    node = ROOT
+    path: list[int] = []
     while True:
         p = law(node)
         kept = None

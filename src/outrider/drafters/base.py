@@ -1,6 +1,6 @@
 """What a drafter is: it proposes drafts, observes what became of them, and forgets sequences that ended.
 
-To add a method, write one file with a class like those beside this one and one line in the table (`drafters/__init__.py`).
+To add a method, write one file with a class like those beside this one, and one line in the table (`__init__.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Parts:
     """What a drafter may be built from."""
 
     target: Model
-    load: Callable[[str], Model]  # a model that shares the target's vocabulary, by name, folder or file
+    load: Callable[[str, str], Model]  # (name, folder or file; none, int8 or int4) -> one of the target's vocabulary
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +44,7 @@ class Drafter:
 
     name = "none"
     layers: tuple[int, ...] = ()  # layers of the target whose hidden states `observe` wants
+    free: bool = False  # asking costs next to nothing, and its drafts say their chances
 
     def __init__(self, options: Options, parts: Parts) -> None:
         """Build the drafter; anything wrong with the options is an OutriderError."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class ModelDrafter(Drafter):
         self._committed: dict[int, int] = {}  # tokens that were committed when the sequence was last drafted for
 
     def propose(self, seqs: Seq[Sequence], rooms: Seq[int]) -> list[Draft]:
-        writers = [_Writer(seq, min(room, self._length), self._greedy) for seq, room in zip(seqs, rooms, strict=True)]
+        writers = [_Writer(seq, self._count(seq, room), self._greedy) for seq, room in zip(seqs, rooms, strict=True)]
         active = [writer for writer in writers if writer.length > 0]
         for writer in active:
             self._committed[writer.seq.id] = len(writer.seq.tokens)
@@ -37,12 +38,20 @@ class ModelDrafter(Drafter):
             for writer, output in zip(active, outputs, strict=True):
                 writer.write(_fit(output.logits[0], self._vocab))
             active = [writer for writer in active if len(writer.tokens) < writer.length]
-            feeds = [Feed(w.seq.id, w.tokens[-1:]) for w in active]
+            feeds = [Feed(w.seq.id, self._known(w.tokens[-1:])) for w in active]
         return [writer.draft() for writer in writers]
+
+    def _count(self, seq: Sequence, room: int) -> int:
+        """How many tokens to write; none past the draft model's own context, which may be shorter than the target's."""
+        return min(room, self._length, self._model.context - len(seq.tokens) + 1)
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        """A token that the draft model lacks is read as some other: what follows is a guess anyway."""
+        return [token if token < self._model.vocab_size else 0 for token in tokens]
 
     def _unseen(self, seq: Sequence) -> list[int]:
         """The tokens that the draft model has not seen; all but the last piece of a long stretch are run here."""
-        tokens = seq.tokens[self._model.length(seq.id) :]
+        tokens = self._known(seq.tokens[self._model.length(seq.id) :])
         while len(tokens) > PIECE:
             self._model.forward([Feed(seq.id, tokens[:PIECE])])
             tokens = tokens[PIECE:]
@@ -66,9 +75,11 @@ class DraftModel(ModelDrafter):
         model: str  # name, folder, hub id or GGUF file
         length: int = 5
         greedy: bool = False  # guess the likeliest token even where the request samples
+        quantize: Literal["none", "int8", "int4"] = "none"  # dense weights, rounded on loading
 
     def __init__(self, options: Options, parts: Parts) -> None:
-        super().__init__(parts.load(options.model), parts.target.vocab_size, options.length, options.greedy)
+        model = parts.load(options.model, options.quantize)
+        super().__init__(model, parts.target.vocab_size, options.length, options.greedy)
 
 
 class _Writer:
@@ -81,10 +92,14 @@ class _Writer:
         self._guess = greedy or seq.params.greedy
 
     def write(self, logits: Tensor) -> None:
-        if self._guess:
-            self.tokens.append(self.seq.best(logits, self.tokens))
+        try:
+            if self._guess:
+                self.tokens.append(self.seq.best(logits, self.tokens))
+                return
+            law = self.seq.law(logits, self.tokens)
+        except Exception:  # of a processor, or no token is left that the draft model may write: the target will judge
+            self.length = len(self.tokens)
             return
-        law = self.seq.law(logits, self.tokens)
         self._laws.append(law)
         self.tokens.append(self.seq.draw(law, len(self.tokens)))
 

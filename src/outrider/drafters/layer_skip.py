@@ -1,4 +1,4 @@
-"""The target's own first layers as its draft model (LayerSkip, Elhoushi et al. 2024): nothing to download, the same weights."""
+"""The target's own first layers as its draft model (LayerSkip, Elhoushi et al. 2024): nothing to download."""
 
 from __future__ import annotations
 
@@ -22,5 +22,7 @@ class LayerSkip(ModelDrafter):
         total = parts.target.num_layers
         layers = options.layers or max(1, total // 3)
         if not 1 <= layers <= total:
-            raise OutriderError(f"layer_skip:layers must be between 1 and {total}, the target's own, not {options.layers}")
+            raise OutriderError(
+                f"layer_skip:layers must be between 1 and {total}, the target's own, not {options.layers}"
+            )
         super().__init__(parts.target.first(layers), parts.target.vocab_size, options.length, options.greedy)

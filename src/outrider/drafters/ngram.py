@@ -3,29 +3,36 @@
 `store=recent` copies what came after the most recent earlier occurrence of the longest matching n-gram.
 `store=adaptive` counts what followed every n-gram of prompt and output so far and writes the likeliest continuation
 token by token (adaptive n-gram parallel decoding).
+
+How far a guess can be trusted depends on how many tokens match. That is learned from every token that is written,
+drafted or not: looking costs nothing, so a drafter that was wrong for a while knows when it becomes right again.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from outrider.core.draft import Draft
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
-from outrider.drafters.base import Drafter, Parts
+from outrider.drafters.base import Drafter, Parts, Step
+from outrider.drafters.odds import MOST, Odds
+
+Guess = list[tuple[int, int]]  # tokens, each with how many tokens match before it
 
 
 class Ngram(Drafter):
     name = "ngram"
+    free = True
 
     @dataclass(frozen=True)
     class Options:
         max_n: int = 4  # the longest n-gram that is looked up; shorter ones follow
         min_n: int = 2
-        length: int = 8
+        length: int = 12
         store: Literal["recent", "adaptive"] = "recent"
 
     def __init__(self, options: Options, parts: Parts) -> None:
@@ -34,21 +41,43 @@ class Ngram(Drafter):
         if options.length < 1:
             raise OutriderError(f"ngram:length must be at least 1, not {options.length}")
         self._options = options
-        self._stores: dict[int, Recent | Adaptive] = {}
+        self._odds = Odds(weight=16.0)  # of all sequences
+        self._states: dict[int, _State] = {}
 
     def propose(self, seqs: Seq[Sequence], rooms: Seq[int]) -> list[Draft]:
-        return [self._propose(seq, min(room, self._options.length)) for seq, room in zip(seqs, rooms, strict=True)]
+        return [self._propose(seq, room) for seq, room in zip(seqs, rooms, strict=True)]
 
-    def _propose(self, seq: Sequence, length: int) -> Draft:
-        store = self._stores.get(seq.id)
-        if store is None:
-            kind = Recent if self._options.store == "recent" else Adaptive
-            store = self._stores[seq.id] = kind(self._options.min_n, self._options.max_n)
-        store.learn(seq.tokens)
-        return Draft.chain(store.guess(seq.tokens, length))
+    def _propose(self, seq: Sequence, room: int) -> Draft:
+        state = self._states.get(seq.id)
+        if state is None:
+            store = (Recent if self._options.store == "recent" else Adaptive)(self._options.min_n, self._options.max_n)
+            state = self._states[seq.id] = _State(store, Odds(self._odds))
+        state.store.learn(seq.tokens)
+        state.guess, state.length = state.store.guess(seq.tokens, self._options.length), len(seq.tokens)
+        drafted = state.guess[:room]
+        return Draft.chain([token for token, _ in drafted], chances=[state.odds.chance(n) for _, n in drafted])
+
+    def observe(self, step: Step) -> None:
+        state = self._states.get(step.seq.id)
+        if state is None or step.verdict is None:
+            return
+        for (token, matched), written in zip(state.guess, step.seq.tokens[state.length :], strict=False):
+            state.odds.learn(matched, token == written)
+            if token != written:
+                break
 
     def forget(self, id: int) -> None:
-        self._stores.pop(id, None)
+        self._states.pop(id, None)
+
+
+@dataclass(eq=False)
+class _State:
+    """What is known of one sequence."""
+
+    store: Recent | Adaptive
+    odds: Odds
+    guess: Guess = field(default_factory=list)  # the last one, in full
+    length: int = 0  # tokens that were committed then
 
 
 class Recent:
@@ -67,18 +96,21 @@ class Recent:
                     self._ends[tuple(tokens[end - n : end])] = end
         self._seen = max(self._seen, len(tokens) - 1)
 
-    def guess(self, tokens: list[int], length: int) -> list[int]:
+    def guess(self, tokens: list[int], length: int) -> Guess:
+        """What follows the match; past the end it goes on with what it has copied (a text that repeats itself)."""
         for n in self._sizes:
             end = self._ends.get(tuple(tokens[-n:])) if n <= len(tokens) else None
             if end is not None:
-                return self._copy(tokens, end, length)
+                matched, period = _matched(tokens, end, n), len(tokens) - end
+                return [(tokens[end + i % period], matched + i) for i in range(length)]
         return []
 
-    @staticmethod
-    def _copy(tokens: list[int], start: int, length: int) -> list[int]:
-        """What follows `start`; past the end it goes on with what it has copied (a text that repeats itself)."""
-        period = len(tokens) - start
-        return [tokens[start + i % period] for i in range(length)]
+
+def _matched(tokens: list[int], end: int, n: int) -> int:
+    """How many tokens before `end` are the last tokens; n of them are known to be."""
+    while n < min(end, MOST) and tokens[end - 1 - n] == tokens[-1 - n]:
+        n += 1
+    return n
 
 
 class Adaptive:
@@ -96,20 +128,20 @@ class Adaptive:
                     self._next.setdefault(tuple(tokens[place - n : place]), Counter())[tokens[place]] += 1
         self._seen = max(self._seen, len(tokens))
 
-    def guess(self, tokens: list[int], length: int) -> list[int]:
+    def guess(self, tokens: list[int], length: int) -> Guess:
         tail = list(tokens[-self._sizes.start :])
-        guessed: list[int] = []
+        guessed: Guess = []
         while len(guessed) < length:
-            follow = self._follow(tail)
-            if follow is None:
+            found = self._follow(tail)
+            if found is None:
                 break
-            guessed.append(follow)
-            tail.append(follow)
+            guessed.append(found)
+            tail.append(found[0])
         return guessed
 
-    def _follow(self, tail: list[int]) -> int | None:
+    def _follow(self, tail: list[int]) -> tuple[int, int] | None:
         for n in self._sizes:
             counts = self._next.get(tuple(tail[-n:])) if n <= len(tail) else None
             if counts:
-                return counts.most_common(1)[0][0]
+                return counts.most_common(1)[0][0], n
         return None

@@ -1,7 +1,7 @@
 """The engine: a step plans, drafts, runs the target once, verifies, commits and lets the drafter observe.
 
-There is no prefill phase and no decode phase: a sequence has tokens, the cache has seen some of them, a step feeds what it
-has not seen plus a draft. Plain decoding is the same loop with empty drafts.
+There is no prefill phase and no decode phase: a sequence has tokens, the cache has seen some of them, a step feeds what
+it has not seen plus a draft. Plain decoding is the same loop with empty drafts.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from outrider.core.sequence import Sequence, Token, guessed_tokens, logprobs
 from outrider.core.stats import Stats
 from outrider.core.verify import Verdict, coupled, rejection
 from outrider.drafters.base import Drafter, Step
+from outrider.engine.pace import Pace
 from outrider.engine.scheduler import Limits, Plan, Scheduler
 from outrider.models.base import Feed, Model, Output
 
 
 class Engine:
-    def __init__(self, model: Model, drafter: Drafter, limits: Limits = Limits()) -> None:
-        """`drafter` serves the sequences that name no other; more can be put into `drafters`."""
-        self.model = model
+    def __init__(self, model: Model, drafter: Drafter, limits: Limits = Limits(), pace: Pace | None = None) -> None:
+        """`drafter` serves the sequences that name no other; more can be put into `drafters`. Without a pace every
+        draft is as long as its drafter makes it."""
+        self.model, self.pace = model, pace
         self.drafters = {"": drafter}
         self.scheduler = Scheduler(limits, model.context, model.capacity)
         self.stats = Stats()  # of every sequence that has ended
@@ -49,6 +51,8 @@ class Engine:
     def step(self) -> list[Sequence]:
         """One pass of the target; the sequences that ended with it."""
         plans = self.scheduler.plan(self.model.length)
+        if not plans:
+            return []
         clock = [time.perf_counter()]
         drafts = self._draft(plans)
         clock.append(time.perf_counter())
@@ -56,6 +60,7 @@ class Engine:
         layers = self._layers(plans)
         outputs = self.model.forward(feeds, layers)
         clock.append(time.perf_counter())
+        self._measure(plans, feeds, clock[2] - clock[1])
         for plan, draft, output in zip(plans, drafts, outputs, strict=True):
             self._drafter(plan.seq).observe(self._judge(plan, draft, output, layers))
         clock.append(time.perf_counter())
@@ -74,16 +79,37 @@ class Engine:
         drafts = [EMPTY] * len(plans)
         for name in {plan.seq.draft for plan in plans}:
             asked = [i for i, plan in enumerate(plans) if plan.seq.draft == name and plan.last]
-            proposed = self.drafters[name].propose([plans[i].seq for i in asked], [plans[i].room for i in asked])
-            for i, draft in zip(asked, proposed, strict=True):
-                drafts[i] = draft.cut(plans[i].room)
+            for i, draft in zip(asked, self._ask(name, [plans[i] for i in asked]), strict=True):
+                drafts[i] = draft
         return drafts
+
+    def _ask(self, name: str, plans: Seq[Plan]) -> list[Draft]:
+        """One drafter's drafts, no longer than pays."""
+        drafter, rooms = self.drafters[name], [plan.room for plan in plans]
+        if self.pace is not None and not drafter.free:
+            rooms = self.pace.rooms(name, rooms)
+        begin = time.perf_counter()
+        drafts = drafter.propose([plan.seq for plan in plans], rooms)
+        drafts = [draft.cut(room) for draft, room in zip(drafts, rooms, strict=True)]
+        if self.pace is None:
+            return drafts
+        self.pace.spend(name, time.perf_counter() - begin, drafts)
+        return self.pace.trim(name, drafts, len(plans))
+
+    def _measure(self, plans: Seq[Plan], feeds: Seq[Feed], seconds: float) -> None:
+        """Passes without a prompt in them show what a row costs."""
+        if self.pace is not None and all(len(plan.tokens) == 1 for plan in plans):
+            self.pace.cost.learn(sum(1 + len(feed.draft) for feed in feeds), seconds)
 
     def _judge(self, plan: Plan, draft: Draft, output: Output, layers: Seq[int]) -> Step:
         """Verify, commit and crop."""
         seq = plan.seq
         wanted = self._drafter(seq).layers
-        hidden = output.hidden[:, [layers.index(layer) for layer in wanted]] if wanted and output.hidden is not None else None
+        hidden = (
+            output.hidden[:, [layers.index(layer) for layer in wanted]]
+            if wanted and output.hidden is not None
+            else None
+        )
         if not plan.last:
             return Step(seq, plan.tokens, draft, None, hidden)
         seen = len(seq.tokens)
@@ -93,6 +119,8 @@ class Engine:
             seq.fail(f"{type(error).__name__}: {error}")
             verdict = None
         if verdict is not None:
+            if self.pace is not None:
+                self.pace.learn(seq.draft, draft, verdict)
             verdict = self._commit(seq, draft, verdict, output.logits)
             self.model.crop(seq.id, seen, verdict.path)
         return Step(seq, plan.tokens, draft, verdict, hidden)
@@ -149,4 +177,4 @@ def _share(plans: Seq[Plan], clock: list[float]) -> None:
     """Each sequence of the step gets its share of the time."""
     for phase, begin, end in zip(("draft", "target", "verify"), clock[:-1], clock[1:], strict=True):
         for plan in plans:
-            plan.seq.stats.seconds[phase] += (end - begin) / len(plans)
+            plan.seq.stats.spend(phase, (end - begin) / len(plans))

@@ -44,8 +44,8 @@ class Scheduler:
             )
         if seq.limit > self._context:
             raise OutriderError(
-                f"the prompt has {seq.prompt} tokens and max_tokens is {seq.params.max_tokens}, but the model's context is "
-                f"{self._context}; set max_tokens to at most {self._context - seq.prompt} or shorten the prompt"
+                f"the prompt has {seq.prompt} tokens and max_tokens is {seq.params.max_tokens}, but the model's "
+                f"context is {self._context}; set max_tokens to at most {self._context - seq.prompt} or shorten it"
             )
         if self._need(seq) > self._capacity:
             raise OutriderError(

@@ -1,0 +1,134 @@
+"""How much to draft now: measured cost times measured acceptance.
+
+A pass takes about a + b * rows seconds, learned from the passes themselves. A node that is kept with chance P is worth
+its row while it brings tokens faster than the step does without it: P / b > tokens / seconds. The best draft of a batch
+is found by adding nodes in the order of their chances until the next one no longer pays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from outrider.core.draft import ROOT, Draft
+from outrider.core.verify import Verdict
+
+GUESS = 0.2  # before anything is measured: one more row costs this share of a pass
+FADE = 0.95
+PROBE = 16  # a drafter that does not pay is tried again after so many steps
+
+
+class Cost:
+    """Seconds of a pass by its rows: a line through robust averages."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._counts: dict[int, int] = {}
+
+    def learn(self, rows: int, seconds: float) -> None:
+        count = self._counts[rows] = self._counts.get(rows, 0) + 1
+        old = self._seconds.setdefault(rows, seconds)
+        change = min(max(seconds - old, -0.3 * old), 0.3 * old)  # a pause of the machine is not the cost of a pass
+        self._seconds[rows] = old + change / min(count, 10)
+
+    def line(self) -> tuple[float, float]:
+        """a and b of a + b * rows, drawn towards the guess while little is known."""
+        if not self._seconds:
+            return 1.0 - GUESS, GUESS
+        weights = {rows: min(count, 20) for rows, count in self._counts.items()}
+        total = sum(weights.values())
+        rows_mean = sum(w * rows for rows, w in weights.items()) / total
+        mean = sum(w * self._seconds[rows] for rows, w in weights.items()) / total
+        spread = sum(w * (rows - rows_mean) ** 2 for rows, w in weights.items())
+        product = sum(w * (rows - rows_mean) * (self._seconds[rows] - mean) for rows, w in weights.items())
+        guess = GUESS * min(self._seconds.values())
+        slope = max((product + 2.0 * guess) / (spread + 2.0), 1e-3 * guess)
+        return max(mean - slope * rows_mean, 0.0), slope
+
+
+class Depths:
+    """For a drafter that cannot say how sure it is: how often its nodes were kept, by depth, and what they cost."""
+
+    def __init__(self) -> None:
+        self._tries: dict[int, float] = {}
+        self._hits: dict[int, float] = {}
+        self.seconds = 0.0  # of drafting one node
+        self.idle = 0  # steps since it was last asked
+
+    def chance(self, depth: int) -> float:
+        return (self._hits.get(depth, 0.0) + 2.8) / (self._tries.get(depth, 0.0) + 4.0)
+
+    def learn(self, draft: Draft, verdict: Verdict) -> None:
+        """A node was tried if its parent was kept."""
+        kept, depths = {ROOT, *verdict.path}, draft.depths()
+        for depth in range(1, len(verdict.path) + 2):
+            tried = [n for n, d in enumerate(depths) if d == depth and draft.parents[n] in kept]
+            if tried:
+                self._tries[depth] = FADE * self._tries.get(depth, 0.0) + 1.0
+                self._hits[depth] = FADE * self._hits.get(depth, 0.0) + float(any(n in kept for n in tried))
+
+    def spend(self, seconds: float, nodes: int) -> None:
+        if nodes:
+            each = seconds / nodes
+            self.seconds = each if not self.seconds else self.seconds + 0.1 * min(each - self.seconds, self.seconds)
+
+
+class Pace:
+    def __init__(self) -> None:
+        self.cost = Cost()
+        self._depths: dict[str, Depths] = {}
+
+    def rooms(self, drafter: str, rooms: Seq[int]) -> list[int]:
+        """How many nodes to ask a drafter for; one whose nodes cost something is asked for no more than pay."""
+        depths = self._depths.setdefault(drafter, Depths())
+        a, b = self.cost.line()
+        best = self._length(depths, a, b, len(rooms), max(rooms, default=0))
+        if best == 0 and depths.idle < PROBE:
+            depths.idle += 1
+            return [0] * len(rooms)
+        depths.idle = 0
+        return [min(room, max(best, 1)) for room in rooms]
+
+    def _length(self, depths: Depths, a: float, b: float, seqs: int, most: int) -> int:
+        tokens, seconds, chance = float(seqs), a + b * seqs, 1.0
+        for depth in range(1, most + 1):
+            chance *= depths.chance(depth)
+            if chance * seconds <= (b + depths.seconds) * tokens:
+                return depth - 1
+            tokens, seconds = tokens + chance * seqs, seconds + (b + depths.seconds) * seqs
+        return most
+
+    def trim(self, drafter: str, drafts: Seq[Draft], rows: int) -> list[Draft]:
+        """The nodes that pay. `rows`: of the pass without any draft."""
+        depths = self._depths.setdefault(drafter, Depths())
+        reach = [_reach(draft, depths) for draft in drafts]
+        order = sorted(((-p, i, n) for i, row in enumerate(reach) for n, p in enumerate(row)))
+        a, b = self.cost.line()
+        tokens, seconds = float(rows), a + b * rows
+        kept: list[list[int]] = [[] for _ in drafts]
+        for negative, index, node in order:
+            if -negative * seconds <= b * tokens:
+                break
+            kept[index].append(node)
+            tokens, seconds = tokens - negative, seconds + b
+        return [
+            draft if len(nodes) == len(draft) else draft.keep(sorted(nodes))
+            for draft, nodes in zip(drafts, kept, strict=True)
+        ]
+
+    def learn(self, drafter: str, draft: Draft, verdict: Verdict) -> None:
+        if draft and not draft.chances:
+            self._depths.setdefault(drafter, Depths()).learn(draft, verdict)
+
+    def spend(self, drafter: str, seconds: float, drafts: Seq[Draft]) -> None:
+        """What drafting cost; a drafter that knows its chances is looked at for free."""
+        nodes = sum(len(draft) for draft in drafts if not draft.chances)
+        self._depths.setdefault(drafter, Depths()).spend(seconds, nodes)
+
+
+def _reach(draft: Draft, depths: Depths) -> list[float]:
+    """The chance that each node is kept; never more than its parent's."""
+    chances = draft.chances or tuple(map(depths.chance, draft.depths()))
+    reach: list[float] = []
+    for parent, chance in zip(draft.parents, chances, strict=True):
+        reach.append(chance * (1.0 if parent == ROOT else reach[parent]))
+    return reach

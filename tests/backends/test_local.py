@@ -1,0 +1,330 @@
+"""Our engine behind a tokenizer: requests in, streams out, from any thread."""
+
+import asyncio
+import threading
+
+import pytest
+from tiny import Markov, new_engine, outputs, plainly
+
+from outrider import drafters
+from outrider.backends.local import Local
+from outrider.core.dice import Dice
+from outrider.core.errors import OutriderError
+from outrider.core.request import Request
+from outrider.core.sampling import SamplingParams
+from outrider.drafters.base import Drafter, Parts
+from outrider.engine.scheduler import Limits
+
+LETTERS = "abcdef"
+
+
+class Letters:
+    """A tokenizer with one token per letter."""
+
+    chat_template = None
+
+    def encode(self, text, add_special_tokens):
+        return [LETTERS.index(letter) for letter in text if letter in LETTERS]
+
+    def decode(self, ids, skip_special_tokens):
+        return "".join(LETTERS[id] for id in ids)
+
+
+def backend(spec="ngram:min_n=1,length=4", tokenizer=True, model=None, ends=frozenset(), **limits):
+    model = model or Markov(seed=3)
+
+    def drafter(spec):
+        return drafters.build(spec, Parts(model, lambda name, quantize: Markov(seed=3)))
+
+    return Local(new_engine(model, drafter(spec), Limits(**limits)), drafter, Letters() if tokenizer else None, ends)
+
+
+@pytest.fixture
+def local():
+    local = backend()
+    yield local
+    local.close()
+
+
+def plain(tokens, params, **more):
+    return outputs([plainly(Markov(seed=3), tokens, params, **more)])[0]
+
+
+def text(ids):
+    return "".join(LETTERS[id] for id in ids)
+
+
+@pytest.mark.parametrize("spec", ["none", "ngram:min_n=1,length=4", "draft_model:model=same,length=5", "layer_skip"])
+class TestStopStrings:
+    @pytest.mark.parametrize("size", [1, 2, 3])
+    def test_tokens_end_exactly_where_plain_decoding_ends(self, spec, size):
+        """Not at the end of the draft that was kept."""
+        whole = text(plain([0, 1], SamplingParams(max_tokens=20)))
+        for place in range(6):
+            stop = whole[place : place + size]
+            end = whole.find(stop)
+            local = backend(spec)
+            result = local.submit(Request([0, 1], params=SamplingParams(max_tokens=20, stop=[stop]))).result()
+            assert text(result.token_ids) == whole[: end + size]
+            assert result.text == whole[:end]
+            assert result.finish_reason == "stop"
+            local.close()
+
+
+def test_eos_ends_unless_it_is_ignored():
+    answer = plain([0, 1], SamplingParams(max_tokens=9))
+    local = backend(ends=frozenset({answer[2]}))
+    ended = local.submit(Request([0, 1], params=SamplingParams(max_tokens=9))).result()
+    assert ended.token_ids == answer[: answer.index(answer[2]) + 1]
+    assert ended.finish_reason == "stop"
+    ignored = local.submit(Request([0, 1], params=SamplingParams(max_tokens=9, ignore_eos=True))).result()
+    assert (ignored.token_ids, ignored.finish_reason) == (answer, "length")
+    stop = SamplingParams(max_tokens=9, ignore_eos=True, stop_token_ids=[answer[1]])
+    assert local.submit(Request([0, 1], params=stop)).result().token_ids == answer[: answer.index(answer[1]) + 1]
+    local.close()
+
+
+def test_samples_of_one_request_differ_and_repeat(local):
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=7, n=5)
+    first = local.submit(Request("ab", params=params)).result()
+    again = local.submit(Request("ab", params=params)).result()
+    ids = [sample.token_ids for sample in first.samples]
+    assert len(ids) == 5
+    assert len(set(map(tuple, ids))) == 5
+    assert [sample.token_ids for sample in again.samples] == ids
+    for index, sample in enumerate(ids):
+        assert sample == plain([0, 1], params, dice=Dice(7, index))
+
+
+def test_without_a_seed_requests_differ(local):
+    params = SamplingParams(max_tokens=12, temperature=1.0)
+    assert len({local.submit(Request("ab", params=params)).result().text for _ in range(4)}) > 1
+
+
+def test_logprobs_come_with_the_tokens(local):
+    result = local.submit(Request("ab", params=SamplingParams(max_tokens=4, logprobs=3))).result()
+    for id, scores in zip(result.token_ids, result.logprobs, strict=True):
+        assert id in scores
+        assert max(scores.values()) == scores[id]
+        assert len(scores) == 3
+    assert local.submit(Request("ab", params=SamplingParams(max_tokens=4))).result().logprobs is None
+
+
+def test_a_stream_is_the_result_in_pieces(local):
+    request = Request("ab", params=SamplingParams(max_tokens=15), stream=True)
+    stream = local.submit(request)
+    chunks = list(stream)
+    result = stream.result()
+    assert "".join(chunk.text for chunk in chunks) == result.text
+    assert [token.id for chunk in chunks for token in chunk.tokens] == result.token_ids
+    assert [chunk.finish_reason for chunk in chunks][-1] == "length"
+    assert all(chunk.finish_reason is None for chunk in chunks[:-1])
+
+
+def test_a_stream_ends_after_the_last_chunk_of_every_sample(local):
+    """Also where all samples end in the same step."""
+    params = SamplingParams(max_tokens=6, temperature=1.0, seed=1, n=4)
+    stream = local.submit(Request("ab", params=params, stream=True))
+    stream.result()
+    chunks = list(stream)
+    assert sorted(chunk.index for chunk in chunks if chunk.finish_reason) == [0, 1, 2, 3]
+    for index, sample in enumerate(stream.result().samples):
+        assert "".join(chunk.text for chunk in chunks if chunk.index == index) == sample.text
+
+
+def test_an_async_stream_is_the_same(local):
+    async def collect():
+        return [chunk.text async for chunk in local.submit(Request("ab", params=params, stream=True))]
+
+    params = SamplingParams(max_tokens=15)
+    assert "".join(asyncio.run(collect())) == local.submit(Request("ab", params=params)).result().text
+
+
+class Slow(Markov):
+    """A model that waits to be told to go on, and never comes to an end of itself."""
+
+    context = 100_000
+
+    def __init__(self):
+        super().__init__(seed=3)
+        self.go = threading.Semaphore(0)
+
+    def forward(self, feeds, layers=()):
+        assert self.go.acquire(timeout=20)
+        return super().forward(feeds, layers)
+
+
+def test_a_reader_that_leaves_does_not_stop_the_others():
+    """An event loop that is gone when the next token comes."""
+    model = Slow()
+    local = backend("none", model=model)
+
+    async def read_one():
+        stream = local.submit(Request("ab", params=SamplingParams(max_tokens=6), stream=True))
+        iterator = stream.__aiter__()
+        model.go.release()
+        await iterator.__anext__()
+        return stream, iterator
+
+    stream, iterator = asyncio.run(read_one())
+    model.go.release(100)
+    assert len(stream.result().token_ids) == 6
+    assert len(local.submit(Request("ba", params=SamplingParams(max_tokens=6))).result().token_ids) == 6
+    local.close()
+    del iterator
+
+
+def test_cancelling_keeps_what_was_written():
+    model = Slow()
+    local = backend("none", model=model)
+    stream = local.submit(Request("ab", params=SamplingParams(max_tokens=1000), stream=True))
+    waiting = local.submit(Request("ab", params=SamplingParams(max_tokens=3)))
+    model.go.release(4)
+    chunks = iter(stream)
+    next(chunks)
+    stream.cancel()
+    model.go.release(10_000)
+    result = stream.result()
+    assert result.finish_reason == "cancelled"
+    assert 1 <= len(result.token_ids) < 1000
+    assert result.token_ids == plain([0, 1], SamplingParams(max_tokens=len(result.token_ids)))
+    assert waiting.result().finish_reason == "length"
+    assert local.engine.scheduler._reserved == 0
+    assert model.seen == {}
+    local.close()
+
+
+def test_closing_cancels_what_runs_and_what_waits():
+    model = Slow()
+    local = backend("none", model=model, batch=1)
+    streams = [local.submit(Request("ab", params=SamplingParams(max_tokens=1000))) for _ in range(3)]
+    closing = threading.Thread(target=local.close)
+    closing.start()
+    model.go.release(10_000)
+    closing.join(timeout=20)
+    assert not closing.is_alive()
+    assert [stream.result().finish_reason for stream in streams] == ["cancelled"] * 3
+    local.close()
+
+
+def test_a_pass_that_fails_ends_its_sequences_and_no_others():
+    class Failing(Markov):
+        fail = True
+
+        def forward(self, feeds, layers=()):
+            if self.fail:
+                self.fail = False
+                raise MemoryError("no memory for this")
+            return super().forward(feeds, layers)
+
+    local = backend("none", model=Failing(seed=3), batch=1)
+    first, second = (local.submit(Request("ab", params=SamplingParams(max_tokens=4))) for _ in range(2))
+    assert first.result().finish_reason == "error"
+    assert "no memory for this" in first.result().error
+    assert second.result().token_ids == plain([0, 1], SamplingParams(max_tokens=4))
+    assert local.engine.scheduler._reserved == 0
+    local.close()
+
+
+@pytest.mark.parametrize("spec", ["none", "draft_model:model=same"])
+def test_a_processor_that_raises_is_reported_to_its_own_request(spec):
+    def fail(tokens, logits):
+        raise KeyError("mine")
+
+    local = backend(spec)
+    bad = local.submit(Request("ab", params=SamplingParams(max_tokens=4, processors=[fail])))
+    good = local.submit(Request("ab", params=SamplingParams(max_tokens=4)))
+    assert bad.result().finish_reason == "error"
+    assert "mine" in bad.result().error
+    assert good.result().token_ids == plain([0, 1], SamplingParams(max_tokens=4))
+    local.close()
+
+
+def test_bad_words_are_banned_in_every_spelling(local):
+    answer = local.submit(Request("ab", params=SamplingParams(max_tokens=9))).result().text
+    banned = local.submit(Request("ab", params=SamplingParams(max_tokens=9, bad_words=[answer[:2]]))).result()
+    assert answer[:2] not in banned.text
+    by_ids = [LETTERS.index(letter) for letter in answer[:2]]
+    assert (
+        local.submit(Request("ab", params=SamplingParams(max_tokens=9, bad_words=[by_ids]))).result().text
+        == banned.text
+    )
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (Request(), "either a prompt or messages"),
+        (Request("ab", messages=[{"role": "user", "content": "ab"}]), "either a prompt or messages"),
+        (Request(messages=[{"role": "user", "content": "ab"}]), "no chat template"),
+        (Request([]), "prompt is empty"),
+        (Request([0, 6]), "token id 6 is outside the vocabulary of 6"),
+        (Request([-1]), "token id -1"),
+        (Request("ab", params=SamplingParams(logit_bias={9: 1.0})), "token id 9"),
+        (Request("ab", params=SamplingParams(bad_words=[[0, 77]])), "token id 77"),
+        (Request("ab", params=SamplingParams(max_tokens=500)), "context is 64; set max_tokens to at most 62"),
+        (Request("abcdef" * 20), "context is 64; shorten"),
+        (Request("ab", draft="teapot"), "unknown drafter 'teapot'"),
+        (Request("ab", draft="ngram:speed=9"), "no option 'speed'"),
+    ],
+)
+def test_a_request_that_can_never_run_is_refused_at_once(local, request_, reason):
+    with pytest.raises(OutriderError, match=reason):
+        local.submit(request_)
+
+
+def test_without_a_tokenizer_text_is_refused_and_ids_work():
+    local = backend(tokenizer=False)
+    with pytest.raises(OutriderError, match="give token ids"):
+        local.submit(Request("ab"))
+    with pytest.raises(OutriderError, match="give token ids"):
+        local.submit(Request([0], params=SamplingParams(stop=["a"], max_tokens=3)))
+    result = local.submit(Request([0, 1], params=SamplingParams(max_tokens=5))).result()
+    assert result.token_ids == plain([0, 1], SamplingParams(max_tokens=5))
+    assert result.text == ""
+    local.close()
+
+
+def test_a_request_may_name_its_own_drafter(local):
+    result = local.submit(Request("ab", params=SamplingParams(max_tokens=9), draft="layer_skip:layers=3")).result()
+    assert result.token_ids == plain([0, 1], SamplingParams(max_tokens=9))
+    assert result.stats.by_drafter.keys() == {"layer_skip"}
+
+
+def test_a_prediction_is_text_or_ids(local):
+    answer = local.submit(Request("ab", params=SamplingParams(max_tokens=9))).result()
+    for prediction in (answer.text, answer.token_ids):
+        request = Request("ab", params=SamplingParams(max_tokens=9), draft="prediction", prediction=prediction)
+        result = local.submit(request).result()
+        assert result.text == answer.text
+        assert result.stats.accepted == 8
+
+
+def test_many_threads_may_submit():
+    local, wrong = backend(batch=4), []
+
+    def ask(seed):
+        for i in range(5):
+            params = SamplingParams(max_tokens=8, temperature=1.0, seed=10 * seed + i)
+            if local.submit(Request("ab", params=params)).result().token_ids != plain(
+                [0, 1], params, dice=Dice(10 * seed + i)
+            ):
+                wrong.append((seed, i))
+
+    threads = [threading.Thread(target=ask, args=[seed]) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not wrong
+    local.close()
+
+
+def test_a_backend_that_was_closed_opens_again(local):
+    local.submit(Request("ab", params=SamplingParams(max_tokens=3))).result()
+    local.close()
+    assert len(local.submit(Request("ab", params=SamplingParams(max_tokens=3))).result().token_ids) == 3
+
+
+def test_the_plain_drafter_is_a_drafter():
+    assert isinstance(drafters.build("none", Parts(None, None)), Drafter)

@@ -1,0 +1,59 @@
+"""Tokens to text as they come: whole characters, and nothing of a stop string."""
+
+import pytest
+from hypothesis import given, strategies as st
+
+from outrider.backends.text import Writer
+
+
+class Bytes:
+    """A tokenizer with one token per byte."""
+
+    def decode(self, ids, skip_special_tokens):
+        return bytes(ids).decode(errors="replace")
+
+
+def write(text, stop=(), take=True):
+    """The chunks, and whether the stop string was seen with the last token."""
+    writer, chunks, ended = Writer(Bytes(), stop), [], False
+    for byte in text.encode():
+        ended = writer.push(byte)
+        if take:
+            chunks.append(writer.take())
+        if ended:
+            break
+    chunks.append(writer.take(last=True))
+    assert "".join(chunks) == writer.text
+    return writer.text, ended, chunks
+
+
+@given(st.text(max_size=12))
+def test_the_chunks_are_the_text(text):
+    written, ended, chunks = write(text)
+    assert written == text.encode().decode(errors="replace")
+    assert not ended
+    assert "\ufffd" not in "".join(chunks).replace("\ufffd" * text.count("\ufffd"), "")
+
+
+@given(st.text("ab", max_size=20), st.lists(st.text("ab", min_size=1, max_size=4), max_size=2), st.booleans())
+def test_the_text_ends_before_the_first_stop_string(text, stops, take):
+    """First is the one that is complete first, and of those the one that begins first."""
+    written, ended, _ = write(text, stops, take)
+    found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    assert ended == bool(found)
+    assert written == (text[: min(found)[1]] if found else text)
+
+
+def test_what_may_become_a_stop_string_is_held_back():
+    _, _, chunks = write("one EN two END", ["END"])
+    assert chunks == ["o", "n", "e", " ", "", "", "EN ", "t", "w", "o", " ", "", "", "", ""]
+
+
+def test_what_was_held_back_comes_out_at_the_end():
+    assert write("the EN", ["END"])[0] == "the EN"
+
+
+@pytest.mark.parametrize("text", ["é", "日本", "👩‍👩‍👧", "a\u0301"])
+def test_characters_of_many_bytes_come_whole(text):
+    _, _, chunks = write(text)
+    assert "\ufffd" not in "".join(chunks)

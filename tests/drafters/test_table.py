@@ -1,0 +1,77 @@
+"""The table of drafters, and how `NAME:key=value,...` is read."""
+
+import pytest
+from tiny import SPECS, Markov
+
+from outrider import drafters
+from outrider.core.errors import OutriderError
+from outrider.drafters.base import Drafter, Parts
+from outrider.drafters.draft_model import DraftModel
+from outrider.drafters.ngram import Ngram
+
+
+@pytest.mark.parametrize("name", drafters.TABLE)
+def test_a_name_leads_to_its_class(name):
+    kind = drafters.find(name)
+    assert issubclass(kind, Drafter)
+    assert kind.name == name
+    assert name in drafters.names()
+
+
+def test_options_are_read_by_their_types():
+    assert drafters.parse("ngram") == ("ngram", Ngram.Options())
+    assert drafters.parse(" ngram:max_n=5, length=3,store=adaptive") == ("ngram", Ngram.Options(5, 2, 3, "adaptive"))
+    for text, value in [("true", True), ("Yes", True), ("1", True), ("false", False), ("no", False), ("0", False)]:
+        assert drafters.parse(f"draft_model:model=a/b,greedy={text}")[1] == DraftModel.Options("a/b", greedy=value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("oracle", "unknown drafter 'oracle'; known: none, ngram"),
+        ("", "unknown drafter ''"),
+        ("none:length=1", "drafter none has no option 'length'; it has: none"),
+        ("ngram:size=3", "drafter ngram has no option 'size'; it has: max_n, min_n, length, store"),
+        ("ngram:length", "needs a value: length="),
+        ("ngram:length=", "ngram:length must be a whole number, not ''"),
+        ("ngram:length=many", "ngram:length must be a whole number, not 'many'"),
+        ("ngram:length=2.5", "a whole number"),
+        ("ngram:store=big", "ngram:store must be one of recent, adaptive, not 'big'"),
+        ("draft_model", "drafter draft_model needs model: write draft_model:model="),
+        ("draft_model:model=x,greedy=perhaps", "must be true or false"),
+    ],
+)
+def test_a_spec_that_makes_no_sense_is_refused(spec, reason):
+    with pytest.raises(OutriderError, match=reason):
+        drafters.parse(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("ngram:length=0", "ngram:length must be at least 1"),
+        ("ngram:min_n=5", "1 <= min_n <= max_n"),
+        ("ngram:min_n=0", "1 <= min_n <= max_n"),
+        ("draft_model:model=noisy,length=0", "draft_model:length must be at least 1"),
+        ("prediction:length=0", "prediction:length must be at least 1"),
+        ("prediction:least=9", "1 <= least <= overlap"),
+        ("layer_skip:layers=4", "between 1 and 3"),
+        ("layer_skip:layers=-1", "between 1 and 3"),
+        ("layer_skip:length=0", "layer_skip:length must be at least 1"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(spec, reason):
+    with pytest.raises(OutriderError, match=reason):
+        drafters.build(spec, Parts(Markov(), lambda name, quantize: Markov()))
+
+
+@pytest.mark.parametrize("spec", [spec for specs in SPECS.values() for spec in specs])
+def test_a_draft_is_never_larger_than_its_room(spec):
+    from outrider.core.sequence import Sequence
+
+    drafter = drafters.build(spec, Parts(Markov(), lambda name, quantize: Markov(seed=1)))
+    seqs = [Sequence(i, [0, 1, 2, 0, 1, 2], prediction=(0, 1, 2, 3)) for i in range(4)]
+    rooms = [0, 1, 2, 50]
+    for draft, room in zip(drafter.propose(seqs, rooms), rooms, strict=True):
+        assert len(draft) <= room
+    assert all(seq.tokens == [0, 1, 2, 0, 1, 2] for seq in seqs)  # drafters never write into a sequence
