@@ -10,14 +10,15 @@ from typing import Annotated
 import typer
 
 from outrider import __version__
-from outrider.cli import audit, bench, chat, demo, generate, models
+from outrider.cli import audit, bench, chat, demo, generate, models, profile
 from outrider.cli.screen import paint
 from outrider.core.errors import OutriderError
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # typer brings a click of its own; this is that click's
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-for command in (generate.generate, chat.chat, audit.audit, bench.bench, models.pull, models.models, demo.demo):
+COMMANDS = (generate.generate, chat.chat, audit.audit, bench.bench, profile.profile)
+for command in (*COMMANDS, models.pull, models.models, demo.demo):
     app.command()(command)
 
 

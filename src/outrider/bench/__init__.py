@@ -1,0 +1,1 @@
+"""`outrider bench`: workloads x engines x drafters, measured so that nobody is flattered."""

@@ -1,0 +1,67 @@
+"""A GGUF file written out as a Hugging Face folder in bfloat16, for engines that cannot read the file itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.core.errors import OutriderError
+from outrider.models import tokenizer as tokenizers
+from outrider.models.gguf import GGUFFile
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+def export(path: Path, folder: Path) -> None:
+    """Weights, config and tokenizer of the file. Each weight is the file's own value, rounded to bfloat16."""
+    from safetensors.torch import save_file
+
+    file = GGUFFile(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: tensor.dequantize(torch.bfloat16).contiguous() for name, tensor in file.tensors()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    tokenizer = tokenizers.from_gguf(file.metadata)
+    ends: list[int] = []
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+        ends = sorted(tokenizers.end_ids(tokenizer, file.metadata))
+    (folder / "config.json").write_text(json.dumps(_config(file, ends), indent=1))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+
+
+def _config(file: GGUFFile, ends: list[int]) -> dict[str, Any]:
+    said = file.config()
+    if said["rope_factors"] is not None:
+        raise OutriderError(
+            f"{file.path} has rotary factors of its own, which a config.json cannot say; "
+            "engines that read folders need the model's original folder"
+        )
+    return {
+        "architectures": [_ARCHITECTURES[file.architecture]],
+        "model_type": file.architecture,
+        "vocab_size": said["vocab_size"],
+        "hidden_size": said["hidden_size"],
+        "intermediate_size": said["intermediate_size"],
+        "num_hidden_layers": said["num_layers"],
+        "num_attention_heads": said["num_heads"],
+        "num_key_value_heads": said["num_kv_heads"],
+        "head_dim": said["head_dim"],
+        "rms_norm_eps": said["norm_eps"],
+        "rope_theta": said["rope_theta"],
+        "rope_scaling": said["rope_scaling"],
+        "max_position_embeddings": said["max_context"],
+        "sliding_window": said["sliding_window"],
+        "tie_word_embeddings": said["tie_embeddings"],
+        "hidden_act": "silu",
+        "attention_bias": said["qkv_bias"],
+        "eos_token_id": ends,
+        "torch_dtype": "bfloat16",
+    }

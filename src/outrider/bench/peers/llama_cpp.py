@@ -1,0 +1,51 @@
+"""llama.cpp by the package xllamacpp, whose Server is llama.cpp's own. How it speculates is fixed when it is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PACKAGES = ("xllamacpp",)
+_TYPES = {"plain": "NONE", "draft-model": "DRAFT_SIMPLE"}
+
+
+def load(config: dict[str, Any]) -> Any:
+    import xllamacpp
+
+    (mode,) = config["modes"]
+    params = xllamacpp.CommonParams()
+    params.model.path = config["model"]
+    params.n_ctx = config["context"]
+    params.n_parallel = 1
+    params.verbosity = 0
+    params.cache_ram_mib = 0  # no prompt is kept for a later request
+    _set_threads(params, config["threads"])
+    kind = _TYPES.get(mode) or mode.upper().replace("-", "_")
+    params.speculative.types = [xllamacpp.common_speculative_type[f"COMMON_SPECULATIVE_TYPE_{kind}"]]
+    if mode == "draft-model":
+        params.speculative.draft.mparams.path = config["draft_model"]
+        _set_threads(params.speculative.draft, config["threads"])
+    server = xllamacpp.Server(params)
+
+    def generate(mode: str, ids: list[int], max_tokens: int) -> dict[str, Any]:
+        answer = server.handle_completions(
+            {"prompt": ids, "max_tokens": max_tokens, "temperature": 0, "cache_prompt": False}
+        )
+        if "timings" not in answer:
+            raise RuntimeError(str(answer))
+        times = answer["timings"]
+        return {
+            "text": answer["choices"][0]["text"],
+            "tokens": times["predicted_n"],
+            "first": 1,
+            "prefill_s": times["prompt_ms"] / 1000,
+            "decode_s": times["predicted_ms"] / 1000,  # it counts from the first token on
+            "timing": "engine",
+            "stats": {"drafted": times.get("draft_n", 0), "accepted": times.get("draft_n_accepted", 0)},
+        }
+
+    return generate
+
+
+def _set_threads(params: Any, threads: int) -> None:
+    params.cpuparams.n_threads = threads
+    params.cpuparams_batch.n_threads = threads

@@ -1,0 +1,42 @@
+"""Our own engine. Plain and speculative decoding run alternately on one loaded model; a mode is a drafter."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+PACKAGES = ("outrider", "torch")
+
+
+def load(config: dict[str, Any]) -> Any:
+    from outrider import build
+    from outrider.core.errors import OutriderError
+    from outrider.core.request import Request
+    from outrider.core.sampling import SamplingParams
+    from outrider.settings import Settings
+
+    backend = build.local(Settings(model=config["model"], draft="none", device="cpu", threads=config["threads"]))
+
+    def generate(mode: str, ids: list[int], max_tokens: int) -> dict[str, Any]:
+        request = Request(prompt=ids, params=SamplingParams(max_tokens=max_tokens), draft=mode, stream=True)
+        begin = time.perf_counter()
+        stream = backend.submit(request)
+        first, came = 0, begin
+        for chunk in stream:
+            if not first:
+                first, came = len(chunk.tokens), time.perf_counter()
+        end = time.perf_counter()
+        result = stream.result()
+        if result.error:
+            raise OutriderError(result.error)
+        return {
+            "ids": result.token_ids,
+            "tokens": len(result.token_ids),
+            "first": first,
+            "prefill_s": came - begin,
+            "decode_s": end - came,
+            "timing": "stream",
+            "stats": result.stats.as_dict(),
+        }
+
+    return generate

@@ -1,0 +1,52 @@
+"""vLLM in bfloat16 on the model's folder. How it speculates is fixed when it is loaded."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+PACKAGES = ("vllm",)
+_GUESSES = 5
+
+
+def load(config: dict[str, Any]) -> Any:
+    # By default it keeps a core free; here every engine has the same ones.
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[: config["threads"]]))
+    os.environ.update(VLLM_CPU_OMP_THREADS_BIND=cores, VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1")
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    (mode,) = config["modes"]
+    llm = LLM(
+        config["model"],
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        max_model_len=config["context"],
+        max_num_seqs=1,
+        enable_prefix_caching=False,
+        disable_log_stats=False,  # else it keeps no times
+        speculative_config=_speculation(mode, config),
+    )
+
+    def generate(mode: str, ids: list[int], max_tokens: int) -> dict[str, Any]:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop_token_ids=config["ends"], detokenize=False)
+        (result,) = llm.generate(TokensPrompt(prompt_token_ids=ids), params, use_tqdm=False)
+        written, times = list(result.outputs[0].token_ids), result.metrics
+        return {
+            "ids": written,
+            "tokens": len(written),
+            "first": 1,
+            "prefill_s": times.first_token_ts - times.scheduled_ts,
+            "decode_s": times.last_token_ts - times.first_token_ts,
+            "timing": "engine",
+        }
+
+    return generate
+
+
+def _speculation(mode: str, config: dict[str, Any]) -> dict[str, Any] | None:
+    if mode == "ngram":
+        lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+        return {"method": "ngram", "num_speculative_tokens": _GUESSES, **lookup}
+    if mode == "draft-model":
+        return {"method": "draft_model", "model": config["draft_model"], "num_speculative_tokens": _GUESSES}
+    return None

@@ -1,0 +1,77 @@
+"""What all engines are given alike: the same weights, and the same prompts as token ids, rendered once by us."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.bench.export import export
+from outrider.bench.peers import Peer
+from outrider.bench.workloads import Prompt
+from outrider.core.errors import OutriderError
+from outrider.models import sources, tokenizer as tokenizers
+from outrider.models.gguf import GGUFFile
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model on disk, in the forms that engines read."""
+
+    path: Path  # a GGUF file or a folder
+    scratch: Path  # where a GGUF file is written out as a folder
+
+    def form(self, peer: Peer) -> Path | None:
+        """What this engine reads; None when there is no such form."""
+        if self.path.is_dir():
+            return None if peer.reads == "gguf" else self.path
+        return self._folder() if peer.reads == "folder" else self.path
+
+    def _folder(self) -> Path:
+        folder = self.scratch / self.path.stem
+        if not (folder / "config.json").is_file():  # written last
+            export(self.path, folder)
+        return folder
+
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt as token ids."""
+
+    id: str
+    kind: str
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Text:
+    """The model's own tokenizer, and the tokens that end its answers."""
+
+    tokenizer: Any
+    ends: list[int]
+
+    def render(self, prompts: Sequence[Prompt]) -> list[Task]:
+        return [Task(prompt.id, prompt.kind, self._ids(prompt.text)) for prompt in prompts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def _ids(self, text: str) -> list[int]:
+        if not getattr(self.tokenizer, "chat_template", None):
+            return list(self.tokenizer.encode(text))
+        message = {"role": "user", "content": text}
+        rendered = self.tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+        return list(self.tokenizer.encode(rendered, add_special_tokens=False))
+
+
+def read_text(path: Path) -> Text:
+    metadata = GGUFFile(path).metadata if path.is_file() else None
+    tokenizer: Any = tokenizers.from_folder(path) if metadata is None else tokenizers.from_gguf(metadata)
+    if tokenizer is None:
+        raise OutriderError(f"the model {path} has no tokenizer, which the benchmark's prompts need")
+    return Text(tokenizer, sorted(tokenizers.end_ids(tokenizer, metadata)))
+
+
+def find(name: str, scratch: Path) -> Weights:
+    return Weights(sources.resolve(name).resolve(), scratch)

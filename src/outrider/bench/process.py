@@ -1,0 +1,125 @@
+"""The runner's end of a worker process: start it, ask it, and never wait for it longer than agreed."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+WORKER = Path(__file__).with_name("worker.py")
+
+
+class WorkerError(Exception):
+    """The worker is gone, late or talks nonsense; it will not answer again."""
+
+
+class Missing(Exception):
+    """The engine's package is not installed for that interpreter."""
+
+
+class Worker:
+    def __init__(self, python: str, engine: Path, config: Mapping[str, Any], threads: int, log: Path) -> None:
+        """Start loading the engine of the file `engine`; what it prints goes to `log`."""
+        self._log, self._closed = log, False
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                [python, str(WORKER), str(engine), json.dumps(config)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                env=_environment(threads),
+                process_group=0,  # Ctrl-C is for the runner; and the engine's own children stop and end with it
+            )
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()  # b"" when the worker has ended
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def ready(self, timeout: float) -> dict[str, Any]:
+        """Wait until it has loaded; what it says about itself."""
+        said = self._answer(timeout)
+        self._signal(signal.SIGSTOP)
+        if "missing" in said:
+            self.close()
+            raise Missing(said["missing"])
+        if "ready" not in said:
+            self.close()
+            raise WorkerError(f"did not load: {said.get('error', said)}")
+        return dict(said["ready"])
+
+    def ask(self, job: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+        """The answer to one job; an answer with `error` leaves the worker usable.
+
+        Between jobs the worker is stopped: some engines wait for work in a loop, which would slow down the others.
+        """
+        if self._closed:
+            raise WorkerError("has ended")
+        assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
+        try:
+            self._process.stdin.write(json.dumps(job).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise WorkerError(self._why()) from None
+        said = self._answer(timeout)
+        self._signal(signal.SIGSTOP)
+        return said
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with suppress(OSError):
+                pipe.close()
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def _answer(self, timeout: float) -> dict[str, Any]:
+        try:
+            line = self._lines.get(timeout=timeout)
+        except queue.Empty:
+            self.close()
+            raise WorkerError(f"no answer within {timeout:g} s; stopped") from None
+        if not line:
+            raise WorkerError(self._why())
+        try:
+            said = json.loads(line)
+        except ValueError:
+            said = None
+        if not isinstance(said, dict):
+            self.close()
+            raise WorkerError(f"answered with nonsense: {line[:80]!r}")
+        return said
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with suppress(ValueError):  # closed while it was read
+            for line in self._process.stdout:
+                self._lines.put(line)
+        self._lines.put(b"")
+
+    def _why(self) -> str:
+        """How it ended, with the last line that it printed."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=5)  # its stdout may close a moment before it has ended
+        self.close()
+        printed = self._log.read_text(errors="replace").strip().splitlines()
+        code = self._process.returncode
+        how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        return f"ended ({how}): {printed[-1].strip()[:200]}" if printed else f"ended ({how})"
+
+
+def _environment(threads: int) -> dict[str, str]:
+    counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
+    return {**os.environ, **counts, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}

@@ -1,0 +1,127 @@
+"""`outrider bench`: how fast, against whom, and is it still the same text."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+from outrider.bench import plan as plans, report as reports
+from outrider.bench.peers import TABLE
+from outrider.bench.run import run
+from outrider.bench.workloads import KINDS
+from outrider.cli import options
+from outrider.cli.options import DEFAULT
+from outrider.cli.screen import bar, note
+from outrider.models import sources
+
+WHAT = "What is measured"
+
+
+class Size(NamedTuple):
+    limit: int | None
+    rounds: int
+    max_tokens: int
+
+
+FULL, QUICK = Size(None, 3, 128), Size(1, 1, 48)
+
+
+def bench(
+    model: options.Model = DEFAULT.model,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--engine",
+            "-e",
+            help=f"One of {', '.join(TABLE)} or all; NAME:mode,... for some of its modes. Repeatable.",
+            show_default="outrider",
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--draft",
+            "-d",
+            help="A drafter of ours: NAME or NAME:key=value,... Repeatable; plain decoding is always measured.",
+            show_default=DEFAULT.draft,
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    draft_model: Annotated[
+        str | None, typer.Option(help="The draft model for peers that can use one.", rich_help_panel=WHAT)
+    ] = None,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(help=f"One of {', '.join(KINDS)}. Repeatable.", show_default="all", rich_help_panel=WHAT),
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            help="A JSONL file in Spec-Bench form: question_id, category, turns. Its categories are the kinds.",
+            show_default="built in",
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Prompts of each kind.", show_default="all", rich_help_panel=WHAT)
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="How often each prompt is run.", show_default="3")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens of an answer.", show_default="128")] = None,
+    threads: Annotated[int, typer.Option(help="CPU threads of every engine; 0: one per core.")] = 0,
+    seed: Annotated[int, typer.Option(help="Decides the order in which modes take turns.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a run counts as hung.")] = 120.0,
+    python: Annotated[
+        list[str] | None, typer.Option(help="The interpreter of an engine: ENGINE=PATH. Repeatable.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder.", show_default="./outrider-bench-DATE")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One prompt of each kind, 48 tokens, one round: under three minutes.")
+    ] = False,
+) -> None:
+    """Measure decoding speed: workloads x engines x drafters.
+
+    Every engine runs in a process of its own; their turns are interleaved prompt by prompt. A speed-up is measured
+    against the same engine's plain decoding, with its 95 % confidence interval, and it is [bold]void[/] where the text
+    differs. Writes report.json, report.md and report.png.
+
+    [dim]$[/] outrider bench --quick
+    [dim]$[/] outrider bench --draft ngram --draft layer_skip --kind edit --kind code
+    [dim]$[/] outrider bench --engine all --python vllm=/path/to/python
+    """
+    size = QUICK if quick else FULL
+    plan = plans.make(
+        model=model,
+        engines=engine or ["outrider"],
+        drafts=draft or [],
+        prompts=prompts,
+        kinds=kind or [],
+        limit=size.limit if limit is None else limit,
+        rounds=size.rounds if rounds is None else rounds,
+        max_tokens=size.max_tokens if max_tokens is None else max_tokens,
+        threads=threads,
+        seed=seed,
+        timeout=timeout,
+        python=python or [],
+        draft_model=draft_model,
+        output=output or Path(f"outrider-bench-{datetime.now():%Y-%m-%d-%H%M%S}"),
+    )
+    for name in sources.KNOWN.keys() & {model, draft_model}:
+        options.pull(name)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: workers end, what was measured is kept
+    with bar("{task.completed:.0f}/{task.total:.0f}") as show:
+        outcome = run(plan, show)
+    report = reports.assemble(plan, outcome, shlex.join(["outrider", *sys.argv[1:]]))
+    told = reports.write(report, plan.output)
+    reports.show(report)
+    for line in [*told, f"written to {plan.output}"]:
+        note(line)
+    raise typer.Exit(130 if outcome.interrupted else 0)
