@@ -18,19 +18,28 @@ from outrider.models.gguf import GGUFTensor
 @dataclass(frozen=True, eq=False)
 class Quantised:
     q: Tensor  # [out, in] uint8
-    scales: Tensor  # [out, in / group] float16 or float32
+    scales: Tensor  # [out, in / group] float16; or int8, and then multiplied by those of the super-block
     minimums: Tensor | None  # the same; where they are, zero is 0
     bits: int  # 4 or 8
     zero: int = 0
     group: int = 32
+    super_scales: Tensor | None = None  # [out, in / 256] float16
+    super_minimums: Tensor | None = None
 
     def dense(self) -> Tensor:
         """[out, in] float32."""
         q = (self.q.float() - self.zero).unflatten(1, (-1, self.group))
-        w = q * self.scales.float().unsqueeze(2)
+        w = q * _spread(self.scales, self.super_scales).unsqueeze(2)
         if self.minimums is not None:
-            w = w + self.minimums.float().unsqueeze(2)
+            w = w + _spread(self.minimums, self.super_minimums).unsqueeze(2)
         return w.flatten(1)
+
+
+def _spread(groups: Tensor, supers: Tensor | None) -> Tensor:
+    """[out, groups] float32"""
+    if supers is None:
+        return groups.float()
+    return groups.float() * supers.float().repeat_interleave(groups.shape[1] // supers.shape[1], 1)
 
 
 def from_gguf(tensor: GGUFTensor) -> Quantised | None:
@@ -113,13 +122,12 @@ def _k_scales(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return scales, minimums
 
 
-def _k_groups(blocks: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Scales and minimums of Q4_K and Q5_K, [out, groups] float32: products of a half and a small integer."""
-    scales, minimums = _k_scales(blocks[..., 4:16])
-    d = _halves(blocks[..., :2]).astype(np.float32)[..., None]
-    low = _halves(blocks[..., 2:4]).astype(np.float32)[..., None]
+def _k_quantised(blocks: np.ndarray, q: np.ndarray, bits: int) -> Quantised:
+    """Q4_K and Q5_K: a scale or minimum is a half, one for 256 inputs, times a small integer, one for 32."""
     rows = blocks.shape[0]
-    return _tensor((d * scales).reshape(rows, -1)), _tensor((-low * minimums).reshape(rows, -1))
+    scales, minimums = (_tensor(part.reshape(rows, -1).astype(np.int8)) for part in _k_scales(blocks[..., 4:16]))
+    supers, lows = _tensor(_halves(blocks[..., :2])), _tensor(-_halves(blocks[..., 2:4]))
+    return Quantised(_tensor(q.reshape(rows, -1)), scales, minimums, bits, super_scales=supers, super_minimums=lows)
 
 
 def _k_nibbles(qs: np.ndarray) -> np.ndarray:
@@ -130,16 +138,14 @@ def _k_nibbles(qs: np.ndarray) -> np.ndarray:
 
 def _q4_k(raw: np.ndarray) -> Quantised:
     blocks = raw.reshape(raw.shape[0], -1, 144)
-    scales, minimums = _k_groups(blocks)
-    return Quantised(_tensor(_k_nibbles(blocks[..., 16:]).reshape(raw.shape[0], -1)), scales, minimums, 4)
+    return _k_quantised(blocks, _k_nibbles(blocks[..., 16:]), 4)
 
 
 def _q5_k(raw: np.ndarray) -> Quantised:
     blocks = raw.reshape(raw.shape[0], -1, 176)
-    scales, minimums = _k_groups(blocks)
     bits = np.unpackbits(blocks[..., 16:48][..., None], axis=3, bitorder="little")  # [out, blocks, 32, 8 groups]
     q = _k_nibbles(blocks[..., 48:]) | (bits.swapaxes(2, 3).reshape(*bits.shape[:2], 4, 2, 32) << 4)
-    return Quantised(_tensor(q.reshape(raw.shape[0], -1)), scales, minimums, 8)
+    return _k_quantised(blocks, q, 8)
 
 
 def _q6_k(raw: np.ndarray) -> Quantised:
@@ -148,11 +154,9 @@ def _q6_k(raw: np.ndarray) -> Quantised:
     low = np.concatenate([low & 15, low >> 4], 3).reshape(*blocks.shape[:2], 2, 4, 32)
     high = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32)
     high = np.concatenate([(high >> shift) & 3 for shift in (0, 2, 4, 6)], 3)
-    scales = (
-        blocks[..., 192:208].view(np.int8).astype(np.float32) * _halves(blocks[..., 208:]).astype(np.float32)[..., None]
-    )
+    scales = _tensor(blocks[..., 192:208].reshape(raw.shape[0], -1).view(np.int8))
     q = _tensor((low | (high << 4)).reshape(raw.shape[0], -1))
-    return Quantised(q, _tensor(scales.reshape(raw.shape[0], -1)), None, 8, zero=32, group=16)
+    return Quantised(q, scales, None, 8, zero=32, group=16, super_scales=_tensor(_halves(blocks[..., 208:])))
 
 
 _READERS: dict[str, Callable[[np.ndarray], Quantised]] = {

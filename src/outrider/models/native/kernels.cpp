@@ -14,6 +14,9 @@
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
+#include <vector>
+
+#include "pool.h"
 
 #if defined(__AVX512VNNI__) && defined(__AVX512F__) && defined(__AVX512BW__)
 #include <immintrin.h>
@@ -26,18 +29,24 @@ namespace {
 
 constexpr int TILE = 16;   // outputs of a tile
 constexpr int BLOCK = 32;  // inputs of a block
+constexpr int SUPER = 256; // inputs of a super-block
 constexpr int ROWS = 4;    // rows that share one reading of a tile
 constexpr float MOST = 32512.0f;  // the largest activation: 127 * 256, so that both parts fit 8 bits
+constexpr float LEAST = 1e-30f;   // blocks with nothing larger are zero: their scale would not be a normal number
+
+constexpr int TOGETHER = 12;      // queries that share one reading of keys and values
+constexpr int SERIAL = 4;         // rows whose small work is not worth sharing
 
 struct Matrix {
     const uint8_t* q;      // [outputs / 16][inputs / 32][8][16][4] at 8 bits; half of that at 4
-    const void* scales;    // [outputs / 16][inputs / group][16] float16 or float32
+    const void* scales;    // [outputs / 16][inputs / group][16] float16, or int8 where there are super-blocks
     const void* minimums;  // the same, or null
+    const uint16_t* super_scales;    // [outputs / 16][inputs / 256][16] float16, or null
+    const uint16_t* super_minimums;  // the same
     const float* bias;     // [outputs] or null
     int64_t outputs;       // a multiple of 16
     int64_t inputs;        // a multiple of 32
     int32_t bits, zero, group;
-    int32_t wide;          // scales and minimums are float32
 };
 
 struct Joint {  // matrices that read the same input; their outputs lie side by side
@@ -87,14 +96,24 @@ float half_to_float(uint16_t h) {
 #endif
 }
 
-float group_value(const Matrix& w, const void* values, int64_t place) {
-    return w.wide ? static_cast<const float*>(values)[place] : half_to_float(static_cast<const uint16_t*>(values)[place]);
+float group_value(const void* values, const uint16_t* supers, int64_t place, int64_t super_place) {
+    if (!supers) return half_to_float(static_cast<const uint16_t*>(values)[place]);
+    return half_to_float(supers[super_place]) * static_cast<const int8_t*>(values)[place];
 }
+
+// Of a block of a tile.
+int64_t super_place(const Matrix& w, int64_t tile, int64_t block) { return (tile * (w.inputs / SUPER) + block * BLOCK / SUPER) * TILE; }
 
 int quantum(const Matrix& w, int64_t tile, int64_t block, int vector, int lane, int i) {
     if (w.bits == 8) return w.q[(((tile * (w.inputs / BLOCK) + block) * 8 + vector) * TILE + lane) * 4 + i];
     uint8_t byte = w.q[(((tile * (w.inputs / BLOCK) + block) * 4 + vector % 4) * TILE + lane) * 4 + i];
     return vector < 4 ? byte & 15 : byte >> 4;
+}
+
+// A block that no 16 bits can stand for: all but zero, or with an infinity or a NaN in it, which then shows in every output.
+void degenerate_block(float value, int8_t* q, float* scale, float* sum) {
+    std::memset(q, 0, 2 * BLOCK);
+    *scale = sum[0] = sum[1] = sum[2] = value;
 }
 
 // One row of 32 inputs -> 16 bits, a scale, and the sums of both halves and of all.
@@ -103,7 +122,9 @@ void quantise_block(const float* x, int8_t* q, float* scale, float* sum) {
 #if WIDE
     __m512 a = _mm512_loadu_ps(x), b = _mm512_loadu_ps(x + 16);
     float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
-    __m512 inverse = _mm512_set1_ps(most > 0 ? MOST / most : 0.0f);
+    if (!(most < INFINITY) || _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q)) return degenerate_block(NAN, q, scale, sum);
+    if (most < LEAST) return degenerate_block(0.0f, q, scale, sum);
+    __m512 inverse = _mm512_set1_ps(MOST / most);
     __m512i half = _mm512_set1_epi32(128);
     for (int i = 0; i < 2; i++) {
         __m512i all = _mm512_cvtps_epi32(_mm512_mul_ps(i ? b : a, inverse));
@@ -115,8 +136,15 @@ void quantise_block(const float* x, int8_t* q, float* scale, float* sum) {
     }
 #else
     float most = 0;
-    for (int i = 0; i < BLOCK; i++) most = std::fmax(most, std::fabs(x[i]));
-    float inverse = most > 0 ? MOST / most : 0.0f;
+    bool finite = true;
+    for (int i = 0; i < BLOCK; i++) {
+        float size = std::fabs(x[i]);
+        finite &= size < INFINITY;
+        most = size > most ? size : most;
+    }
+    if (!finite) return degenerate_block(NAN, q, scale, sum);
+    if (most < LEAST) return degenerate_block(0.0f, q, scale, sum);
+    float inverse = MOST / most;
     count[0] = count[1] = 0;
     for (int i = 0; i < BLOCK; i++) {
         int32_t all = static_cast<int32_t>(std::nearbyint(x[i] * inverse)), high = (all + 128) >> 8;
@@ -157,10 +185,15 @@ void normalise(const float* x, const float* weight, float eps, int64_t size, flo
 
 #if WIDE
 
-template <bool FLOAT32>
-inline __m512 group_values(const void* values, int64_t place) {
-    if (FLOAT32) return _mm512_loadu_ps(static_cast<const float*>(values) + place);
-    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(static_cast<const uint16_t*>(values) + place)));
+inline __m512 halves(const uint16_t* values) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values)));
+}
+
+template <bool SUPERS>
+inline __m512 group_values(const void* values, const uint16_t* supers, int64_t place) {
+    if (!SUPERS) return halves(static_cast<const uint16_t*>(values) + place);
+    __m128i small = _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const int8_t*>(values) + place));
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(small)), halves(supers));
 }
 
 // Vector j of a block; at 4 bits j and j + 4 lie in the same bytes.
@@ -178,7 +211,7 @@ inline __m512i four(const int8_t* x) {
     return _mm512_set1_epi32(bytes);
 }
 
-template <int BITS, int GROUP, bool MINIMUM, bool FLOAT32, int R>
+template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, int R>
 void tile_rows(const Matrix& w, int64_t tile, const Activations& x, int64_t row, __m512 (&sums)[ROWS]) {
     const int64_t blocks = w.inputs / BLOCK;
     const int PARTS = BLOCK / GROUP;  // groups in a block
@@ -187,9 +220,10 @@ void tile_rows(const Matrix& w, int64_t tile, const Activations& x, int64_t row,
     for (int64_t b = 0; b < blocks; b++) {
         for (int part = 0; part < PARTS; part++) {
             int64_t place = ((tile * blocks + b) * PARTS + part) * TILE;
-            __m512 scale = group_values<FLOAT32>(w.scales, place);
+            int64_t above = SUPERS ? super_place(w, tile, b) : 0;
+            __m512 scale = group_values<SUPERS>(w.scales, w.super_scales + above, place);
             // scale * (q - zero) = scale * q + minimum
-            __m512 minimum = MINIMUM ? group_values<FLOAT32>(w.minimums, place)
+            __m512 minimum = MINIMUM ? group_values<SUPERS>(w.minimums, w.super_minimums + above, place)
                                      : _mm512_mul_ps(scale, _mm512_set1_ps(static_cast<float>(-w.zero)));
             __m512i high[R], low[R];
             for (int r = 0; r < R; r++) high[r] = low[r] = _mm512_setzero_si512();
@@ -211,22 +245,22 @@ void tile_rows(const Matrix& w, int64_t tile, const Activations& x, int64_t row,
     }
 }
 
-template <int BITS, int GROUP, bool MINIMUM, bool FLOAT32>
+template <int BITS, int GROUP, bool MINIMUM, bool SUPERS>
 void tile_some(const Matrix& w, int64_t tile, const Activations& x, int64_t row, int64_t rows, __m512 (&sums)[ROWS]) {
     switch (rows) {
-        case 1: return tile_rows<BITS, GROUP, MINIMUM, FLOAT32, 1>(w, tile, x, row, sums);
-        case 2: return tile_rows<BITS, GROUP, MINIMUM, FLOAT32, 2>(w, tile, x, row, sums);
-        case 3: return tile_rows<BITS, GROUP, MINIMUM, FLOAT32, 3>(w, tile, x, row, sums);
-        default: return tile_rows<BITS, GROUP, MINIMUM, FLOAT32, 4>(w, tile, x, row, sums);
+        case 1: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, 1>(w, tile, x, row, sums);
+        case 2: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, 2>(w, tile, x, row, sums);
+        case 3: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, 3>(w, tile, x, row, sums);
+        default: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, 4>(w, tile, x, row, sums);
     }
 }
 
-template <int BITS, int GROUP, bool MINIMUM, bool FLOAT32>
+template <int BITS, int GROUP, bool MINIMUM, bool SUPERS>
 void tile_all(const Matrix& w, int64_t tile, const Activations& x, int64_t rows, float* y, const float* add, int64_t stride) {
     for (int64_t row = 0; row < rows; row += ROWS) {
         int64_t some = rows - row < ROWS ? rows - row : ROWS;
         __m512 sums[ROWS];
-        tile_some<BITS, GROUP, MINIMUM, FLOAT32>(w, tile, x, row, some, sums);
+        tile_some<BITS, GROUP, MINIMUM, SUPERS>(w, tile, x, row, some, sums);
         for (int64_t r = 0; r < some; r++) {
             int64_t place = (row + r) * stride + tile * TILE;
             if (w.bias) sums[r] = _mm512_add_ps(sums[r], _mm512_loadu_ps(w.bias + tile * TILE));
@@ -242,11 +276,11 @@ using TileFunction = void (*)(const Matrix&, int64_t, const Activations&, int64_
 TileFunction tile_function(const Matrix& w) {
     if (w.bits == 4) {
         if (!w.minimums) return tile_all<4, 32, false, false>;
-        return w.wide ? tile_all<4, 32, true, true> : tile_all<4, 32, true, false>;
+        return w.super_scales ? tile_all<4, 32, true, true> : tile_all<4, 32, true, false>;
     }
     if (w.group == 16) return tile_all<8, 16, false, true>;
     if (!w.minimums) return tile_all<8, 32, false, false>;
-    return w.wide ? tile_all<8, 32, true, true> : tile_all<8, 32, true, false>;
+    return w.super_scales ? tile_all<8, 32, true, true> : tile_all<8, 32, true, false>;
 }
 
 #else  // any processor: the same numbers, left to the compiler to make fast
@@ -268,9 +302,10 @@ void tile_all(const Matrix& w, int64_t tile, const Activations& x, int64_t rows,
                         for (int i = 0; i < 4; i++) dot[o] += ((q[o * 4 + i] >> shift) & mask) * (xq[i] * 256 + xq[i + BLOCK]);
                 }
                 int64_t place = ((tile * blocks + b) * parts + part) * TILE;
+                int64_t above = w.super_scales ? super_place(w, tile, b) : 0;
                 for (int o = 0; o < TILE; o++) {
-                    float scale = group_value(w, w.scales, place + o);
-                    float minimum = w.minimums ? group_value(w, w.minimums, place + o) : scale * -w.zero;
+                    float scale = group_value(w.scales, w.super_scales, place + o, above + o);
+                    float minimum = w.minimums ? group_value(w.minimums, w.super_minimums, place + o, above + o) : scale * -w.zero;
                     sums[o] = std::fma(static_cast<float>(dot[o]), scale * x.scale[at], sums[o]);
                     sums[o] = std::fma(minimum, sum, sums[o]);
                 }
@@ -289,14 +324,18 @@ TileFunction tile_function(const Matrix&) { return tile_all; }
 #endif
 
 void product(const Joint& w, const Activations& x, int64_t rows, float* y, const float* add) {
-#pragma omp parallel
-    for (int64_t part = 0, offset = 0; part < w.count; offset += w.parts[part++].outputs) {
-        const Matrix& matrix = w.parts[part];
-        TileFunction tile = tile_function(matrix);
-        const int64_t tiles = matrix.outputs / TILE;
-#pragma omp for schedule(static) nowait
-        for (int64_t t = 0; t < tiles; t++) tile(matrix, t, x, rows, y + offset, add ? add + offset : nullptr, w.outputs);
-    }
+    pool().run(w.outputs / TILE, 2, [&](int64_t begin, int64_t end, int64_t) {
+        int64_t part = 0, first = 0;  // of the tiles of this part
+        TileFunction tile = tile_function(w.parts[0]);
+        for (int64_t t = begin; t < end; t++) {
+            while (t - first >= w.parts[part].outputs / TILE) {
+                first += w.parts[part].outputs / TILE;
+                tile = tile_function(w.parts[++part]);
+            }
+            const int64_t offset = first * TILE;
+            tile(w.parts[part], t - first, x, rows, y + offset, add ? add + offset : nullptr, w.outputs);
+        }
+    });
 }
 
 // ---- attention ----
@@ -314,22 +353,37 @@ __m512 sums_of(__m512 (&v)[16]) {
 }
 #endif
 
+#if WIDE
+// q . key * factor for up to 16 keys; the last vectors repeat a key, so that all are added up alike.
+// SIZE: that of a head where it is known to the compiler, else 0.
+template <int SIZE, class Key>
+inline void dots16_of(const float* q, Key key, int64_t some, int64_t size, float factor, float* scores) {
+    if (SIZE) size = SIZE;
+    __m512 sums[16];
+    for (int k = 0; k < 16; k++) {
+        const float* one = key(k < some ? k : some - 1);
+        sums[k] = _mm512_mul_ps(_mm512_loadu_ps(q), _mm512_loadu_ps(one));
+        for (int64_t d = 16; d < size; d += 16)
+            sums[k] = _mm512_fmadd_ps(_mm512_loadu_ps(q + d), _mm512_loadu_ps(one + d), sums[k]);
+    }
+    __mmask16 mask = static_cast<__mmask16>((1u << some) - 1);
+    _mm512_mask_storeu_ps(scores, mask, _mm512_mul_ps(sums_of(sums), _mm512_set1_ps(factor)));
+}
+
+template <class Key>
+inline void dots16(const float* q, Key key, int64_t some, int64_t size, float factor, float* scores) {
+    if (size == 64) dots16_of<64>(q, key, some, size, factor, scores);
+    else if (size == 128) dots16_of<128>(q, key, some, size, factor, scores);
+    else dots16_of<0>(q, key, some, size, factor, scores);
+}
+#endif
+
 // scores = q . key * factor for the keys at `places`
 void dots(const float* q, const float* keys, const int32_t* places, int64_t seen, int64_t size, float factor, float* scores) {
     int64_t i = 0;
 #if WIDE
-    for (; size % 16 == 0 && i < seen; i += 16) {
-        const int64_t some = seen - i < 16 ? seen - i : 16;
-        __m512 sums[16];
-        for (int k = 0; k < 16; k++) {  // the last group is filled up with its last key, so that all are added up alike
-            const float* key = keys + places[i + (k < some ? k : some - 1)] * size;
-            sums[k] = _mm512_mul_ps(_mm512_loadu_ps(q), _mm512_loadu_ps(key));
-            for (int64_t d = 16; d < size; d += 16)
-                sums[k] = _mm512_fmadd_ps(_mm512_loadu_ps(q + d), _mm512_loadu_ps(key + d), sums[k]);
-        }
-        __mmask16 mask = static_cast<__mmask16>((1u << some) - 1);
-        _mm512_mask_storeu_ps(scores + i, mask, _mm512_mul_ps(sums_of(sums), _mm512_set1_ps(factor)));
-    }
+    for (; size % 16 == 0 && i < seen; i += 16)
+        dots16(q, [&](int64_t k) { return keys + places[i + k] * size; }, seen - i < 16 ? seen - i : 16, size, factor, scores + i);
 #endif
     for (; i < seen; i++) {
         float total = 0;
@@ -341,7 +395,7 @@ void dots(const float* q, const float* keys, const int32_t* places, int64_t seen
 #if WIDE
 // e^x: x = n ln 2 + r with |r| <= ln 2 / 2, then a polynomial in r (Cephes' coefficients).
 __m512 exp16(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-87.0f));
+    x = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);  // in this order a NaN stays one
     __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
     r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
@@ -368,20 +422,20 @@ void gated(float* gate, const float* up, int64_t size) {
 
 // scores -> e^(score - most); returns their sum
 float exponentials(float* scores, int64_t size, float most) {
-    float total = 0;
-    int64_t i = 0;
 #if WIDE
     __m512 sums = _mm512_setzero_ps();
-    for (; i < size; i += 16) {
+    for (int64_t i = 0; i < size; i += 16) {
         __mmask16 mask = size - i < 16 ? static_cast<__mmask16>((1u << (size - i)) - 1) : 0xffff;
         __m512 e = exp16(_mm512_sub_ps(_mm512_maskz_loadu_ps(mask, scores + i), _mm512_set1_ps(most)));
         _mm512_mask_storeu_ps(scores + i, mask, e);
         sums = _mm512_mask_add_ps(sums, mask, sums, e);
     }
     return _mm512_reduce_add_ps(sums);
-#endif
-    for (; i < size; i++) total += scores[i] = std::exp(scores[i] - most);
+#else
+    float total = 0;
+    for (int64_t i = 0; i < size; i++) total += scores[i] = std::exp(scores[i] - most);
     return total;
+#endif
 }
 
 // to = sum of scores[i] * values[places[i]] / total
@@ -431,56 +485,169 @@ void store_row(const Shape& s, const Layer& layer, const Span& span, int64_t ind
     }
 }
 
-// One head of one row over the keys at `places`, in order.
-void attend(const Shape& s, const float* q, const float* keys, const float* values, const int32_t* places, int64_t seen,
-            float* scores, float* to) {
-    dots(q, keys, places, seen, s.head_dim, 1.0f / std::sqrt(static_cast<float>(s.head_dim)), scores);
+// A query: one head of one row, over the keys at `places`, in order.
+struct Query {
+    const float* q;
+    const int32_t* places;
+    int64_t seen;
+    float* scores;
+    float* to;
+};
+
+void attend(const Query& query, const float* keys, const float* values, int64_t size) {
+    dots(query.q, keys, query.places, query.seen, size, 1.0f / std::sqrt(static_cast<float>(size)), query.scores);
     float most = -INFINITY;
-    for (int64_t i = 0; i < seen; i++) most = scores[i] > most ? scores[i] : most;
-    float total = exponentials(scores, seen, most);
-    mix(scores, values, places, seen, total, s.head_dim, to);
+    for (int64_t i = 0; i < query.seen; i++) most = query.scores[i] > most ? query.scores[i] : most;
+    float total = exponentials(query.scores, query.seen, most);
+    mix(query.scores, values, query.places, query.seen, total, size, query.to);
+}
+
+#if WIDE
+// sums += score * value for keys [begin, end) and up to 4 queries, 64 of the head's numbers
+template <int N>
+inline void mix_some(const Query* queries, const float* values, int64_t begin, int64_t end, int64_t size, int64_t d) {
+    __m512 sums[N][4];
+    for (int n = 0; n < N; n++)
+        for (int j = 0; j < 4; j++) sums[n][j] = _mm512_loadu_ps(queries[n].to + d + 16 * j);
+    for (int64_t i = begin; i < end; i++) {
+        __m512 value[4];
+        for (int j = 0; j < 4; j++) value[j] = _mm512_loadu_ps(values + i * size + d + 16 * j);
+        for (int n = 0; n < N; n++) {
+            const __m512 score = _mm512_set1_ps(queries[n].scores[i]);
+            for (int j = 0; j < 4; j++) sums[n][j] = _mm512_fmadd_ps(score, value[j], sums[n][j]);
+        }
+    }
+    for (int n = 0; n < N; n++)
+        for (int j = 0; j < 4; j++) _mm512_storeu_ps(queries[n].to + d + 16 * j, sums[n][j]);
+}
+
+// Queries that all see the keys [0, shared) first: each piece of keys and values is read once for all of them. Every
+// query's numbers are those that it would get alone.
+void attend_together(const Query* queries, int64_t count, const float* keys, const float* values, int64_t shared, int64_t size) {
+    const float factor = 1.0f / std::sqrt(static_cast<float>(size));
+    for (int64_t i = 0; i < shared; i += 16)
+        for (int64_t n = 0; n < count; n++)
+            dots16(queries[n].q, [&](int64_t k) { return keys + (i + k) * size; }, shared - i < 16 ? shared - i : 16, size,
+                   factor, queries[n].scores + i);
+    float totals[TOGETHER];
+    for (int64_t n = 0; n < count; n++) {
+        const Query& query = queries[n];
+        dots(query.q, keys, query.places + shared, query.seen - shared, size, factor, query.scores + shared);
+        float most = -INFINITY;
+        for (int64_t i = 0; i < query.seen; i++) most = query.scores[i] > most ? query.scores[i] : most;
+        totals[n] = exponentials(query.scores, query.seen, most);
+        std::memset(query.to, 0, size * sizeof(float));
+    }
+    for (int64_t begin = 0; begin < shared; begin += 64) {
+        const int64_t end = begin + 64 < shared ? begin + 64 : shared;
+        for (int64_t n = 0; n < count; n += 4)
+            for (int64_t d = 0; d < size; d += 64) switch (count - n) {
+                    case 1: mix_some<1>(queries + n, values, begin, end, size, d); break;
+                    case 2: mix_some<2>(queries + n, values, begin, end, size, d); break;
+                    case 3: mix_some<3>(queries + n, values, begin, end, size, d); break;
+                    default: mix_some<4>(queries + n, values, begin, end, size, d);
+                }
+    }
+    for (int64_t n = 0; n < count; n++) {
+        const Query& query = queries[n];
+        for (int64_t i = shared; i < query.seen; i++)
+            for (int64_t d = 0; d < size; d += 16)
+                _mm512_storeu_ps(query.to + d, _mm512_fmadd_ps(_mm512_set1_ps(query.scores[i]), _mm512_loadu_ps(values + query.places[i] * size + d),
+                                                               _mm512_loadu_ps(query.to + d)));
+        const __m512 inverse = _mm512_set1_ps(1.0f / totals[n]);
+        for (int64_t d = 0; d < size; d += 16) _mm512_storeu_ps(query.to + d, _mm512_mul_ps(_mm512_loadu_ps(query.to + d), inverse));
+    }
+}
+#endif
+
+void attend_all(const Query* queries, int64_t count, const float* keys, const float* values, int64_t shared, int64_t size) {
+#if WIDE
+    if (shared > 0 && size % 64 == 0) return attend_together(queries, count, keys, values, shared, size);
+#endif
+    for (int64_t n = 0; n < count; n++) attend(queries[n], keys, values, size);
+}
+
+struct Item {
+    int64_t span, kv_head, first, count;  // queries [first, first + count) of the span's rows x heads of the group
+};
+
+// Enough items for the threads to share evenly, and as many queries in each as that allows; the heads of a row that share
+// keys stay together, or every thread would read all of them.
+std::vector<Item> attention_items(const Shape& s, const Span* spans, int64_t span_count, int64_t rows) {
+    const int64_t group = s.heads / s.kv_heads, wanted = 3 * pool().size();
+    int64_t together = rows * s.heads / wanted / group * group;
+    together = together < group ? group : together > TOGETHER / group * group ? TOGETHER / group * group : together;
+    if (group > TOGETHER) together = TOGETHER;
+    std::vector<Item> items;
+    for (int64_t n = 0; n < span_count; n++)
+        for (int64_t h = 0; h < s.kv_heads; h++)
+            for (int64_t first = 0; first < spans[n].rows * group; first += together) {
+                int64_t rest = spans[n].rows * group - first;
+                items.push_back({n, h, first, rest < together ? rest : together});
+            }
+    return items;
 }
 
 }  // namespace
 
 extern "C" {
 
-// Rows `ids` of a matrix as float32: an embedding.
-void outrider_rows(const Matrix* w, const int64_t* ids, int64_t count, float* to) {
+// Rows `ids` of a matrix as float32: an embedding. Returns how many are written: all, or those before one that is not there.
+int64_t outrider_rows(const Matrix* w, const int64_t* ids, int64_t count, float* to) {
     const int64_t parts = BLOCK / w->group;
     for (int64_t n = 0; n < count; n++) {
+        if (ids[n] < 0 || ids[n] >= w->outputs) return n;
         int64_t tile = ids[n] / TILE, lane = ids[n] % TILE;
         for (int64_t k = 0; k < w->inputs; k++) {
             int64_t block = k / BLOCK, inside = k % BLOCK;
             int64_t place = ((tile * (w->inputs / BLOCK) + block) * parts + inside / w->group) * TILE + lane;
             int q = quantum(*w, tile, block, static_cast<int>(inside / 4), static_cast<int>(lane), static_cast<int>(inside % 4));
-            float value = group_value(*w, w->scales, place) * static_cast<float>(q - w->zero);
-            to[n * w->inputs + k] = w->minimums ? value + group_value(*w, w->minimums, place) : value;
+            int64_t above = w->super_scales ? super_place(*w, tile, block) + lane : 0;
+            float value = group_value(w->scales, w->super_scales, place, above) * static_cast<float>(q - w->zero);
+            to[n * w->inputs + k] = w->minimums ? value + group_value(w->minimums, w->super_minimums, place, above) : value;
         }
     }
+    return count;
 }
 
 struct Work {
     Activations x;
     float *normed, *qkv, *mixed, *inner;  // [rows][hidden], [rows][all heads], [rows][heads], [rows][2 * inner]
+    float* scores;                        // [threads][12][longest]
     int32_t* places;                      // [rows][longest] what each row sees
     int32_t* seen;                        // [rows] how much of that
     int32_t* owners;                      // [rows] its span
     int64_t longest;
 };
 
+static void attend_item(const Shape& s, const Item& item, const Span& span, int64_t index, int64_t all, float* scores,
+                        const Work* work) {
+    const int64_t group = s.heads / s.kv_heads, at = index * span.layer_stride + item.kv_head * span.size * s.head_dim;
+    Query queries[TOGETHER];
+    for (int64_t n = 0; n < item.count; n++) {
+        const int64_t row = span.first + (item.first + n) / group, h = item.kv_head * group + (item.first + n) % group;
+        queries[n] = {work->qkv + row * all + h * s.head_dim, work->places + row * work->longest, work->seen[row],
+                      scores + n * work->longest, work->mixed + (row * s.heads + h) * s.head_dim};
+    }
+    attend_all(queries, item.count, span.keys + at, span.values + at, s.window ? 0 : span.start, s.head_dim);
+}
+
+// How many threads the calling thread's kernels use.
+void outrider_threads(int64_t threads) { pool().resize(threads > 1 ? threads : 1); }
+
 // y = W norm(x); `norm` may be null.
 void outrider_linear(const Joint* w, const float* x, const float* norm, float eps, int64_t rows, float* y, const Work* work) {
     const int64_t inputs = w->parts[0].inputs;
-#pragma omp parallel for schedule(static) if (rows > 4)
-    for (int64_t r = 0; r < rows; r++) {
-        const float* row = x + r * inputs;
-        if (norm) {
-            normalise(row, norm, eps, inputs, work->normed + r * inputs);
-            row = work->normed + r * inputs;
+    pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
+        for (int64_t r = begin; r < end; r++) {
+            const float* row = x + r * inputs;
+            if (norm) {
+                normalise(row, norm, eps, inputs, work->normed + r * inputs);
+                row = work->normed + r * inputs;
+            }
+            quantise_row(row, inputs, r, work->x);
         }
-        quantise_row(row, inputs, r, work->x);
-    }
+    });
     product(*w, work->x, rows, y, nullptr);
 }
 
@@ -491,7 +658,7 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
                      const float* cos, const float* sin, const int32_t* positions, const int32_t* parents,
                      const int32_t* wanted, int64_t wanted_count, float* kept, const Work* work) {
     const Shape& s = *shape;
-    const int64_t q_size = s.heads * s.head_dim, all = (s.heads + 2 * s.kv_heads) * s.head_dim, group = s.heads / s.kv_heads;
+    const int64_t q_size = s.heads * s.head_dim, all = (s.heads + 2 * s.kv_heads) * s.head_dim;
     // what each row sees: the tokens before this pass, then its own ancestors, oldest first
     for (int64_t n = 0; n < span_count; n++) {
         const Span& span = spans[n];
@@ -512,37 +679,33 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
             work->owners[row] = static_cast<int32_t>(n);
         }
     }
+    const std::vector<Item> items = attention_items(s, spans, span_count, rows);
+    const int64_t item_count = static_cast<int64_t>(items.size());
     for (int64_t index = 0; index < s.layers; index++) {
         const Layer& layer = layers[index];
         outrider_linear(&layer.qkv, x, layer.attention_norm, s.eps, rows, work->qkv, work);
-#pragma omp parallel for schedule(static) if (rows > 4)
-        for (int64_t row = 0; row < rows; row++) {
-            const Span& span = spans[work->owners[row]];
-            store_row(s, layer, span, index, row - span.first, work->qkv + row * all, cos + row * s.head_dim, sin + row * s.head_dim);
-        }
-#pragma omp parallel
-        {
-            float* scores = new float[work->longest];
-#pragma omp for schedule(static)
-            for (int64_t item = 0; item < rows * s.heads; item++) {
-                int64_t row = item / s.heads, h = item % s.heads;
+        pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
+            for (int64_t row = begin; row < end; row++) {
                 const Span& span = spans[work->owners[row]];
-                int64_t at = index * span.layer_stride + h / group * span.size * s.head_dim;
-                attend(s, work->qkv + row * all + h * s.head_dim, span.keys + at, span.values + at,
-                       work->places + row * work->longest, work->seen[row], scores, work->mixed + row * q_size + h * s.head_dim);
+                store_row(s, layer, span, index, row - span.first, work->qkv + row * all, cos + row * s.head_dim, sin + row * s.head_dim);
             }
-            delete[] scores;
-        }
-#pragma omp parallel for schedule(static) if (rows > 4)
-        for (int64_t r = 0; r < rows; r++) quantise_row(work->mixed + r * q_size, q_size, r, work->x);
+        });
+        pool().run(item_count, 1, [&](int64_t begin, int64_t end, int64_t id) {
+            for (int64_t item = begin; item < end; item++)
+                attend_item(s, items[item], spans[items[item].span], index, all, work->scores + id * TOGETHER * work->longest, work);
+        });
+        pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
+            for (int64_t r = begin; r < end; r++) quantise_row(work->mixed + r * q_size, q_size, r, work->x);
+        });
         product(layer.output, work->x, rows, x, x);
         outrider_linear(&layer.gate_up, x, layer.mlp_norm, s.eps, rows, work->inner, work);
-#pragma omp parallel for schedule(static) if (rows > 4)
-        for (int64_t r = 0; r < rows; r++) {
-            float *gate = work->inner + r * 2 * s.inner, *up = gate + s.inner;
-            gated(gate, up, s.inner);
-            quantise_row(gate, s.inner, r, work->x);
-        }
+        pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
+            for (int64_t r = begin; r < end; r++) {
+                float *gate = work->inner + r * 2 * s.inner, *up = gate + s.inner;
+                gated(gate, up, s.inner);
+                quantise_row(gate, s.inner, r, work->x);
+            }
+        });
         product(layer.down, work->x, rows, x, x);
         for (int64_t k = 0; k < wanted_count; k++)
             if (wanted[k] == index) std::memcpy(kept + k * rows * s.hidden, x, rows * s.hidden * sizeof(float));

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,11 @@ from outrider.models.native.library import library
 from outrider.models.quant import Quantised
 
 TILE, BLOCK = 16, 32
+# What the kernels run, by bits: inputs of a group, whether there are super-blocks, whether there are minimums.
+KINDS = {
+    4: ((32, False, False), (32, False, True), (32, True, True)),
+    8: ((32, False, False), (32, False, True), (32, True, True), (16, True, False)),
+}
 
 
 def packable(outputs: int, inputs: int) -> bool:
@@ -25,8 +32,7 @@ class Packed:
     def __init__(self, matrices: Sequence[Quantised], biases: Sequence[Tensor | None] = (None,)) -> None:
         parts = _merge(list(matrices))
         self._keep = [_tiles(part) for part in parts]  # the tensors that the structures point into
-        bias = None if biases[0] is None else torch.cat([b.float() for b in biases if b is not None]).contiguous()
-        self._keep_bias = bias
+        bias = self._keep_bias = _bias(matrices, biases)
         self.outputs, self.inputs = sum(part.q.shape[0] for part in parts), parts[0].q.shape[1]
         self.joint = structs.Joint(count=len(parts), outputs=self.outputs)
         offset = 0
@@ -36,9 +42,12 @@ class Packed:
             offset += part.q.shape[0]
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.dim() != 2 or x.shape[1] != self.inputs:
+            raise ValueError(f"x must be [rows, {self.inputs}], not {list(x.shape)}")
         x = x.float().contiguous()
         y = torch.empty(x.shape[0], self.outputs)
         work = Workspace(x.shape[0], self.inputs)
+        use_torch_threads()
         library().outrider_linear(
             ctypes.byref(self.joint),
             ctypes.c_void_p(x.data_ptr()),
@@ -52,18 +61,21 @@ class Packed:
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the first part as float32 [n, in]: an embedding."""
+        ids = ids.long().contiguous()
         to = torch.empty(ids.shape[0], self.inputs)
-        library().outrider_rows(
+        written = library().outrider_rows(
             ctypes.byref(self.joint.parts[0]),
-            ctypes.c_void_p(ids.contiguous().data_ptr()),
+            ctypes.c_void_p(ids.data_ptr()),
             ctypes.c_int64(ids.shape[0]),
             ctypes.c_void_p(to.data_ptr()),
         )
+        if written < ids.shape[0]:
+            raise IndexError(f"row {int(ids[written])} of a matrix of {self.joint.parts[0].outputs}")
         return to
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for tensors in self._keep for t in tensors if t is not None)
+        return sum(tensor.nbytes for tensors in self._keep for tensor in tensors.values())
 
 
 class Workspace:
@@ -88,34 +100,44 @@ class Workspace:
             setattr(self.struct, name, tensor.data_ptr())
 
 
+def use_torch_threads() -> None:
+    """The kernels share the work among as many threads as torch would."""
+    library().outrider_threads(ctypes.c_int64(torch.get_num_threads()))
+
+
+def _bias(matrices: Sequence[Quantised], biases: Sequence[Tensor | None]) -> Tensor | None:
+    """One bias for all of the outputs; where a matrix has none, zeros."""
+    if all(bias is None for bias in biases):
+        return None
+    parts = zip(matrices, biases, strict=True)
+    return torch.cat([torch.zeros(m.q.shape[0]) if bias is None else bias.float() for m, bias in parts])
+
+
 def _merge(matrices: list[Quantised]) -> list[Quantised]:
     """Matrices of one kind become one: the threads share it evenly."""
     first = matrices[0]
     if any(_kind(matrix) != _kind(first) for matrix in matrices):
         return matrices
-    minimums = None if first.minimums is None else torch.cat([m.minimums for m in matrices if m.minimums is not None])
-    return [
-        Quantised(
-            torch.cat([m.q for m in matrices]),
-            torch.cat([m.scales for m in matrices]),
-            minimums,
-            first.bits,
-            first.zero,
-            first.group,
-        )
-    ]
+    joined: dict[str, Any] = {
+        field.name: torch.cat([getattr(matrix, field.name) for matrix in matrices])
+        for field in fields(Quantised)
+        if isinstance(getattr(first, field.name), Tensor)
+    }
+    return [replace(first, **joined)]
 
 
-def _kind(m: Quantised) -> tuple[object, ...]:
-    return m.bits, m.zero, m.group, m.scales.dtype, m.minimums is None
+def _kind(m: Quantised) -> tuple[int, int, int, bool, bool]:
+    return m.bits, m.zero, m.group, m.super_scales is not None, m.minimums is not None
 
 
-def _tiles(m: Quantised) -> tuple[Tensor, Tensor, Tensor | None]:
+def _tiles(m: Quantised) -> dict[str, Tensor]:
+    """The tensors of a matrix as the kernels read them, under the structure's names."""
     outputs, inputs = m.q.shape
     # [tile, lane, block, vector, 4] -> [tile, block, vector, lane, 4]
     q = m.q.view(outputs // TILE, TILE, inputs // BLOCK, 8, 4).permute(0, 2, 3, 1, 4)
     q = (q[:, :, :4] | (q[:, :, 4:] << 4)) if m.bits == 4 else q
-    return q.contiguous(), _lanes(m.scales), None if m.minimums is None else _lanes(m.minimums)
+    groups = {name: getattr(m, name) for name in ("scales", "minimums", "super_scales", "super_minimums")}
+    return {"q": q.contiguous(), **{name: _lanes(value) for name, value in groups.items() if value is not None}}
 
 
 def _lanes(groups: Tensor) -> Tensor:
@@ -123,17 +145,16 @@ def _lanes(groups: Tensor) -> Tensor:
     return groups.view(groups.shape[0] // TILE, TILE, -1).transpose(1, 2).contiguous()
 
 
-def _matrix(m: Quantised, tensors: tuple[Tensor, Tensor, Tensor | None], bias: int | None) -> structs.Matrix:
-    q, scales, minimums = tensors
+def _matrix(m: Quantised, tensors: dict[str, Tensor], bias: int | None) -> structs.Matrix:
+    dtype = torch.float16 if m.super_scales is None else torch.int8
+    assert _kind(m)[2:] in KINDS[m.bits], f"the kernels have no such matrix: {_kind(m)}"
+    assert m.scales.dtype == dtype, f"the kernels have no such matrix: scales are {m.scales.dtype}"
     return structs.Matrix(
-        q=q.data_ptr(),
-        scales=scales.data_ptr(),
-        minimums=None if minimums is None else minimums.data_ptr(),
+        **{name: tensor.data_ptr() for name, tensor in tensors.items()},
         bias=bias,
         outputs=m.q.shape[0],
         inputs=m.q.shape[1],
         bits=m.bits,
         zero=m.zero,
         group=m.group,
-        wide=int(m.scales.dtype == torch.float32),
     )

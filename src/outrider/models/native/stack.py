@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.core.errors import OutriderError
 from outrider.models.native import structs
 from outrider.models.native.library import library
-from outrider.models.native.packed import Packed, Workspace
+from outrider.models.native.packed import Packed, Workspace, use_torch_threads
 from outrider.models.stack import Layer, Pass, StackConfig
+
+TOGETHER = 12  # as in kernels.cpp
 
 
 class NativeStack:
@@ -20,6 +23,8 @@ class NativeStack:
 
     def __init__(self, config: StackConfig, layers: Sequence[Layer]) -> None:
         self.config, self._layers = config, tuple(layers)
+        if any(norm.dtype != torch.float32 for norm in (layers[0].attention_norm, layers[0].mlp_norm)):
+            raise OutriderError("packed weights are computed in float32; leave the dtype to Outrider")
         self._inner = packed(layers[0].gate_up).outputs // 2
         self._norms: list[Tensor] = []  # what the structures point into
         self._structs = (structs.Layer * len(layers))(*map(self._struct, layers))
@@ -34,6 +39,7 @@ class NativeStack:
             eps=config.norm_eps,
         )
         self._work: Workspace | None = None
+        self._threads = 0  # that its buffers are for
         self._run = library().outrider_layers
 
     def first(self, layers: int) -> NativeStack:
@@ -43,9 +49,11 @@ class NativeStack:
         self, x: Tensor, batch: Pass, cos: Tensor, sin: Tensor, wanted: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
         rows = x.shape[0]
+        assert all(0 <= layer < len(self._layers) for layer in wanted)
         work = self._workspace(rows, max(slot.length for slot in batch.slots))
         spans = (structs.Span * len(batch.slots))(*(self._span(batch, i) for i in range(len(batch.slots))))
         kept = torch.empty(len(wanted), rows, x.shape[1]) if wanted else None
+        use_torch_threads()
         self._run(
             ctypes.byref(self._shape),
             self._structs,
@@ -66,22 +74,26 @@ class NativeStack:
 
     def _workspace(self, rows: int, longest: int) -> Workspace:
         """Buffers for so many rows and such long sequences; grown, never shrunk."""
-        if self._work is None or rows > self._work.rows or longest > self._work.struct.longest:
-            config = self.config
-            rows = max(rows, 32, self._work.rows if self._work else 0)
-            longest = max(2 * longest, 1024)
-            heads = config.num_heads * config.head_dim
-            self._work = Workspace(rows, max(config.hidden_size, heads, self._inner))
-            self._work.add(
-                qkv=torch.empty(rows, heads + 2 * config.num_kv_heads * config.head_dim),
-                mixed=torch.empty(rows, heads),
-                inner=torch.empty(rows, 2 * self._inner),
-                places=torch.empty(rows, longest, dtype=torch.int32),
-                seen=torch.empty(rows, dtype=torch.int32),
-                owners=torch.empty(rows, dtype=torch.int32),
-            )
-            self._work.struct.longest = longest
-        return self._work
+        old, threads = self._work, torch.get_num_threads()
+        if old is not None and rows <= old.rows and longest <= old.struct.longest and threads <= self._threads:
+            return old
+        config, inner = self.config, self._inner
+        heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        rows = max(rows, 32, old.rows if old else 0)
+        longest = max(2 * longest, 1024, old.struct.longest if old else 0)
+        work = Workspace(rows, max(config.hidden_size, heads, inner))
+        work.add(
+            qkv=torch.empty(rows, heads + 2 * kv_heads),
+            mixed=torch.empty(rows, heads),
+            inner=torch.empty(rows, 2 * inner),
+            scores=torch.empty(threads, TOGETHER, longest),
+            places=torch.empty(rows, longest, dtype=torch.int32),
+            seen=torch.empty(rows, dtype=torch.int32),
+            owners=torch.empty(rows, dtype=torch.int32),
+        )
+        work.struct.longest = longest
+        self._work, self._threads = work, threads
+        return work
 
     def _span(self, batch: Pass, index: int) -> structs.Span:
         slot, rows = batch.slots[index], batch.rows[index]

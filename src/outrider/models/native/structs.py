@@ -10,13 +10,14 @@ class Matrix(Structure):
         ("q", c_void_p),
         ("scales", c_void_p),
         ("minimums", c_void_p),
+        ("super_scales", c_void_p),
+        ("super_minimums", c_void_p),
         ("bias", c_void_p),
         ("outputs", c_int64),
         ("inputs", c_int64),
         ("bits", c_int32),
         ("zero", c_int32),
         ("group", c_int32),
-        ("wide", c_int32),
     )
 
 
@@ -71,6 +72,7 @@ class Work(Structure):
         ("qkv", c_void_p),
         ("mixed", c_void_p),
         ("inner", c_void_p),
+        ("scores", c_void_p),
         ("places", c_void_p),
         ("seen", c_void_p),
         ("owners", c_void_p),

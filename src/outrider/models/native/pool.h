@@ -1,0 +1,115 @@
+// Threads for the kernels. OpenMP's own put themselves to sleep between any two loops as soon as a second thread of the
+// process has used it (torch does), which costs more than the loops; and when the machine is busy they wait for a fixed share of
+// the work. These spin for a moment, sleep when there is nothing to do, and take the work piece by piece.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+inline void relax() { _mm_pause(); }
+#else
+inline void relax() { std::this_thread::yield(); }
+#endif
+
+class Pool {
+  public:
+    ~Pool() { resize(1); }
+
+    int64_t size() const { return static_cast<int64_t>(workers_.size()) + 1; }
+
+    // Threads that share the work, the calling one included.
+    void resize(int64_t threads) {
+        if (threads == size()) return;
+        stop_ = true;
+        announce();
+        for (std::thread& worker : workers_) worker.join();
+        workers_.clear();
+        stop_ = false;
+        const uint32_t now = generation_;
+        for (int64_t id = 1; id < threads; id++) workers_.emplace_back([this, id, now] { serve(id, now); });
+    }
+
+    // work(begin, end, thread) over [0, count) in pieces of at least `grain`; returns when all is done.
+    template <class Work>
+    void run(int64_t count, int64_t grain, const Work& work) {
+        if (workers_.empty() || count <= grain) {
+            if (count > 0) work(int64_t{0}, count, int64_t{0});
+            return;
+        }
+        const int64_t even = (count + size() * 4 - 1) / (size() * 4);
+        count_ = count;
+        piece_ = even > grain ? even : grain;
+        work_ = &work;
+        call_ = [](const void* erased, int64_t begin, int64_t end, int64_t id) { (*static_cast<const Work*>(erased))(begin, end, id); };
+        next_.store(0, std::memory_order_relaxed);
+        busy_.store(static_cast<int64_t>(workers_.size()), std::memory_order_relaxed);
+        announce();
+        take(0);
+        for (int spins = 0; busy_.load(std::memory_order_acquire) > 0; spins++)
+            if (spins < PATIENCE) relax();
+            else std::this_thread::yield();  // a worker has lost its core to somebody
+    }
+
+  private:
+    static constexpr int PATIENCE = 20000;  // turns of a waiting loop, some hundred microseconds
+
+    void announce() {
+        generation_.fetch_add(1);
+        if (asleep_.load() > 0) {
+            std::lock_guard<std::mutex> lock(mutex_);
+            wake_.notify_all();
+        }
+    }
+
+    void serve(int64_t id, uint32_t seen) {
+        for (;;) {
+            await(seen);
+            seen++;
+            if (stop_) return;
+            take(id);
+            busy_.fetch_sub(1, std::memory_order_release);
+        }
+    }
+
+    void await(uint32_t seen) {
+        for (int spins = 0; spins < PATIENCE; spins++) {
+            if (generation_.load(std::memory_order_acquire) != seen) return;
+            relax();
+        }
+        std::unique_lock<std::mutex> lock(mutex_);
+        asleep_++;
+        wake_.wait(lock, [&] { return generation_.load() != seen; });
+        asleep_--;
+    }
+
+    void take(int64_t id) {
+        for (;;) {
+            const int64_t begin = next_.fetch_add(piece_, std::memory_order_relaxed);
+            if (begin >= count_) return;
+            call_(work_, begin, begin + piece_ < count_ ? begin + piece_ : count_, id);
+        }
+    }
+
+    std::vector<std::thread> workers_;
+    std::atomic<uint32_t> generation_{0};  // of jobs
+    std::atomic<int64_t> next_{0}, busy_{0};
+    std::atomic<int> asleep_{0};
+    std::atomic<bool> stop_{false};
+    std::mutex mutex_;
+    std::condition_variable wake_;
+    int64_t count_ = 0, piece_ = 1;
+    const void* work_ = nullptr;
+    void (*call_)(const void*, int64_t, int64_t, int64_t) = nullptr;
+};
+
+// One for each thread that calls the kernels: two engines do not wait for each other.
+inline Pool& pool() {
+    static thread_local Pool own;
+    return own;
+}

@@ -1,0 +1,116 @@
+"""The real SmolLM2: our forward is transformers' model, the packed weights are the file's, and drafters change nothing."""
+
+import pytest
+import torch
+
+from outrider import LLM, OutriderError, SamplingParams, prompts
+from outrider.core.draft import Draft
+from outrider.models import sources
+from outrider.models.base import Feed
+from outrider.models.gguf import GGUFFile
+
+pytestmark = pytest.mark.real
+
+NAME, TOKENS = "smollm2-135m", 64
+ASKED = [prompt.text for prompt in prompts.AUDIT] + [
+    "Name three rivers of France.",
+    "Count from one to twenty in words.",
+]
+PARAMS = SamplingParams(max_tokens=TOKENS, logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def path():
+    try:
+        return sources.pull(NAME)
+    except OutriderError as error:
+        pytest.skip(f"the weights cannot be had here: {error}")
+
+
+@pytest.fixture(scope="module")
+def chats():
+    return [[{"role": "user", "content": text}] for text in ASKED]
+
+
+@pytest.fixture(scope="module")
+def packed(path):
+    with LLM(NAME, draft="none", pace=False) as llm:  # also drafts that do not pay
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def dense(path):
+    with LLM(NAME, draft="none", dtype="float32") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def written(dense, chats):
+    return dense.chat(chats, PARAMS)
+
+
+@pytest.fixture(scope="module")
+def theirs(path):
+    """The same weights in transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    file = GGUFFile(path)
+    said = file.config()
+    config = LlamaConfig(
+        vocab_size=said["vocab_size"],
+        hidden_size=said["hidden_size"],
+        intermediate_size=said["intermediate_size"],
+        num_hidden_layers=said["num_layers"],
+        num_attention_heads=said["num_heads"],
+        num_key_value_heads=said["num_kv_heads"],
+        rms_norm_eps=said["norm_eps"],
+        max_position_embeddings=said["max_context"],
+        rope_parameters={"rope_type": "default", "rope_theta": said["rope_theta"]},
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    weights = {name: tensor.dequantize() for name, tensor in file.tensors()}
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights, assign=True)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its table is no weight
+    return model.eval()
+
+
+def test_float32_writes_what_transformers_writes(written, theirs, dense):
+    assert len(written) == 8
+    for result in written:
+        asked = torch.tensor([result.prompt_token_ids])
+        said = theirs.generate(
+            asked, attention_mask=torch.ones_like(asked), max_new_tokens=TOKENS, do_sample=False, pad_token_id=2
+        )
+        assert result.token_ids == said[0, asked.shape[1] :].tolist()
+
+
+def test_packed_logits_are_those_of_the_dequantised_model(packed, dense, written):
+    for result in written[:4]:
+        text = [*result.prompt_token_ids, *result.token_ids]
+        feed = Feed(-7, text[:1], Draft.chain(text[1:]))  # as a draft, so that every position shows its logits
+        rows = [llm.backend.engine.model.forward([feed])[0].logits for llm in (packed, dense)]
+        for llm in (packed, dense):
+            llm.backend.engine.model.free(-7)
+        assert torch.cosine_similarity(*rows, dim=-1).min() > 0.999
+
+
+def test_packed_text_is_that_of_the_dequantised_model(packed, written, chats):
+    ours = packed.chat(chats, PARAMS)
+    assert sum(a.token_ids == b.token_ids for a, b in zip(ours, written, strict=True)) >= 7
+
+
+@pytest.mark.parametrize(
+    "draft", ["ngram", "ngram:store=adaptive,min_n=1", "layer_skip:layers=28,length=4", "prediction"]
+)
+@pytest.mark.parametrize("params", [PARAMS, SamplingParams(max_tokens=32, temperature=1.0, seed=7, logprobs=0)])
+def test_a_drafter_changes_nothing_not_even_the_last_bit(packed, chats, draft, params):
+    plain = packed.chat(chats, params)
+    guessed = ["I think that the answer is this: " + result.text for result in plain]
+    drafted = packed.chat(chats, params, draft=draft, prediction=guessed)
+    assert sum(result.stats.accepted for result in drafted) > 0
+    for a, b in zip(plain, drafted, strict=True):
+        assert a.token_ids == b.token_ids
+        assert a.logprobs == b.logprobs
