@@ -20,7 +20,7 @@ ORDER: list[set[str]] = [
     {"settings", "prompts"},
     {"build"},
     {"llm", "server", "bench", "train", "compat"},
-    {"audit"},
+    {"audit", "profile"},
     {""},
     {"cli", "__main__"},
 ]

@@ -124,6 +124,8 @@ def audit(
 
     Prompts go through the model's chat template where it has one, unless `raw`. The same seed gives the same report.
     """
+    if llm.settings.pace:
+        raise OutriderError("an audit tries drafts whether they pay or not: open the model with pace=False")
     drafts = list(drafts) or default_drafts()
     for draft in drafts:
         drafters.parse(draft)  # a typing error shows before the work begins

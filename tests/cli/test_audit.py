@@ -17,7 +17,7 @@ SHORT = (Prompt("fox", "prose", "the red fox and the red"), Prompt("sea", "prose
 
 @pytest.fixture
 def llm(tiny_folder):
-    with LLM(str(tiny_folder), draft="none") as llm:
+    with LLM(str(tiny_folder), draft="none", pace=False) as llm:
         yield llm
 
 
@@ -102,7 +102,7 @@ def test_it_catches_a_residual_that_is_not_taken(llm, monkeypatch):
 
 
 def test_in_bfloat16_near_ties_are_no_failures_but_errors_are(tiny_folder, monkeypatch):
-    with LLM(str(tiny_folder), draft="none", dtype="bfloat16") as llm:
+    with LLM(str(tiny_folder), draft="none", dtype="bfloat16", pace=False) as llm:
         assert audit(llm, ["layer_skip"], SHORT, samples=50).passed
         accept_one_too_many(monkeypatch)
         assert not audit(llm, ["layer_skip"], SHORT, samples=50).passed

@@ -17,8 +17,16 @@ from outrider.core.errors import OutriderError
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # typer brings a click of its own; this is that click's
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-COMMANDS = (generate.generate, chat.chat, audit.audit, bench.bench, profile.profile)
-for command in (*COMMANDS, models.pull, models.models, demo.demo):
+for command in (
+    generate.generate,
+    chat.chat,
+    audit.audit,
+    bench.bench,
+    profile.profile,
+    models.pull,
+    models.models,
+    demo.demo,
+):
     app.command()(command)
 
 

@@ -68,7 +68,7 @@ def audit(
     drafts, chosen = draft or default_drafts(), _prompts(prompt, prompts)
     with (
         options.opened(
-            model, drafts[0], device=device, dtype=dtype, quantize=quantize, threads=threads, rule="rejection"
+            model, drafts[0], device=device, dtype=dtype, quantize=quantize, threads=threads, pace=False
         ) as llm,
         bar("{task.completed:.0f}/{task.total:.0f}") as progress,
     ):

@@ -74,6 +74,7 @@ def bench(
     ] = None,
     rounds: Annotated[int | None, typer.Option(help="How often each prompt is run.", show_default="3")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Tokens of an answer.", show_default="128")] = None,
+    dtype: Annotated[str, typer.Option(help="Of our own engine: as with generate.")] = "auto",
     threads: Annotated[int, typer.Option(help="CPU threads of every engine; 0: one per core.")] = 0,
     seed: Annotated[int, typer.Option(help="Decides the order in which modes take turns.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds after which a run counts as hung.")] = 120.0,
@@ -112,6 +113,7 @@ def bench(
         timeout=timeout,
         python=python or [],
         draft_model=draft_model,
+        dtype=dtype,
         output=output or Path(f"outrider-bench-{datetime.now():%Y-%m-%d-%H%M%S}"),
     )
     for name in sources.KNOWN.keys() & {model, draft_model}:

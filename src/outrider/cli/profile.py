@@ -1,0 +1,252 @@
+"""`outrider profile`: what a pass costs here, and when drafting pays."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outrider.cli import options
+from outrider.cli.options import DEFAULT
+from outrider.cli.screen import bar, note
+from outrider.core.errors import OutriderError
+from outrider.profile import DEFAULT as PLAN, Choice, Plan, Point, Profile, parse_rows, profile as run
+from outrider.settings import QUANTIZE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SHOWN = (2, 4, 8)  # draft lengths in the picture
+CHEAP = 0.01  # a drafter whose token costs less than this share of a pass needs no table
+NOISY = 0.3  # a spread from which on medians are not to be trusted
+
+
+def profile(
+    model: options.Model = DEFAULT.model,
+    draft: options.Draft = DEFAULT.draft,
+    dtype: options.Dtype = DEFAULT.dtype,
+    quantize: Annotated[
+        str, typer.Option(help=f"One of {', '.join(QUANTIZE)}; for dense weights.", rich_help_panel=options.MODEL)
+    ] = DEFAULT.quantize,
+    threads: options.Threads = DEFAULT.threads,
+    context: Annotated[int, typer.Option(help="Tokens already in the cache.")] = PLAN.context,
+    rows: Annotated[
+        str, typer.Option(help="Sizes of a pass: one committed token and the guesses after it. 1 and 2 are always in.")
+    ] = ",".join(map(str, PLAN.rows)),
+    rounds: Annotated[int, typer.Option(help="How often each size is measured.")] = PLAN.rounds,
+    as_json: options.Json = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder for profile.json, profile.md and profile.png.")
+    ] = None,
+) -> None:
+    """Measure what passes and drafts cost on this machine, and say which draft length pays at which acceptance.
+
+    Passes of all sizes take turns in shuffled rounds; times are medians, with 10 % and 90 % percentiles.
+    [bold]Acceptance[/] is the chance that a guess is kept when the one before it was.
+
+    [dim]$[/] outrider profile
+    [dim]$[/] outrider profile --draft layer_skip:layers=8,length=8 --threads 2 --output profile
+    [dim]$[/] outrider profile --model ./my-model --context 2048 --rows 1,2,4,8 --json
+    """
+    plan = Plan(context, parse_rows(rows), rounds)
+    if output is not None:
+        _claim(output)
+    with (
+        options.opened(model, draft, dtype=dtype, quantize=quantize, threads=threads) as llm,
+        bar("{task.completed:.0f}/{task.total:.0f}") as progress,
+    ):
+        found = run(llm, plan, progress)
+    if as_json:
+        print(json.dumps(found.as_dict(), ensure_ascii=False))
+    else:
+        _print(found)
+    if output is not None:
+        _write(found, output)
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+
+def tables(found: Profile) -> list[Table]:
+    one = found.costs.passes[0].ms
+    passes = [(*_times(point), f"{point.ms / one:.2f}×", _ms(point.ms / point.size)) for point in found.costs.passes]
+    costly = found.costs.draft_ms > CHEAP * one
+    drafts = [(*_times(point), _ms(point.ms / point.size)) for point in found.drafts if costly]
+    made = [
+        Table("The target", ("rows", "ms per pass", "10–90 %", "ratio", "ms per row"), passes),
+        Table(f"The drafter {found.draft}", ("tokens", "ms per draft", "10–90 %", "ms per token"), drafts),
+        Table(
+            "What pays",
+            ("acceptance", "best draft length", "speed-up"),
+            [(f"{choice.acceptance:.2f}", _length(found, choice), f"{choice.speed_up:.2f}×") for choice in found.best],
+        ),
+    ]
+    return [table for table in made if table.rows]
+
+
+def facts(found: Profile) -> list[str]:
+    """The rest, in sentences."""
+    said = [
+        _line(found),
+        f"Plain decoding writes {found.plain_tokens_per_second:.1f} tokens/s; a prompt is read at "
+        f"{found.prefill_tokens_per_second:.0f} tokens/s in pieces of {found.prefill_piece}.",
+        _drafting(found),
+        _break_even(found),
+    ]
+    if found.weight_bytes is not None:
+        said.append(f"The weights take {found.weight_bytes / 1e6:.1f} MB as stored.")
+    if found.kv_bytes_per_token is not None:
+        said.append(f"Keys and values take {found.kv_bytes_per_token / 1e3:.1f} kB per token.")
+    if found.costs.spread > NOISY:
+        said.append(
+            f"Careful: 8 of 10 passes of one size lie {100 * found.costs.spread:.0f} % apart, so the machine was busy; "
+            "measure again when it is quiet, or with more rounds."
+        )
+    return said
+
+
+def markdown(found: Profile) -> str:
+    where = found.machine
+    head = f"{_head(found)}  \n{where['cpu']}, {where['cores']} cores; outrider {where['outrider']}"
+    parts = [f"# {found.model}: outrider profile", head + (f", commit {where['commit']}" if where["commit"] else "")]
+    parts += [_markdown_table(table) for table in tables(found)]
+    parts.append("\n".join(f"- {fact}" for fact in facts(found)))
+    return "\n\n".join(parts) + "\n"
+
+
+def draw(found: Profile, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _draw_passes(left, found)
+    _draw_speed_ups(right, found)
+    for axes in (left, right):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize=8)
+    figure.suptitle(_head(found), fontsize=10)
+    figure.savefig(path, dpi=130)
+
+
+def _draw_passes(axes: Axes, found: Profile) -> None:
+    points, line = found.costs.passes, found.costs.line
+    rows = [point.size for point in points]
+    axes.fill_between(rows, [p.low for p in points], [p.high for p in points], alpha=0.25, label="10–90 %")
+    axes.plot(rows, [p.ms for p in points], marker="o", markersize=4, label="median")
+    fitted = f"{line.base:.2f} {_signed(line.slope)} × rows"
+    axes.plot(rows, [line.base + line.slope * r for r in rows], color="grey", linestyle="--", linewidth=1, label=fitted)
+    axes.set(xlabel="rows", ylabel="ms per pass", xlim=(0, None), ylim=(0, None))
+
+
+def _draw_speed_ups(axes: Axes, found: Profile) -> None:
+    chances = [step / 100 for step in range(101)]
+    for length in (length for length in SHOWN if length <= found.costs.longest):
+        speed_ups = [found.costs.speed_up(chance, length) for chance in chances]
+        axes.plot(chances, speed_ups, label=f"drafts of {length}")
+    best = [found.costs.best(chance).speed_up for chance in chances]
+    axes.plot(chances, best, "k:", label="the best length")
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set(xlabel="acceptance", ylabel="expected speed-up over plain decoding", xlim=(0, 1), ylim=(0, None))
+
+
+def _claim(folder: Path) -> None:
+    """An output that cannot be written is refused before anything is measured."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise OutriderError(f"cannot write to the output folder {folder}: {error.strerror or error}") from error
+
+
+def _write(found: Profile, folder: Path) -> None:
+    (folder / "profile.json").write_text(json.dumps(found.as_dict(), indent=1, ensure_ascii=False) + "\n", "utf-8")
+    (folder / "profile.md").write_text(markdown(found), "utf-8")
+    try:
+        draw(found, folder / "profile.png")
+    except ModuleNotFoundError:
+        note("no profile.png: matplotlib is not installed (pip install 'outrider[plot]')")
+    note(f"written to {folder}")
+
+
+def _print(found: Profile) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as Grid
+
+    console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
+    console.print(_head(found), markup=False)
+    for table in tables(found):
+        console.print(f"\n{table.title}", style="bold", markup=False)
+        grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in table.columns:
+            grid.add_column(name, justify="right")
+        for row in table.rows:
+            grid.add_row(*row)
+        console.print(grid)
+    for fact in facts(found):
+        console.print(fact, markup=False)
+
+
+def _head(found: Profile) -> str:
+    weights = "" if found.quantize == "none" else f", {found.quantize}"
+    threads = f"{found.threads} thread{'s' if found.threads > 1 else ''}"
+    return (
+        f"{found.model}, {found.draft}, dtype {found.dtype}{weights}, {threads}, context {found.plan.context}, "
+        f"{found.plan.rounds} rounds, {found.seconds:.0f} s"
+    )
+
+
+def _line(found: Profile) -> str:
+    line, one = found.costs.line, found.costs.passes[0].ms
+    return (
+        f"A pass takes about {line.base:.2f} {_signed(line.slope)} × rows ms: one more row costs {line.slope:.2f} ms, "
+        f"{100 * line.slope / one:.0f} % of a pass of one row."
+    )
+
+
+def _drafting(found: Profile) -> str:
+    if found.drafts:
+        return f"The drafter {found.draft} takes {_ms(found.costs.draft_ms)} ms per drafted token."
+    return f"The drafter {found.draft} drafted nothing here; drafting is taken to be free."
+
+
+def _break_even(found: Profile) -> str:
+    chance = found.costs.break_even
+    if chance is None:
+        return "A draft of one token never pays here."
+    return f"A draft of one token pays from an acceptance of {chance:.2f} on."
+
+
+def _length(found: Profile, choice: Choice) -> str:
+    if choice.length == 0:
+        return "none"
+    return f"{choice.length}{' or more' if choice.length == found.costs.longest else ''}"
+
+
+def _times(point: Point) -> tuple[str, str, str]:
+    return str(point.size), _ms(point.ms), f"{_ms(point.low)}–{_ms(point.high)}"
+
+
+def _ms(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.4f}"
+
+
+def _signed(value: float) -> str:
+    return f"{'−' if value < 0 else '+'} {abs(value):.2f}"
+
+
+def _markdown_table(table: Table) -> str:
+    lines = [table.columns, ("--:",) * len(table.columns), *table.rows]
+    return f"## {table.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)

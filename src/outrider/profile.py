@@ -1,0 +1,375 @@
+"""What a pass costs on this machine, and which draft length pays at which acceptance.
+
+A pass of r rows verifies a chain of r - 1 guesses: one committed token and its draft, with logits for every row. If
+each guess is kept with chance p when the one before it was, a chain of k brings (1 - p^(k+1)) / (1 - p) tokens for the
+price of a pass of 1 + k rows and of drafting k tokens; plain decoding brings one token for a pass of one row.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from outrider.bench import machine
+from outrider.core.draft import EMPTY, Draft
+from outrider.core.errors import OutriderError
+from outrider.core.sampling import SamplingParams
+from outrider.core.sequence import Sequence, Token
+from outrider.core.verify import Verdict
+from outrider.drafters.base import Drafter, Step
+from outrider.llm import LLM
+from outrider.models import sources
+from outrider.models.base import Feed, Model
+from outrider.models.llama import Llama
+
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+ACCEPTANCES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+
+LENGTHS = range(1, 9)  # of the drafts that the drafter is timed at
+DRAFT_ROUNDS = 8
+DECODED = 64  # tokens of plain decoding
+PIECE, PIECES = 512, 3  # prompt tokens in one pass, and how often
+WARM_UP = 2  # rounds that do not count
+PASSES, DRAFTS, PROMPT = -1, -2, -3  # sequences; the engine counts its own from 0
+
+TURNS = 1 + DRAFT_ROUNDS * len(LENGTHS)  # the first takes in the prompt and does not count
+WRITTEN = max(DECODED, TURNS + max(LENGTHS))  # the most tokens that come after the context, rows apart
+
+Progress = Callable[[str, int, int], None]  # (what is being done, steps done, steps in all)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure. Passes of one row and of two always are: everything is compared with them."""
+
+    context: int = 256  # tokens already in the cache
+    rows: tuple[int, ...] = ROWS
+    rounds: int = 20
+
+    def __post_init__(self) -> None:
+        for name, value in (("context", self.context), ("rounds", self.rounds), ("rows", min(self.rows, default=0))):
+            if value < 1:
+                raise OutriderError(f"{name} must be at least 1, not {value}")
+        object.__setattr__(self, "rows", tuple(sorted({1, 2, *self.rows})))
+
+    def check(self, model: Model) -> None:
+        """Refuse what the model cannot hold."""
+        limit, more = min(model.context, model.capacity), max(*self.rows, WRITTEN)
+        if self.context + more > limit:
+            advice = f"a context of at most {limit - more}" if limit > more else "fewer rows or a larger model"
+            raise OutriderError(
+                f"a context of {self.context} and {more} tokens after it are more than the {limit} that the model can "
+                f"hold; use {advice}"
+            )
+
+
+DEFAULT = Plan()
+
+
+def parse_rows(text: str) -> tuple[int, ...]:
+    """ "1,2,4" -> (1, 2, 4)"""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise OutriderError(f"rows must be whole numbers with commas between them, not {text!r}") from None
+
+
+@dataclass(frozen=True)
+class Point:
+    """How long something of this size takes: the median, and between what one finds 8 of 10."""
+
+    size: int  # rows of a pass, or tokens of a draft
+    ms: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Line:
+    """ms = base + slope * rows"""
+
+    base: float
+    slope: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    acceptance: float
+    length: int  # 0: plain decoding is the fastest
+    speed_up: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    passes: tuple[Point, ...]  # by rows, from one on
+    draft_ms: float = 0.0  # per drafted token
+
+    @property
+    def longest(self) -> int:
+        """The longest draft whose pass was measured."""
+        return self.passes[-1].size - 1
+
+    def pass_ms(self, rows: int) -> float:
+        """Measured, or on the straight line between its neighbours."""
+        return float(np.interp(rows, [point.size for point in self.passes], [point.ms for point in self.passes]))
+
+    def speed_up(self, acceptance: float, length: int) -> float:
+        """Expected, over plain decoding, of a chain each of whose tokens is kept with this chance."""
+        tokens = sum(acceptance**depth for depth in range(length + 1))
+        return tokens * self.pass_ms(1) / (self.pass_ms(1 + length) + length * self.draft_ms)
+
+    def best(self, acceptance: float) -> Choice:
+        length = max(range(1, self.longest + 1), key=lambda length: self.speed_up(acceptance, length))
+        speed_up = self.speed_up(acceptance, length)
+        return Choice(acceptance, length, speed_up) if speed_up > 1 else Choice(acceptance, 0, 1.0)
+
+    @property
+    def break_even(self) -> float | None:
+        """The acceptance from which on a draft of one token pays; None: it never does."""
+        needed = (self.pass_ms(2) + self.draft_ms) / self.pass_ms(1) - 1
+        return max(needed, 0.0) if needed < 1 else None
+
+    @property
+    def spread(self) -> float:
+        """How far apart 8 of 10 passes of one size lie, as a share of the median; of the typical size."""
+        return statistics.median((point.high - point.low) / point.ms for point in self.passes)
+
+    @property
+    def line(self) -> Line:
+        """Least squares through the medians."""
+        slope, base = np.polyfit([point.size for point in self.passes], [point.ms for point in self.passes], 1)
+        return Line(float(base), float(slope))
+
+
+@dataclass(frozen=True)
+class Profile:
+    model: str
+    draft: str
+    dtype: str  # as it was asked for
+    quantize: str
+    threads: int
+    plan: Plan
+    costs: Costs
+    drafts: tuple[Point, ...]  # by length; empty: nothing was drafted
+    plain_tokens_per_second: float
+    prefill_tokens_per_second: float
+    prefill_piece: int
+    weight_bytes: int | None  # as stored
+    kv_bytes_per_token: int | None
+    seconds: float
+    machine: dict[str, Any] = field(default_factory=machine.describe)
+
+    @property
+    def best(self) -> tuple[Choice, ...]:
+        return tuple(map(self.costs.best, ACCEPTANCES))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        said, costs = asdict(self), self.costs
+        said["costs"] |= {"line": asdict(costs.line), "break_even": costs.break_even, "spread": costs.spread}
+        return _rounded({**said, "best": [asdict(choice) for choice in self.best]})
+
+
+def profile(llm: LLM, plan: Plan = DEFAULT, progress: Progress | None = None) -> Profile:
+    """Measure the model and its drafter; `plan` is refused before anything is run if it does not fit the model."""
+    engine, said = llm.backend.engine, llm.settings
+    plan.check(engine.model)
+    begin = time.perf_counter()
+    ticker = _Ticker(progress, (WARM_UP + plan.rounds) * len(plan.rows) + TURNS + PIECES + DECODED)
+    passes = _time_passes(engine.model, plan, ticker)
+    drafts, draft_ms = _time_drafts(engine.model, engine.drafters[""], plan, ticker)
+    piece, prefill = _time_prefill(engine.model, ticker)
+    plain = _time_plain(llm, plan, ticker)
+    return Profile(
+        model=Path(said.model).name if Path(said.model).exists() else said.model,
+        draft=said.draft,
+        dtype=said.dtype,
+        quantize=said.quantize,
+        threads=torch.get_num_threads(),
+        plan=plan,
+        costs=Costs(passes, draft_ms),
+        drafts=drafts,
+        plain_tokens_per_second=plain,
+        prefill_tokens_per_second=prefill,
+        prefill_piece=piece,
+        weight_bytes=_weight_bytes(said.model),
+        kv_bytes_per_token=_kv_bytes(engine.model),
+        seconds=time.perf_counter() - begin,
+    )
+
+
+@dataclass
+class _Ticker:
+    progress: Progress | None
+    total: int
+    done: int = 0
+
+    def tick(self, what: str, steps: int = 1) -> None:
+        self.done += steps
+        if self.progress is not None:
+            self.progress(what, self.done, self.total)
+
+
+def _time_passes(model: Model, plan: Plan, ticker: _Ticker) -> tuple[Point, ...]:
+    """All sizes take turns, in another order each round, so that a slow moment of the machine hits all alike."""
+    text, samples = _text(model.vocab_size, plan.context + plan.rows[-1]), _Samples()
+    order = random.Random(0)
+    with _kept(model, PASSES):
+        for piece in _pieces(text[: plan.context]):
+            model.forward([Feed(PASSES, piece)])
+        for number in range(WARM_UP + plan.rounds):
+            for rows in order.sample(plan.rows, len(plan.rows)):
+                first, *guessed = text[plan.context : plan.context + rows]
+                ms = _pass_ms(model, Feed(PASSES, [first], Draft.chain(guessed)))
+                model.crop(PASSES, plan.context)
+                if number >= WARM_UP:
+                    samples.add(rows, ms)
+                ticker.tick(f"passes of 1 to {plan.rows[-1]} rows")
+    return samples.points()
+
+
+def _time_drafts(model: Model, drafter: Drafter, plan: Plan, ticker: _Ticker) -> tuple[tuple[Point, ...], float]:
+    """By length, and per token. The target takes its turn after each draft, so caches are as cold as in real life."""
+    if drafter.name == Drafter.name:
+        ticker.tick("drafts", TURNS)
+        return (), 0.0
+    text, samples = _text(model.vocab_size, plan.context + TURNS), _Samples()
+    coming = text[plan.context :]
+    seq = Sequence(DRAFTS, text[: plan.context], SamplingParams(max_tokens=WRITTEN), prediction=tuple(coming))
+    order = random.Random(0)
+    rooms = [room for _ in range(DRAFT_ROUNDS) for room in order.sample(LENGTHS, len(LENGTHS))]
+    with _kept(model, DRAFTS, drafter):
+        _take_in(model, drafter, seq)
+        for number, (token, room) in enumerate(zip(coming, [1, *rooms], strict=True)):
+            length, ms = _turn(model, drafter, seq, room, token)
+            if number and length:
+                samples.add(length, ms)
+            ticker.tick("drafts")
+    return samples.points(), samples.ms_each()
+
+
+def _take_in(model: Model, drafter: Drafter, seq: Sequence) -> None:
+    """The prompt without its last token, as the engine feeds it."""
+    for piece in _pieces(seq.tokens[:-1]):
+        (output,) = model.forward([Feed(seq.id, piece)], drafter.layers)
+        drafter.observe(Step(seq, piece, EMPTY, None, output.hidden))
+
+
+def _turn(model: Model, drafter: Drafter, seq: Sequence, room: int, token: int) -> tuple[int, float]:
+    """One step in which nothing is kept and `token` is written: nodes drafted, and the drafter's time."""
+    begin = time.perf_counter()
+    (draft,) = drafter.propose([seq], [room])
+    ms = 1e3 * (time.perf_counter() - begin)
+    fed = seq.tokens[model.length(seq.id) :]
+    (output,) = model.forward([Feed(seq.id, fed, draft)], drafter.layers)
+    model.crop(seq.id, len(seq.tokens))
+    seq.append(Token(token))
+    drafter.observe(Step(seq, fed, draft, Verdict((), token), output.hidden))
+    return len(draft), ms
+
+
+def _time_prefill(model: Model, ticker: _Ticker) -> tuple[int, float]:
+    """Tokens of a piece of a prompt, and tokens per second."""
+    text = _text(model.vocab_size, min(PIECE, model.context, model.capacity))
+    took = []
+    for _ in range(PIECES):
+        with _kept(model, PROMPT):
+            took.append(_pass_ms(model, Feed(PROMPT, text)))
+        ticker.tick("a piece of a prompt")
+    return len(text), 1e3 * len(text) / statistics.median(took)
+
+
+def _time_plain(llm: LLM, plan: Plan, ticker: _Ticker) -> float:
+    """Tokens per second as a user gets them, after the first."""
+    prompt = _text(llm.backend.engine.model.vocab_size, plan.context)
+    stream = llm.stream(prompt, SamplingParams(max_tokens=DECODED, ignore_eos=True), draft="none")
+    times = []
+    for chunk in stream:
+        times += [time.perf_counter()] * len(chunk.tokens)
+        ticker.tick("plain decoding", len(chunk.tokens))
+    if error := stream.result().error:
+        raise OutriderError(error)
+    return (len(times) - 1) / (times[-1] - times[0])
+
+
+class _Samples:
+    """Times by size."""
+
+    def __init__(self) -> None:
+        self._ms: dict[int, list[float]] = {}
+
+    def add(self, size: int, ms: float) -> None:
+        self._ms.setdefault(size, []).append(ms)
+
+    def points(self) -> tuple[Point, ...]:
+        return tuple(
+            Point(size, *(float(ms) for ms in np.percentile(self._ms[size], (50, 10, 90)))) for size in sorted(self._ms)
+        )
+
+    def ms_each(self) -> float:
+        """Of one token; 0 where there is none."""
+        each = [ms / size for size, all_ms in self._ms.items() for ms in all_ms]
+        return statistics.median(each) if each else 0.0
+
+
+def _pass_ms(model: Model, feed: Feed) -> float:
+    begin = time.perf_counter()
+    (output,) = model.forward([feed])
+    float(output.logits[-1, -1])  # waits for the device, if there is one
+    return 1e3 * (time.perf_counter() - begin)
+
+
+@contextmanager
+def _kept(model: Model, id: int, drafter: Drafter | None = None) -> Iterator[None]:
+    """Whatever happens, the sequence is forgotten in the end."""
+    try:
+        yield
+    finally:
+        model.free(id)
+        if drafter is not None:
+            drafter.forget(id)
+
+
+def _text(vocab_size: int, length: int) -> list[int]:
+    """A passage that repeats itself, so that drafters which copy have something to copy."""
+    dice = random.Random(0)
+    passage = [dice.randrange(vocab_size) for _ in range(48)]
+    return [passage[place % len(passage)] for place in range(length)]
+
+
+def _pieces(tokens: list[int]) -> list[list[int]]:
+    return [tokens[begin : begin + PIECE] for begin in range(0, len(tokens), PIECE)]
+
+
+def _weight_bytes(model: str) -> int | None:
+    """Of the file, or of the folder's files; None where it would take a look into the hub."""
+    if not (Path(model).expanduser().exists() or model in sources.KNOWN):
+        return None
+    path = sources.resolve(model)
+    files: Seq[Path] = [path] if path.is_file() else list(path.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in files) or None
+
+
+def _kv_bytes(model: Model) -> int | None:
+    if not isinstance(model, Llama):
+        return None
+    config = model.config
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.dtype.itemsize
+
+
+def _rounded(value: Any) -> Any:
+    """Six decimals, a nanosecond: more is noise."""
+    if isinstance(value, float):
+        return round(value, 6)
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value
