@@ -1,57 +1,48 @@
-"""A GGUF file written out as a folder is the same model."""
+"""A GGUF file written out as a folder is the same model, with the same tokenizer."""
 
-import numpy as np
+import pytest
 import torch
-from gguf import GGUFWriter
+from ggufs import byte_metadata, write_llama
 
-from outrider.bench.export import export
+from outrider.bench.export import export, to_transformers
 from outrider.models.base import Feed
 from outrider.models.load import Target, load
+from outrider.models.tokenizer import from_gguf
 
-SIZES = dict(hidden=32, inner=48, heads=4, kv_heads=2, vocab=40)
-
-
-def write_gguf(path):
-    """A llama of two layers in bfloat16 values, so that nothing is rounded on the way."""
-    random = torch.Generator().manual_seed(0)
-
-    def weight(*shape):
-        return torch.randn(shape, generator=random).mul(0.3).bfloat16().float().numpy()
-
-    hidden, inner, head_dim = SIZES["hidden"], SIZES["inner"], SIZES["hidden"] // SIZES["heads"]
-    writer = GGUFWriter(path, "llama")
-    writer.add_block_count(2)
-    writer.add_context_length(128)
-    writer.add_embedding_length(hidden)
-    writer.add_feed_forward_length(inner)
-    writer.add_head_count(SIZES["heads"])
-    writer.add_head_count_kv(SIZES["kv_heads"])
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(50000.0)
-    writer.add_tensor("token_embd.weight", weight(SIZES["vocab"], hidden))
-    writer.add_tensor("output_norm.weight", np.ones(hidden, np.float32))
-    for layer in range(2):
-        at = f"blk.{layer}."
-        writer.add_tensor(at + "attn_norm.weight", np.ones(hidden, np.float32))
-        writer.add_tensor(at + "ffn_norm.weight", np.ones(hidden, np.float32))
-        writer.add_tensor(at + "attn_q.weight", weight(hidden, hidden))
-        writer.add_tensor(at + "attn_k.weight", weight(SIZES["kv_heads"] * head_dim, hidden))
-        writer.add_tensor(at + "attn_v.weight", weight(SIZES["kv_heads"] * head_dim, hidden))
-        writer.add_tensor(at + "attn_output.weight", weight(hidden, hidden))
-        writer.add_tensor(at + "ffn_gate.weight", weight(inner, hidden))
-        writer.add_tensor(at + "ffn_up.weight", weight(inner, hidden))
-        writer.add_tensor(at + "ffn_down.weight", weight(hidden, inner))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+WHERE = Target(torch.device("cpu"), torch.float32, 1 << 26)
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+TEXTS = ["", "the <|im_end|> path\n", "naïve 日本", "  12345  <|im_start|>"]
 
 
 def test_the_folder_computes_what_the_file_does(tmp_path):
-    file, folder = tmp_path / "tiny.gguf", tmp_path / "folder"
-    write_gguf(file)
+    file, folder = write_llama(tmp_path / "tiny.gguf"), tmp_path / "folder"
     export(file, folder)
-    where = Target(torch.device("cpu"), torch.float32, 1 << 26)
     tokens = [3, 1, 4, 1, 5, 9, 2, 6]
-    of_file, of_folder = (load(str(path), where).model.forward([Feed(0, tokens)])[0].logits for path in (file, folder))
+    of_file, of_folder = (load(str(path), WHERE).model.forward([Feed(0, tokens)])[0].logits for path in (file, folder))
     torch.testing.assert_close(of_folder, of_file, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("adds", [{}, dict(add_bos_token=True), dict(add_bos_token=True, add_eos_token=True)], ids=str)
+def test_the_folder_reads_and_writes_text_as_the_file_does(tmp_path, adds):
+    metadata = byte_metadata(**adds) | {"tokenizer.chat_template": TEMPLATE}
+    vocab = len(metadata["tokenizer.ggml.tokens"])
+    file, folder = write_llama(tmp_path / "tiny.gguf", vocab, metadata), tmp_path / "folder"
+    export(file, folder)
+    ours, theirs = (load(str(path), WHERE) for path in (file, folder))
+    assert theirs.ends == ours.ends == {1}
+    assert theirs.tokenizer.get_vocab() == ours.tokenizer.get_vocab()
+    messages = [{"role": "user", "content": "hi"}]
+    chats = {of.tokenizer.apply_chat_template(messages, tokenize=False) for of in (ours, theirs)}
+    assert chats == {"<|im_start|>user: hi<|im_end|>"}
+    for text in TEXTS:
+        for special in (True, False):
+            ids = ours.tokenizer.encode(text, add_special_tokens=special)
+            assert theirs.tokenizer.encode(text, add_special_tokens=special) == ids
+            assert theirs.tokenizer.decode(ids) == ours.tokenizer.decode(ids)
+
+
+def test_exporting_leaves_the_tokenizer_as_it_is():
+    tokenizer = from_gguf(byte_metadata(add_bos_token=True))
+    before = tokenizer.encode("the path")
+    assert to_transformers(tokenizer).encode("the path") == before
+    assert tokenizer.encode("the path") == before

@@ -111,6 +111,16 @@ def test_coupled_gives_the_same_tokens_as_no_draft(shape):
     assert_follows(samples, exact(p))
 
 
+def test_what_follows_a_refusal_is_the_rest_of_the_law():
+    p, q = torch.tensor([0.5, 0.3, 0.2, 0.0]), torch.tensor([0.1, 0.2, 0.4, 0.3])
+    samples = []
+    for seed in range(4000):
+        draft = Draft.chain([Dice(seed).draw(q, 3, DRAFT)], q.unsqueeze(0))
+        verdict = rejection(draft, lambda node: p, Dice(seed), 3)
+        samples.append(draft.tokens[0] if verdict.path else verdict.token)
+    assert_follows(samples, {0: 0.5, 1: 0.3, 2: 0.2})
+
+
 def test_a_drawn_token_is_kept_as_often_as_its_laws_overlap():
     p, q = torch.tensor([0.5, 0.3, 0.2, 0.0]), torch.tensor([0.1, 0.2, 0.4, 0.3])
     kept = 0

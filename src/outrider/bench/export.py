@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from outrider.core.errors import OutriderError
 from outrider.models import tokenizer as tokenizers
 from outrider.models.gguf import GGUFFile
+from outrider.models.tokenizer import GGUFTokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -31,10 +35,24 @@ def export(path: Path, folder: Path) -> None:
     tokenizer = tokenizers.from_gguf(file.metadata)
     ends: list[int] = []
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+        to_transformers(tokenizer).save_pretrained(folder)
         ends = sorted(tokenizers.end_ids(tokenizer, file.metadata))
     (folder / "config.json").write_text(json.dumps(_config(file, ends), indent=1))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+
+
+def to_transformers(tokenizer: GGUFTokenizer) -> PreTrainedTokenizerFast:
+    """The same tokenizer as one of transformers, which can save itself."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        chat_template=tokenizer.chat_template,
+        add_bos_token=tokenizer.add_bos_token,
+        add_eos_token=tokenizer.add_eos_token,
+        clean_up_tokenization_spaces=False,
+        **tokenizer.special_tokens_map,
+    )
 
 
 def _config(file: GGUFFile, ends: list[int]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ class Plan:
     timeout: float  # seconds for one run
     python: dict[str, str]  # engine -> interpreter
     draft_model: str | None = None
+    dtype: str = "auto"  # of our own engine
 
     def __post_init__(self) -> None:
         for name, least in (("rounds", 1), ("max_tokens", 2), ("threads", 1)):
@@ -55,6 +56,7 @@ def make(
     python: Sequence[str],
     draft_model: str | None,
     output: Path,
+    dtype: str = "auto",
 ) -> Plan:
     for spec in drafts:
         drafters.parse(spec)
@@ -71,6 +73,7 @@ def make(
         timeout=timeout,
         python=_interpreters(python),
         draft_model=draft_model,
+        dtype=Settings(dtype=dtype).dtype,
     )
     _claim(output)
     return plan

@@ -43,6 +43,7 @@ def assemble(plan: Plan, outcome: Outcome, command: str) -> Report:
             "rounds": plan.rounds,
             "max_tokens": plan.max_tokens,
             "threads": plan.threads,
+            "dtype": plan.dtype,
             "seed": plan.seed,
         },
         "interrupted": outcome.interrupted,

@@ -107,6 +107,7 @@ class Bench:
             "modes": list(modes),
             "ends": self._text.ends,
             "threads": self._plan.threads,
+            "dtype": self._plan.dtype,
             "context": context,
         }
         worker = Worker(self._plan.python[peer.name], peer.path, config, self._plan.threads, self._log(peer, modes[0]))

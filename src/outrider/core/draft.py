@@ -20,6 +20,8 @@ class Draft:
     probs: Tensor | None = None  # [n, vocab] the law tokens[i] was drawn from; None: guessed, not drawn
     sources: tuple[str, ...] = ()  # who guessed each node; empty: the drafter that was asked
     chances: tuple[float, ...] = ()  # how likely each node is kept if its parent is; empty: the drafter cannot say
+    # Nodes are dropped by their chances, so a drawn node's must not depend on the token that was drawn: a law of which
+    # only the likely draws are shown is another law, and rejection would no longer be exact.
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.parents):

@@ -52,6 +52,7 @@ class Engine:
         """One pass of the target; the sequences that ended with it."""
         plans = self.scheduler.plan(self.model.length)
         if not plans:
+            assert not self.scheduler.running, "a running sequence has nothing to feed"
             return []
         clock = [time.perf_counter()]
         drafts = self._draft(plans)
