@@ -1,4 +1,4 @@
-"""The real SmolLM2: our forward is transformers' model, the packed weights are the file's, and drafters change nothing."""
+"""The real SmolLM2: our forward is transformers' own, packed weights are the file's, drafters change nothing."""
 
 import pytest
 import torch
