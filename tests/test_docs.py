@@ -26,7 +26,9 @@ def commands():
 
 
 def outrider(*args, **more):
-    return subprocess.run([str(Path(sys.executable).with_name("outrider")), *args], capture_output=True, text=True, **more)
+    return subprocess.run(
+        [str(Path(sys.executable).with_name("outrider")), *args], capture_output=True, text=True, **more
+    )
 
 
 @pytest.mark.real

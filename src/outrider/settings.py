@@ -34,7 +34,9 @@ class Settings:
         _one_of("quantize", self.quantize, QUANTIZE)
         _one_of("rule", self.rule, RULES)
         if self.quantize != "none" and self.dtype not in ("auto", "float32"):
-            raise OutriderError(f"quantised weights are computed in float32, not {self.dtype}; leave out dtype or quantize")
+            raise OutriderError(
+                f"quantised weights are computed in float32, not {self.dtype}; leave out dtype or quantize"
+            )
         if self.device.partition(":")[0] not in DEVICES:
             raise OutriderError(f"unknown device {self.device!r}; known: {', '.join(DEVICES)}")
         for name, least in (("max_batch", 1), ("piece", 2), ("cache_memory", 0), ("threads", 0)):

@@ -44,6 +44,11 @@ def test_the_text_ends_before_the_first_stop_string(text, stops, take):
     assert written == (text[: min(found)[1]] if found else text)
 
 
+@pytest.mark.parametrize("stops", [["b", "ab"], ["ab", "b"]])
+def test_the_order_of_the_stop_strings_does_not_matter(stops):
+    assert write("cab", stops)[0] == "c"
+
+
 def test_what_may_become_a_stop_string_is_held_back():
     _, _, chunks = write("one EN two END", ["END"])
     assert chunks == ["o", "n", "e", " ", "", "", "EN ", "t", "w", "o", " ", "", "", "", ""]
@@ -57,3 +62,13 @@ def test_what_was_held_back_comes_out_at_the_end():
 def test_characters_of_many_bytes_come_whole(text):
     _, _, chunks = write(text)
     assert "\ufffd" not in "".join(chunks)
+
+
+def test_stop_strings_before_the_least_number_of_tokens_do_not_count():
+    class Words:
+        def decode(self, ids, skip_special_tokens=True):
+            return "".join("ab"[i] for i in ids)
+
+    writer = Writer(Words(), ["b"], least=3)
+    assert [writer.push(token) for token in (0, 1, 0, 1)] == [False, False, False, True]
+    assert writer.take(last=True) == "aba"

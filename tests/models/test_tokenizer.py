@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -11,14 +13,15 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from ggufs import byte_metadata, write_llama
 from hypothesis import given, settings, strategies as st
-from jinja2.exceptions import SecurityError
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from outrider.bench.export import to_transformers
 from outrider.core.errors import OutriderError
 from outrider.models.gguf import GGUFFile
-from outrider.models.tokenizer import end_ids, from_folder, from_gguf
+from outrider.models.tokenizer import GGUFTokenizer, end_ids, from_folder, from_gguf
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog doesn't mind: it's 1234567 to 89.",
@@ -160,10 +163,14 @@ def through_file(folder: Path, metadata: dict[str, Any]) -> dict[str, Any]:
     return GGUFFile(folder / "model.gguf").metadata
 
 
-def build(metadata: dict[str, Any]) -> PreTrainedTokenizerFast:
+def build(metadata: dict[str, Any]) -> GGUFTokenizer:
     tokenizer = from_gguf(metadata)
     assert tokenizer is not None
     return tokenizer
+
+
+def pieces_of(tokenizer: GGUFTokenizer, text: str) -> list[str]:
+    return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).tokens
 
 
 METADATA_SPM = sentencepiece_metadata(train_sentencepiece(True), True)
@@ -174,7 +181,7 @@ METADATA = byte_level_metadata("smollm", train_byte_level("smollm"))
 @pytest.fixture(scope="module", params=PRE_TOKENIZERS)
 def byte_level_pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Tokenizer, PreTrainedTokenizerFast]:
+) -> tuple[Tokenizer, GGUFTokenizer]:
     reference = train_byte_level(request.param)
     metadata = byte_level_metadata(request.param, reference)
     return reference, build(through_file(tmp_path_factory.mktemp("gguf"), metadata))
@@ -183,7 +190,7 @@ def byte_level_pair(
 @pytest.fixture(scope="module", params=[True, False], ids=["prefix", "bare"])
 def sentencepiece_pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Tokenizer, PreTrainedTokenizerFast]:
+) -> tuple[Tokenizer, GGUFTokenizer]:
     reference = train_sentencepiece(request.param)
     bos = processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)])
     reference.post_processor = bos
@@ -191,25 +198,25 @@ def sentencepiece_pair(
     return reference, build(through_file(tmp_path_factory.mktemp("gguf"), metadata))
 
 
-def assert_equal(reference: Tokenizer, tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+def assert_equal(reference: Tokenizer, tokenizer: GGUFTokenizer, text: str) -> None:
     ids = reference.encode(text).ids
-    assert tokenizer(text).input_ids == ids
+    assert tokenizer.encode(text) == ids
     assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=False)
 
 
 @pytest.mark.parametrize("text", NASTY)
-def test_byte_level(byte_level_pair: tuple[Tokenizer, PreTrainedTokenizerFast], text: str) -> None:
+def test_byte_level(byte_level_pair: tuple[Tokenizer, GGUFTokenizer], text: str) -> None:
     assert_equal(*byte_level_pair, text)
 
 
 @settings(deadline=None)
 @given(text=st.text())
-def test_byte_level_on_any_text(byte_level_pair: tuple[Tokenizer, PreTrainedTokenizerFast], text: str) -> None:
+def test_byte_level_on_any_text(byte_level_pair: tuple[Tokenizer, GGUFTokenizer], text: str) -> None:
     assert_equal(*byte_level_pair, text)
 
 
 @pytest.mark.parametrize("text", NASTY)
-def test_sentencepiece(sentencepiece_pair: tuple[Tokenizer, PreTrainedTokenizerFast], text: str) -> None:
+def test_sentencepiece(sentencepiece_pair: tuple[Tokenizer, GGUFTokenizer], text: str) -> None:
     assert_equal(*sentencepiece_pair, text)
 
 
@@ -230,7 +237,7 @@ def test_sentencepiece_joins_the_best_pair(text: str) -> None:
         for piece in pieces
         for token in ([piece] if piece in score else [f"<0x{byte:02X}>" for byte in piece.encode()])
     ]
-    assert TOKENIZER_SPM.tokenize(text) == expected
+    assert pieces_of(TOKENIZER_SPM, text) == expected
 
 
 def test_default_rule_of_llama_cpp() -> None:
@@ -244,7 +251,7 @@ def test_llama_3_takes_whole_tokens_first(pre: str, count: int) -> None:
     tokens = [*METADATA["tokenizer.ggml.tokens"], "zqzq"]  # no merge leads there
     types = [*METADATA["tokenizer.ggml.token_type"], 1]
     change = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types, "tokenizer.ggml.pre": pre}
-    assert len(build(METADATA | change)("zqzq", add_special_tokens=False).input_ids) == count
+    assert len(build(METADATA | change).encode("zqzq", add_special_tokens=False)) == count
 
 
 def test_typed_names_of_bytes_are_text() -> None:
@@ -253,7 +260,49 @@ def test_typed_names_of_bytes_are_text() -> None:
         "tokenizer.ggml.scores": [*METADATA_SPM["tokenizer.ggml.scores"], 4.0, 3.0, 2.0, 1.0],
         "tokenizer.ggml.token_type": [*METADATA_SPM["tokenizer.ggml.token_type"], 1, 1, 1, 1],
     }
-    assert build(METADATA_SPM | change).tokenize("<0x00>")[1:] == ["<0x0", "0>"]
+    assert pieces_of(build(METADATA_SPM | change), "<0x00>")[1:] == ["<0x0", "0>"]
+
+
+def wrapped(metadata: dict[str, Any], adds: dict[str, bool]) -> tuple[GGUFTokenizer, PreTrainedTokenizerFast]:
+    """Ours, and what transformers makes of the same parts: it is told the roles, and adds BOS and EOS itself."""
+    ours = build(metadata | {f"tokenizer.ggml.{key}": value for key, value in adds.items()})
+    state = json.loads(ours.backend_tokenizer.to_str())
+    types = metadata["tokenizer.ggml.token_type"]
+    state["added_tokens"] = [token for token in state["added_tokens"] if types[token["id"]] in (3, 4)]
+    parts = Tokenizer.from_str(json.dumps(state))
+    return ours, PreTrainedTokenizerFast(
+        tokenizer_object=parts, clean_up_tokenization_spaces=False, **ours.special_tokens_map, **adds
+    )
+
+
+@pytest.mark.parametrize("eos", [True, False])
+@pytest.mark.parametrize("bos", [True, False])
+@pytest.mark.parametrize("metadata", [METADATA, METADATA_SPM], ids=["byte level", "sentencepiece"])
+def test_it_does_what_transformers_would(metadata: dict[str, Any], bos: bool, eos: bool) -> None:
+    adds = {"add_bos_token": bos, "add_eos_token": eos}
+    types = [*metadata["tokenizer.ggml.token_type"]]
+    types[metadata["tokenizer.ggml.eos_token_id"]] = 1  # it has a role, and so is no text
+    ours, theirs = wrapped(metadata | {"tokenizer.ggml.token_type": types}, adds)
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert {id: str(token) for id, token in ours.added_tokens_decoder.items()} == {
+        id: str(token) for id, token in theirs.added_tokens_decoder.items()
+    }
+    assert (ours.bos_token_id, ours.eos_token_id, len(ours)) == (theirs.bos_token_id, theirs.eos_token_id, len(theirs))
+    assert end_ids(ours) == end_ids(theirs)
+    for text in NASTY:
+        for flag in (True, False):
+            ids = ours.encode(text, add_special_tokens=flag)
+            assert ids == theirs.encode(text, add_special_tokens=flag)
+            pieces = [ids, *([id] for id in ids), *map(list, pairwise(ids))]
+            for piece in pieces:
+                assert ours.decode(piece, skip_special_tokens=flag) == theirs.decode(piece, skip_special_tokens=flag)
+
+
+def test_bos_without_a_token_for_it() -> None:
+    said = {key: value for key, value in METADATA.items() if "bos_token_id" not in key}
+    tokenizer = build(said | {"tokenizer.ggml.add_bos_token": True})
+    assert tokenizer.bos_token_id is None
+    assert tokenizer.encode("dog") == tokenizer.encode("dog", add_special_tokens=False)
 
 
 @pytest.mark.parametrize(
@@ -270,17 +319,18 @@ def test_typed_names_of_bytes_are_text() -> None:
 def test_bos(metadata: dict[str, Any], expected: bool) -> None:
     said = {key: value for key, value in metadata.items() if value is not None}
     tokenizer = build(said)
-    assert (tokenizer("dog").input_ids[:1] == [tokenizer.bos_token_id]) is expected
-    assert tokenizer("dog", add_special_tokens=False).input_ids[0] != tokenizer.bos_token_id
+    assert (tokenizer.encode("dog")[:1] == [tokenizer.bos_token_id]) is expected
+    assert tokenizer.encode("dog", add_special_tokens=False)[0] != tokenizer.bos_token_id
 
 
 def test_named_tokens() -> None:
     tokenizer = build(METADATA | {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.padding_token_id": 1})
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
-        "<|endoftext|>",
-        "<|im_end|>",
-        "<|im_start|>",
-    )
+    assert tokenizer.special_tokens_map == {
+        "bos_token": "<|endoftext|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|im_start|>",
+    }
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 2)
     assert tokenizer.decode([2, 3], skip_special_tokens=True) == "<tool>"  # user defined is text, control is not
     assert len(tokenizer) == len(METADATA["tokenizer.ggml.tokens"])
 
@@ -302,9 +352,10 @@ def test_chat_template() -> None:
     assert tokenizer.apply_chat_template(messages, tokenize=False) == "<|im_start|>user\nhi<|im_end|>\n"
 
 
-def test_chat_template_is_caged() -> None:
-    tokenizer = build(METADATA | {"tokenizer.chat_template": "{{ ''.__class__.__mro__[1].__subclasses__() }}"})
-    with pytest.raises(SecurityError):
+def test_a_broken_chat_template_does_not_keep_the_model_from_prompts() -> None:
+    tokenizer = build(METADATA | {"tokenizer.chat_template": "{% for %}"})
+    assert tokenizer.decode(tokenizer.encode("the dog")) == "the dog"
+    with pytest.raises(OutriderError, match="broken"):
         tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
 
 
@@ -333,11 +384,11 @@ def test_refusals(change: dict[str, Any], words: str) -> None:
 def test_a_folder(tmp_path: Path) -> None:
     assert from_folder(tmp_path) is None
     tokenizer = build(METADATA)
-    tokenizer.save_pretrained(tmp_path)
+    to_transformers(tokenizer).save_pretrained(tmp_path)
     loaded = from_folder(tmp_path)
     assert loaded is not None
     for text in NASTY:
-        assert loaded(text).input_ids == tokenizer(text).input_ids
+        assert loaded.encode(text) == tokenizer.encode(text)
     assert end_ids(loaded) == {0, 2}
 
 
@@ -365,11 +416,39 @@ def test_smollm2() -> None:
     metadata = GGUFFile(pull("smollm2-135m")).metadata
     tokenizer = build(metadata)
     assert len(tokenizer) == 49152
-    assert tokenizer("Hello  world 12345").input_ids == [19556, 216, 905, 216, 33, 34, 35, 36, 37]
+    assert tokenizer.encode("Hello  world 12345") == [19556, 216, 905, 216, 33, 34, 35, 36, 37]
     assert end_ids(tokenizer, metadata) == {0, 2}
     for text in NASTY:
-        assert tokenizer.decode(tokenizer(text).input_ids) == text
+        assert tokenizer.decode(tokenizer.encode(text)) == text
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
     )
     assert prompt.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    theirs = to_transformers(tokenizer)
+    for text in NASTY:
+        assert theirs.encode(text) == tokenizer.encode(text)
+        for roles in (["user"], ["system", "user", "assistant"], ["assistant"]):
+            chat = [{"role": role, "content": text} for role in roles]
+            expected = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == expected
+
+
+def test_a_gguf_file_is_run_without_transformers(tmp_path: Path) -> None:
+    """Importing it would cost a second and 22 MB."""
+    metadata = byte_metadata() | {"tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
+    vocab = len(metadata["tokenizer.ggml.tokens"])
+    file = write_llama(tmp_path / "tiny.gguf", vocab, metadata)
+    done = subprocess.run([sys.executable, "-c", RUN, str(file)], capture_output=True, text=True, timeout=120)
+    assert done.stderr == ""
+    assert done.stdout.split() == ["True", "True", "False"]
+
+
+RUN = """
+import sys
+from outrider import LLM, SamplingParams
+params = SamplingParams(max_tokens=4, ignore_eos=True)
+with LLM(sys.argv[1], device="cpu") as llm:
+    print(len(llm.generate("the path", params).token_ids) == 4)
+    print(len(llm.chat([{"role": "user", "content": "the path"}], params).token_ids) == 4)
+print("transformers" in sys.modules)
+"""

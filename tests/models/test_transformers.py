@@ -271,7 +271,7 @@ class Bush(Drafter):
 
 
 def drafters(plain: Any, model: TransformersModel, answers: dict[int, list[int]]) -> dict[str, Drafter]:
-    parts = Parts(model, lambda name: model)
+    parts = Parts(model, lambda name, quantize: model)
     small = make(transformers.GPT2Config(**{**SMALL, "vocab_size": VOCAB + 3}, n_embd=16, n_layer=1, n_head=2))
     return {
         "none": find("none")(find("none").Options(), parts),

@@ -18,6 +18,7 @@ from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Rule, Sequence
 from outrider.drafters.base import Drafter
 from outrider.engine.engine import Engine
+from outrider.models.tokenizer import Tokenizer
 
 
 @dataclass(eq=False)
@@ -39,7 +40,7 @@ class Local:
         self,
         engine: Engine,
         drafter: Callable[[str], Drafter],
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         ends: frozenset[int] = frozenset(),
         rule: Rule = "rejection",
         notes: Seq[str] = (),
@@ -78,14 +79,16 @@ class Local:
             self.engine.scheduler.check(seq)
         stream = Stream(lambda: self._inbox.put((job,)))
         job = _Job(request, stream, seqs, writers, [0] * params.n)
-        self._start()
-        self._inbox.put(job)
+        with self._lock:  # or the thread could end between the two
+            self._start()
+            self._inbox.put(job)
         return stream
 
     def close(self) -> None:
-        if self._thread is not None and self._thread.is_alive():
-            self._inbox.put(None)
-            self._thread.join()
+        with self._lock:
+            if self._thread is not None and self._thread.is_alive():
+                self._inbox.put(None)
+                self._thread.join()
 
     def encode(self, prompt: Prompt, special: bool = True) -> list[int]:
         if not isinstance(prompt, str):
@@ -101,8 +104,11 @@ class Local:
             raise OutriderError("the model has no chat template; give a prompt instead of messages (--raw)")
         try:
             text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except OutriderError:
+            raise
         except Exception as error:  # the template is the model's own code: whatever it raises is about the messages
-            raise OutriderError(f"the chat template refused the messages: {error}") from error
+            reason = " ".join(str(error).split())
+            raise OutriderError(f"the chat template refused the messages: {reason}") from error
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     def _prompt(self, request: Request) -> list[int]:
@@ -128,10 +134,10 @@ class Local:
     def _writer(self, request: Request) -> Writer | None:
         """Text is written token by token only where somebody reads it so."""
         if request.params.stop:
-            return Writer(self._need_tokenizer(), request.params.stop)
+            return Writer(self._need_tokenizer(), request.params.stop, request.params.min_tokens)
         return Writer(self.tokenizer) if request.stream and self.tokenizer is not None else None
 
-    def _need_tokenizer(self) -> Any:
+    def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise OutriderError("the model has no tokenizer, so text cannot be read; give token ids instead")
         return self.tokenizer
@@ -149,10 +155,9 @@ class Local:
                 self.engine.drafters[draft] = self._drafter(draft)
 
     def _start(self) -> None:
-        with self._lock:
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
-                self._thread.start()
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
+            self._thread.start()
 
     def _run(self) -> None:
         """The engine's thread: take in, step, deliver."""
@@ -161,9 +166,9 @@ class Local:
                 continue
             try:
                 ended = self.engine.step()
+                self._deliver([*self.engine.scheduler.running, *ended])
             except Exception as error:
-                ended = self._abandon(error)
-            self._deliver([*self.engine.scheduler.running, *ended])
+                self._deliver(self._abandon(error))
         for seq in [*self.engine.scheduler.running, *self.engine.scheduler.waiting]:
             self._deliver(self.engine.cancel(seq.id))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+
+from outrider.models.tokenizer import Tokenizer
 
 UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are not yet a character
 
@@ -11,8 +12,9 @@ UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are not yet a char
 class Writer:
     """The text of one sample as it grows. `push` takes a token; `take` gives the text that is certain by now."""
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stop = tokenizer, stop
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), least: int = 0) -> None:
+        """Stop strings that are complete before `least` tokens are written do not count."""
+        self._tokenizer, self._stop, self._least = tokenizer, stop, least
         self._tokens: list[int] = []
         self._context = 0  # decoding starts here: a few tokens back, since spaces and bytes join across tokens
         self._decoded = 0  # tokens whose text is in `text`
@@ -28,7 +30,7 @@ class Writer:
             return False
         self.text += after[len(before) :]
         self._context, self._decoded = self._decoded, len(self._tokens)
-        return self._cut(len(after) - len(before))
+        return len(self._tokens) >= self._least and self._cut(len(after) - len(before))
 
     def take(self, last: bool = False) -> str:
         """New text that no stop string can take back; with `last`, all that is left."""
@@ -43,11 +45,12 @@ class Writer:
     _ended = False
 
     def _cut(self, fresh: int) -> bool:
-        """Look for a stop string that ends in the last `fresh` characters."""
-        for stop in self._stop:
-            place = self.text.find(stop, max(0, len(self.text) - fresh - len(stop) + 1))
-            if place >= 0:
-                self.text, self._ended = self.text[:place], True
+        """Look for stop strings that end in the last `fresh` characters; the text ends before the first of them."""
+        size = len(self.text)
+        places = [self.text.find(stop, max(0, size - fresh - len(stop) + 1)) for stop in self._stop]
+        found = [place for place in places if place >= 0]
+        if found:
+            self.text, self._ended = self.text[: min(found)], True
         return self._ended
 
     def _held(self) -> int:

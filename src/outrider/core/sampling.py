@@ -108,22 +108,22 @@ def adjust(logits: Tensor, tokens: Sequence[int], prompt: int, params: SamplingP
     """
     if not params.adjusts:
         return logits
-    logits = logits.float().clone()
+    logits, device = logits.float().clone(), logits.device
     if params.repetition_penalty != 1.0 and tokens:
-        seen = torch.tensor(sorted(set(tokens)))
+        seen = torch.tensor(sorted(set(tokens)), device=device)
         score = logits[seen]
         logits[seen] = torch.where(score > 0, score / params.repetition_penalty, score * params.repetition_penalty)
     if (params.presence_penalty or params.frequency_penalty) and len(tokens) > prompt:
         counts = Counter(tokens[prompt:])
-        often = torch.tensor(list(counts.values()), dtype=torch.float32)
-        logits[torch.tensor(list(counts))] -= params.presence_penalty + params.frequency_penalty * often
+        often = torch.tensor(list(counts.values()), dtype=torch.float32, device=device)
+        logits[torch.tensor(list(counts), device=device)] -= params.presence_penalty + params.frequency_penalty * often
     for token, bias in params.logit_bias.items():
         logits[token] += bias
     if params.allowed_token_ids is not None:
-        allowed = torch.tensor(params.allowed_token_ids)
+        allowed = torch.tensor(params.allowed_token_ids, device=device)
         logits = torch.full_like(logits, MINUS_INF).index_copy(0, allowed, logits[allowed])
     if ends and len(tokens) - prompt < params.min_tokens:
-        logits[torch.tensor(sorted(ends))] = MINUS_INF
+        logits[torch.tensor(sorted(ends), device=device)] = MINUS_INF
     for word in params.bad_words:
         if len(word) == 1 or tuple(tokens[1 - len(word) :]) == word[:-1]:
             logits[word[-1]] = MINUS_INF  # type: ignore[index]

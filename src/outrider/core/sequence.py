@@ -85,15 +85,16 @@ class Sequence:
         tokens = [*self.tokens, *guessed]
         return int(sampling.adjust(logits, tokens, self.prompt, self.params, self.ends).argmax())
 
-    def draw(self, law: Tensor, depth: int) -> int:
-        """A drafter's draw from its own law for the token `depth` positions past the first undecided one.
+    def draw(self, law: Tensor, depth: int, index: int = 0) -> int:
+        """A drafter's draw from its own law for the token `depth` positions past the first undecided one; `index` tells
+        the draws for one position apart.
 
         Under the coupled rule it uses the target's own noise, so that it mostly draws the target's token.
         """
         position = len(self.tokens) + depth
         if self.rule == "coupled":
             return self.dice.choose(law, position)
-        return self.dice.draw(law, position, DRAFT)
+        return self.dice.draw(law, position, DRAFT, index)
 
 
 def logprobs(logits: Tensor, token: int, alternatives: int) -> tuple[float, tuple[tuple[int, float], ...]]:

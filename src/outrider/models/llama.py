@@ -14,6 +14,8 @@ from outrider.models.cache import Cache
 from outrider.models.linear import Embedding, Linear
 from outrider.models.stack import Pass, Stack, StackConfig
 
+_POSITIONS = 1024  # that rotary tables begin with
+
 
 @dataclass(frozen=True)
 class LlamaConfig(StackConfig):
@@ -53,8 +55,7 @@ class Llama:
         self.dtype, self.device = weights.norm.dtype, weights.norm.device
         self._cache = Cache(config.num_layers, config.num_kv_heads, config.head_dim, self.dtype, self.device)
         self.capacity = memory // (2 * self._cache.bytes_per_token)  # a buffer that doubles may be half empty
-        cos, sin = weights.rope.tables(config.context)
-        self._cos, self._sin = cos.to(self.device, self.dtype), sin.to(self.device, self.dtype)  # [context, head_dim]
+        self._cos = self._sin = torch.empty(0)  # [positions met so far and some more, head_dim]
 
     def length(self, id: int) -> int:
         return self._cache.length(id)
@@ -73,9 +74,9 @@ class Llama:
     def forward(self, feeds: Sequence[Feed], layers: Sequence[int] = ()) -> list[Output]:
         tokens = [token for feed in feeds for token in (*feed.tokens, *feed.draft.tokens)]
         batch = self._pass(feeds)
-        place = torch.tensor(batch.positions, device=self.device)
+        cos, sin = self._turns(batch.positions)
         x = self.weights.embedding.rows(torch.tensor(tokens, device=self.device))
-        x, hidden = self.weights.stack.run(x, batch, self._cos[place], self._sin[place], layers)
+        x, hidden = self.weights.stack.run(x, batch, cos, sin, layers)
         logits = self._head(x[self._judged(batch)])
         return _split(batch, logits, hidden)
 
@@ -92,6 +93,15 @@ class Llama:
             rows.append(slice(start, len(positions)))
             slots.append(self._cache.extend(feed.id, len(positions) - start))
         return Pass(feeds, slots, rows, positions, parents)
+
+    def _turns(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """cos and sin at these positions. The tables grow with the texts: a long context's would take 100 MB."""
+        last = max(positions, default=0)
+        if last >= len(self._cos):
+            cos, sin = self.weights.rope.tables(min(2 * last + _POSITIONS, self.context))
+            self._cos, self._sin = cos.to(self.device, self.dtype), sin.to(self.device, self.dtype)
+        place = torch.tensor(positions, device=self.device)
+        return self._cos[place], self._sin[place]
 
     def _judged(self, batch: Pass) -> Tensor | slice:
         """The rows whose logits are asked for: each feed's last token and its nodes."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -24,6 +26,7 @@ from outrider.models.native.stack import NativeStack
 from outrider.models.quant import Quantised
 from outrider.models.rope import FIXED, rope
 from outrider.models.stack import Layer, TorchStack
+from outrider.models.tokenizer import Tokenizer
 
 OWN = ("llama", "mistral", "qwen2", "qwen3")  # families that models/llama.py runs; all others go through transformers
 
@@ -31,7 +34,7 @@ OWN = ("llama", "mistral", "qwen2", "qwen3")  # families that models/llama.py ru
 @dataclass(frozen=True, eq=False)
 class Loaded:
     model: Model
-    tokenizer: Any = None  # None: the folder has none, and prompts are token ids
+    tokenizer: Tokenizer | None = None  # None: the folder has none, and prompts are token ids
     ends: frozenset[int] = frozenset()  # tokens after which an answer is over
     notes: tuple[str, ...] = ()  # what a user should know about how the weights are kept
 
@@ -54,11 +57,17 @@ class Target:
 def load(name: str, where: Target) -> Loaded:
     path = sources.resolve(name)
     try:
-        if path.is_file():
-            return _load_gguf(path, where)
-        return _load_folder(path, where)
+        loaded = _load_gguf(path, where) if path.is_file() else _load_folder(path, where)
     except torch.OutOfMemoryError as error:
         raise OutriderError(f"{name} does not fit into the memory of {where.device}; use a smaller model") from error
+    _give_back()
+    return loaded
+
+
+def _give_back() -> None:
+    """Heap that loading has freed goes back to the system: the C library keeps it, and it would stay resident."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # only glibc has the call
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def available_memory() -> int:

@@ -5,16 +5,18 @@ What a file leaves unsaid is filled in as llama.cpp does, for files are made for
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from outrider.core.errors import OutriderError
 
 if TYPE_CHECKING:
-    from tokenizers import AddedToken, Tokenizer
+    from tokenizers import AddedToken, Tokenizer as Backend
     from tokenizers.pre_tokenizers import PreTokenizer
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    from outrider.models.chat_template import ChatTemplate
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # values of tokenizer.ggml.token_type
 
@@ -62,10 +64,99 @@ _VOCABULARIES = (
 )
 
 
-def from_gguf(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast | None:
-    """The tokenizer that a GGUF file describes; None when it describes none."""
-    from transformers import PreTrainedTokenizerFast
+class Tokenizer(Protocol):
+    """What is used of a tokenizer, under the names of transformers, whose tokenizers serve as well."""
 
+    @property
+    def chat_template(self) -> str | None: ...
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, AddedToken]: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
+
+    def get_vocab(self) -> dict[str, int]: ...
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tokenize: Literal[False],
+        add_generation_prompt: bool = False,
+        **extra: Any,
+    ) -> str: ...
+
+
+class GGUFTokenizer:
+    """The tokenizer of a GGUF file. Not one of transformers: importing that costs a second and 22 MB."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        special_tokens_map: Mapping[str, str],
+        chat_template: str | None = None,
+        add_bos_token: bool = False,
+        add_eos_token: bool = False,
+    ) -> None:
+        """`special_tokens_map`: what the file has of bos_token, eos_token, unk_token and pad_token."""
+        self.backend_tokenizer, self.special_tokens_map = backend, dict(special_tokens_map)
+        self.chat_template, self.add_bos_token, self.add_eos_token = chat_template, add_bos_token, add_eos_token
+        self.bos_token_id, self.eos_token_id = self._id("bos_token"), self._id("eos_token")
+        self._before = [self.bos_token_id] if add_bos_token and self.bos_token_id is not None else []
+        self._after = [self.eos_token_id] if add_eos_token and self.eos_token_id is not None else []
+
+    def __len__(self) -> int:
+        return self.backend_tokenizer.get_vocab_size()
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, AddedToken]:
+        return self.backend_tokenizer.get_added_tokens_decoder()
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.backend_tokenizer.get_vocab()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        ids = self.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        return [*self._before, *ids, *self._after] if add_special_tokens else ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return self.backend_tokenizer.decode(ids, skip_special_tokens)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tokenize: Literal[False],
+        add_generation_prompt: bool = False,
+        **extra: Any,
+    ) -> str:
+        """The text of a chat; `extra` are more variables for the template."""
+        if tokenize:
+            raise ValueError("give tokenize=False and encode the text with add_special_tokens=False")
+        variables = {**self.special_tokens_map, "add_generation_prompt": add_generation_prompt, **extra}
+        return self._template.render(messages, variables)
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        """Compiled when first asked for: with a broken template a model can still continue a prompt."""
+        from outrider.models.chat_template import ChatTemplate
+
+        if self.chat_template is None:
+            raise OutriderError("the model has no chat template; give a prompt instead of messages (--raw)")
+        return ChatTemplate(self.chat_template)
+
+    def _id(self, name: str) -> int | None:
+        token = self.special_tokens_map.get(name)
+        return None if token is None else self.backend_tokenizer.token_to_id(token)
+
+
+def from_gguf(metadata: Mapping[str, Any]) -> GGUFTokenizer | None:
+    """The tokenizer that a GGUF file describes; None when it describes none."""
     model = metadata.get("tokenizer.ggml.model", "none")
     if model in ("none", "no_vocab"):
         return None
@@ -75,24 +166,22 @@ def from_gguf(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast | None:
         )
     named = {name: text for name, key in _NAMED.items() if (text := _named(metadata, key)) is not None}
     try:
-        tokenizer = _BUILDERS[model](metadata)
+        backend = _BUILDERS[model](metadata)
     except OutriderError:
         raise
     except Exception as error:  # the tokenizers library raises bare Exceptions
         raise OutriderError(f"the file's tokenizer is broken ({error!r}); download the file again") from None
-    tokenizer.add_special_tokens(list(_added(metadata, _CONTROL)))
-    tokenizer.add_tokens(list(_added(metadata, _USER_DEFINED)))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        chat_template=metadata.get("tokenizer.chat_template"),
-        add_bos_token=_adds_bos(metadata),
-        add_eos_token=metadata.get("tokenizer.ggml.add_eos_token", False),
-        clean_up_tokenization_spaces=False,
-        **named,
+    _add(backend, metadata, named.values())
+    return GGUFTokenizer(
+        backend,
+        named,
+        metadata.get("tokenizer.chat_template"),
+        _adds_bos(metadata),
+        metadata.get("tokenizer.ggml.add_eos_token", False),
     )
 
 
-def from_folder(path: str | Path) -> PreTrainedTokenizerBase | None:
+def from_folder(path: str | Path) -> Tokenizer | None:
     """The tokenizer of a Hugging Face folder; None when it has no tokenizer files, for ids need none."""
     folder = Path(path).resolve()  # transformers asks the hub about a short relative path
     if not any((folder / name).is_file() for name in _VOCABULARIES):
@@ -106,7 +195,7 @@ def from_folder(path: str | Path) -> PreTrainedTokenizerBase | None:
         raise OutriderError(f"the tokenizer files in {folder} cannot be read ({reason}); download them again") from None
 
 
-def end_ids(tokenizer: PreTrainedTokenizerBase, metadata: Mapping[str, Any] | None = None) -> frozenset[int]:
+def end_ids(tokenizer: Tokenizer, metadata: Mapping[str, Any] | None = None) -> frozenset[int]:
     """Ids after which an answer is over: many files name one end, while chat turns end with another."""
     said = [(metadata or {}).get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     known = [
@@ -115,7 +204,7 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, metadata: Mapping[str, Any] | No
     return frozenset(id for id in (tokenizer.eos_token_id, *said, *known) if id is not None)
 
 
-def _byte_level(metadata: Mapping[str, Any]) -> Tokenizer:
+def _byte_level(metadata: Mapping[str, Any]) -> Backend:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     splits = _splits(metadata)
@@ -129,7 +218,7 @@ def _byte_level(metadata: Mapping[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
+def _sentencepiece(metadata: Mapping[str, Any]) -> Backend:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocabulary = _vocabulary(metadata)
@@ -182,13 +271,18 @@ def _pre_tokenizer(splits: tuple[str, ...]) -> PreTokenizer:
     return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def _added(metadata: Mapping[str, Any], type: int) -> Iterator[AddedToken]:
+def _add(backend: Backend, metadata: Mapping[str, Any], named: Iterable[str]) -> None:
+    """Tokens that are found in a text before it is split. A token with a role is one, whatever its type."""
     from tokenizers import AddedToken
 
-    types = metadata.get("tokenizer.ggml.token_type", ())
-    for token, of in zip(metadata["tokenizer.ggml.tokens"], types, strict=False):
-        if of == type:
-            yield AddedToken(token, normalized=False, special=type == _CONTROL)
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", ())
+    control, text = (
+        [token for token, type in zip(tokens, types, strict=False) if type == wanted]
+        for wanted in (_CONTROL, _USER_DEFINED)
+    )
+    control += set(named) - set(control) - set(text)
+    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    backend.add_tokens([AddedToken(token, normalized=False) for token in text])
 
 
 def _named(metadata: Mapping[str, Any], key: str) -> str | None:

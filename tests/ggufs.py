@@ -1,0 +1,75 @@
+"""Tiny GGUF files of models that can run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 32, 48, 4, 2, 2
+
+
+def write_llama(path: Path, vocab: int = 40, metadata: dict[str, Any] | None = None) -> Path:
+    """A llama of two layers in bfloat16 values, so that a conversion rounds nothing."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(50000.0)
+    for key, value in (metadata or {}).items():
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    for name, tensor in _weights(vocab).items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _weights(vocab: int) -> dict[str, np.ndarray]:
+    random = torch.Generator().manual_seed(0)
+
+    def matrix(*shape: int) -> np.ndarray:
+        return torch.randn(shape, generator=random).mul(0.3).bfloat16().float().numpy()
+
+    kv = KV_HEADS * HIDDEN // HEADS
+    shapes = {
+        "attn_q": (HIDDEN, HIDDEN),
+        "attn_k": (kv, HIDDEN),
+        "attn_v": (kv, HIDDEN),
+        "attn_output": (HIDDEN, HIDDEN),
+        "ffn_gate": (INNER, HIDDEN),
+        "ffn_up": (INNER, HIDDEN),
+        "ffn_down": (HIDDEN, INNER),
+    }
+    weights = {"token_embd.weight": matrix(vocab, HIDDEN), "output_norm.weight": np.ones(HIDDEN, np.float32)}
+    for layer in range(LAYERS):
+        at = f"blk.{layer}."
+        weights |= {f"{at}{name}.weight": np.ones(HIDDEN, np.float32) for name in ("attn_norm", "ffn_norm")}
+        weights |= {f"{at}{name}.weight": matrix(*shape) for name, shape in shapes.items()}
+    return weights
+
+
+def byte_metadata(**more: Any) -> dict[str, Any]:
+    """A tokenizer with one token per byte, one merge and two control tokens; `more` as in add_bos_token=True."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    tokens = ["<|im_start|>", "<|im_end|>", *sorted(ByteLevel.alphabet()), "th"]
+    said = {
+        "model": "gpt2",
+        "pre": "smollm",
+        "tokens": tokens,
+        "token_type": [3, 3, *[1] * (len(tokens) - 2)],
+        "merges": ["t h"],
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    return {f"tokenizer.ggml.{key}": value for key, value in (said | more).items()}
