@@ -32,7 +32,7 @@ lint: venv ## ruff and mypy
 	$(BIN)/mypy
 
 test: lint ## lint, then every test that needs no GPU
-	$(BIN)/pytest -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n auto --dist loadfile
 
 clean: ## remove .venv, caches and builds
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,7 +14,8 @@ from outrider.engine.engine import Engine
 from outrider.engine.pace import Pace
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Model
-from outrider.models.load import Loaded, Target, available_memory, load
+from outrider.models.load import Loaded, available_memory, load
+from outrider.models.weights import Target
 from outrider.settings import Settings
 
 GIB = 1 << 30

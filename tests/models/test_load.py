@@ -147,3 +147,12 @@ def test_a_broken_config_value(folder):
     change(folder / "config.json", hidden_size="wide")
     with pytest.raises(OutriderError, match="not a model that can be run"):
         load(str(folder), CPU)
+
+
+def test_weights_of_other_sizes_than_the_config_says_are_refused(tmp_path):
+    reference("llama").save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    said["num_key_value_heads"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(OutriderError, match=r"k_proj.weight has shape \(16, 32\) but .* says \(8, 32\)"):
+        load(str(tmp_path), CPU)

@@ -6,27 +6,20 @@ import contextlib
 import ctypes
 import json
 import os
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from outrider.core.errors import OutriderError
-from outrider.models import quant, sources, tokenizer as tokenizers
+from outrider.models import sources, tokenizer as tokenizers
 from outrider.models.base import Model
-from outrider.models.gguf import GGUFFile, GGUFTensor
-from outrider.models.linear import join
-from outrider.models.llama import Llama, LlamaConfig, Rope, Weights
-from outrider.models.native.library import NoCompiler, library
-from outrider.models.native.packed import Packed, packable
-from outrider.models.native.stack import NativeStack
-from outrider.models.quant import Quantised
+from outrider.models.gguf import GGUFFile
+from outrider.models.llama import Llama, LlamaConfig, Rope
 from outrider.models.rope import FIXED, rope
-from outrider.models.stack import Layer, TorchStack
 from outrider.models.tokenizer import Tokenizer
+from outrider.models.weights import FolderStore, GGUFStore, Target, assemble
 
 OWN = ("llama", "mistral", "qwen2", "qwen3")  # families that models/llama.py runs; all others go through transformers
 
@@ -37,21 +30,6 @@ class Loaded:
     tokenizer: Tokenizer | None = None  # None: the folder has none, and prompts are token ids
     ends: frozenset[int] = frozenset()  # tokens after which an answer is over
     notes: tuple[str, ...] = ()  # what a user should know about how the weights are kept
-
-
-@dataclass(frozen=True)
-class Target:
-    """Where a model is to live."""
-
-    device: torch.device
-    dtype: torch.dtype | None  # None: as the file stores it where that can run, else what suits the device
-    memory: int  # bytes for keys and values
-    bits: int = 0  # 4 or 8: quantise dense weights on loading
-
-    @property
-    def dense(self) -> torch.dtype:
-        """The dtype of weights that are not packed."""
-        return self.dtype or (torch.float32 if self.device.type == "cpu" else torch.bfloat16)
 
 
 def load(name: str, where: Target) -> Loaded:
@@ -82,97 +60,6 @@ def available_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-class Store(Protocol):
-    """Weights under Hugging Face names."""
-
-    def __contains__(self, name: str) -> bool: ...
-
-    def dense(self, name: str) -> Tensor:
-        """As a tensor: norms, biases, and matrices that are not packed."""
-        ...
-
-    def quantised(self, name: str) -> Quantised:
-        """As integers and scales."""
-        ...
-
-
-def assemble(store: Store, config: LlamaConfig, make_rope: Callable[[], Rope], tied: bool, packed: bool) -> Weights:
-    """The weights of a llama-like model, taken from the store one matrix at a time."""
-
-    def optional(name: str) -> Tensor | None:
-        return store.dense(name) if name in store else None
-
-    def linear(*names: str) -> Any:
-        biases = [optional(f"{name}.bias") for name in names]
-        if packed:
-            return Packed([store.quantised(f"{name}.weight") for name in names], biases)
-        return join([store.dense(f"{name}.weight") for name in names], biases)
-
-    def layer(index: int) -> Layer:
-        prefix = f"model.layers.{index}."
-        attention = prefix + "self_attn."
-        return Layer(
-            attention_norm=store.dense(prefix + "input_layernorm.weight"),
-            qkv=linear(attention + "q_proj", attention + "k_proj", attention + "v_proj"),
-            output=linear(attention + "o_proj"),
-            mlp_norm=store.dense(prefix + "post_attention_layernorm.weight"),
-            gate_up=linear(prefix + "mlp.gate_proj", prefix + "mlp.up_proj"),
-            down=linear(prefix + "mlp.down_proj"),
-            query_norm=optional(attention + "q_norm.weight"),
-            key_norm=optional(attention + "k_norm.weight"),
-        )
-
-    embedding = linear("model.embed_tokens")
-    head = embedding if tied else linear("lm_head")
-    layers = [layer(index) for index in range(config.num_layers)]
-    stack = NativeStack(config, layers) if packed else TorchStack(config, layers)
-    return Weights(embedding, stack, store.dense("model.norm.weight"), head, make_rope())
-
-
-def _can_pack(where: Target, shapes: Iterable[tuple[int, ...]], notes: list[str]) -> bool:
-    """Whether packed weights can run here; if not, why."""
-    if where.device.type != "cpu":
-        notes.append(f"packed weights run on a CPU only; on {where.device} they are expanded to {where.dense}")
-        return False
-    odd = next((shape for shape in shapes if len(shape) == 2 and not packable(*shape)), None)
-    if odd is not None:
-        notes.append(f"a matrix of shape {odd} cannot be packed; the weights are expanded to {where.dense}")
-        return False
-    try:
-        library()
-    except NoCompiler as reason:
-        notes.append(f"{reason}; the weights are expanded to {where.dense}, which is slower: install g++")
-        return False
-    return True
-
-
-class _GGUFStore:
-    def __init__(self, tensors: dict[str, GGUFTensor], where: Target) -> None:
-        self._tensors, self._where = tensors, where
-        self.notes: list[str] = []
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
-
-    def dense(self, name: str) -> Tensor:
-        return self._tensors[name].dequantize(self._where.dense).to(self._where.device)
-
-    def quantised(self, name: str) -> Quantised:
-        tensor = self._tensors[name]
-        exact = quant.from_gguf(tensor)
-        if exact is not None:
-            return exact
-        self.notes.append(f"{name} is stored as {tensor.kind}, which is not packed as it is; it is rounded to 8 bits")
-        return quant.quantise(tensor.dequantize(), 8)
-
-    def packs(self) -> bool:
-        """Whether the file's own bits are to be kept, and can be."""
-        kinds = {tensor.kind for tensor in self._tensors.values() if len(tensor.shape) == 2}
-        if self._where.dtype is not None or not kinds & set(quant.KINDS):
-            return False
-        return _can_pack(self._where, (tensor.shape for tensor in self._tensors.values()), self.notes)
-
-
 def _load_gguf(path: Path, where: Target) -> Loaded:
     file = GGUFFile(path)
     said = file.config()
@@ -194,47 +81,13 @@ def _load_gguf(path: Path, where: Target) -> Loaded:
 
     if where.bits:
         raise OutriderError(f"{path} is quantised as it is; --quantize is for dense weights, leave it out")
-    store = _GGUFStore(dict(file.tensors()), where)
+    store = GGUFStore(dict(file.tensors()), where)
     weights = assemble(store, config, make_rope, said["tie_embeddings"], store.packs())
     tokenizer = tokenizers.from_gguf(file.metadata)
     ends = _ids(file.metadata.get("tokenizer.ggml.eos_token_id"))
     if tokenizer is not None:
         ends |= tokenizers.end_ids(tokenizer, file.metadata)
     return Loaded(Llama(config, weights, where.memory), tokenizer, ends, tuple(store.notes))
-
-
-class _FolderStore:
-    """Safetensors files of one folder, opened once and read tensor by tensor."""
-
-    def __init__(self, folder: Path, where: Target) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        self._where = where
-        self._files = {}
-        self.notes: list[str] = []
-        for path in sorted(folder.glob("*.safetensors")):
-            try:
-                file = safe_open(str(path), framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise OutriderError(f"{path} cannot be read ({error}); download it again") from error
-            self._files.update(dict.fromkeys(file.keys(), file))
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
-
-    def dense(self, name: str) -> Tensor:
-        if name not in self._files:
-            raise OutriderError(f"the model's folder lacks the tensor {name}; download it again")
-        return self._files[name].get_tensor(name).to(self._where.device, self._where.dense)
-
-    def quantised(self, name: str) -> Quantised:
-        return quant.quantise(self.dense(name), self._where.bits)
-
-    def packs(self) -> bool:
-        if not self._where.bits:
-            return False
-        shapes = (tuple(file.get_slice(name).get_shape()) for name, file in self._files.items())
-        return _can_pack(self._where, shapes, self.notes)
 
 
 def _load_folder(folder: Path, where: Target) -> Loaded:
@@ -292,7 +145,7 @@ def _load_own(folder: Path, config: Any, where: Target) -> tuple[Model, tuple[st
         context=config.max_position_embeddings,
     )
     scaling = dict(config.rope_parameters)
-    store = _FolderStore(folder, where)
+    store = FolderStore(folder, where)
 
     def make_rope() -> Rope:
         return rope(head_dim, scaling["rope_theta"], own.context, scaling)
