@@ -75,7 +75,7 @@ def make(
         draft_model=draft_model,
         dtype=Settings(dtype=dtype).dtype,
     )
-    _claim(output)
+    claim(output)
     return plan
 
 
@@ -97,7 +97,8 @@ def _interpreters(given: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _claim(folder: Path) -> None:
+def claim(folder: Path) -> None:
+    """An output that cannot be written is refused before anything is measured."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"

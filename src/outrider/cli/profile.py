@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outrider.bench.plan import claim
 from outrider.cli import options
 from outrider.cli.options import DEFAULT
 from outrider.cli.screen import bar, note
-from outrider.core.errors import OutriderError
 from outrider.profile import DEFAULT as PLAN, Choice, Plan, Point, Profile, parse_rows, profile as run
 from outrider.settings import QUANTIZE
 
@@ -55,7 +55,7 @@ def profile(
     """
     plan = Plan(context, parse_rows(rows), rounds)
     if output is not None:
-        _claim(output)
+        claim(output)
     with (
         options.opened(model, draft, dtype=dtype, quantize=quantize, threads=threads) as llm,
         bar("{task.completed:.0f}/{task.total:.0f}") as progress,
@@ -157,17 +157,6 @@ def _draw_speed_ups(axes: Axes, found: Profile) -> None:
     axes.plot(chances, best, "k:", label="the best length")
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set(xlabel="acceptance", ylabel="expected speed-up over plain decoding", xlim=(0, 1), ylim=(0, None))
-
-
-def _claim(folder: Path) -> None:
-    """An output that cannot be written is refused before anything is measured."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise OutriderError(f"cannot write to the output folder {folder}: {error.strerror or error}") from error
 
 
 def _write(found: Profile, folder: Path) -> None:

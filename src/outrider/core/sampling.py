@@ -142,15 +142,19 @@ def warp(logits: Tensor, params: SamplingParams) -> Tensor:
     # the highest becomes 0, so that a small temperature cannot overflow
     law = torch.softmax((logits - logits.max()) / params.temperature, -1)
     if 0 < params.top_k < law.shape[0]:
-        law = _keep(law, law.topk(params.top_k).indices)
+        law = _keep(law, _likeliest(law, params.top_k))
     if params.top_p < 1.0:
-        law = _nucleus(law, law, params.top_p)
+        head = _head(law)
+        # the head holds the likeliest tokens: if it has the mass, the nucleus lies inside
+        within = head if float(law[head].sum()) >= params.top_p else torch.arange(law.shape[0], device=law.device)
+        law = _nucleus(law, law, params.top_p, within)
     if params.min_p > 0.0:
         law = _renormalise(law.where(law >= params.min_p * law.max(), 0.0))
     if params.typical_p < 1.0:
         surprise = -law.log()
         entropy = (law * surprise.where(law > 0, 0.0)).sum()
-        law = _nucleus(law, -(surprise - entropy).abs(), params.typical_p)
+        everything = torch.arange(law.shape[0], device=law.device)
+        law = _nucleus(law, -(surprise - entropy).abs(), params.typical_p, everything)
     return law
 
 
@@ -163,9 +167,21 @@ def _keep(law: Tensor, tokens: Tensor) -> Tensor:
     return _renormalise(torch.zeros_like(law).index_copy_(0, tokens, law[tokens]))
 
 
-def _nucleus(law: Tensor, score: Tensor, mass: float) -> Tensor:
-    """The tokens of highest score that together have at least `mass`; always at least one."""
-    order = score.argsort(descending=True, stable=True)
+def _head(law: Tensor) -> Tensor:
+    """The tokens that matter, in order of their ids: to sort a whole vocabulary takes as long as a pass."""
+    return (law >= 1e-3 * law.max()).nonzero().squeeze(1)
+
+
+def _likeliest(law: Tensor, count: int) -> Tensor:
+    head = _head(law)
+    if head.shape[0] < count:
+        return law.topk(count).indices
+    return head[law[head].topk(count).indices]
+
+
+def _nucleus(law: Tensor, score: Tensor, mass: float, within: Tensor) -> Tensor:
+    """The tokens of highest score that together have at least `mass`, out of those `within`; always at least one."""
+    order = within[score[within].argsort(descending=True, stable=True)]
     before = law[order].cumsum(0) - law[order]
     return _keep(law, order[: max(1, int((before < mass).sum()))])
 
