@@ -288,7 +288,8 @@ class _Bench:
     def _run(
         self, prompts: list[Tokens], params: SamplingParams, draft: str, predictions: list[Tokens] | None = None
     ) -> list[Result]:
-        results = self.llm.generate(prompts, params, draft=draft, prediction=predictions, progress=False)
+        expected = predictions if drafters.find(draft.partition(":")[0]).expects else None
+        results = self.llm.generate(prompts, params, draft=draft, prediction=expected, progress=False)
         failed = next((result for result in results if result.finish_reason == "error"), None)
         if failed is not None:
             raise OutriderError(f"{draft}: {failed.error}")

@@ -44,6 +44,7 @@ def local(settings: Settings) -> Local:
         Limits(settings.max_batch, settings.piece),
         Pace() if settings.pace else None,
     )
+    engine.drafters[settings.draft] = engine.drafters[""]  # a request that names it gets the same one
     return Local(engine, drafter, loaded.tokenizer, loaded.ends, settings.rule, loaded.notes)  # type: ignore[arg-type]
 
 
@@ -75,7 +76,10 @@ def _device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise OutriderError("device cuda was asked for, but torch sees no GPU here; use device cpu or auto")
-    return torch.device(name)
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise OutriderError(f"unknown device {name!r}; write cpu, cuda or cuda:NUMBER") from error
 
 
 def _memory(settings: Settings, device: torch.device) -> int:

@@ -20,7 +20,7 @@ class Settings:
     model: str = "smollm2-135m"  # name, folder, hub id or GGUF file
     draft: str = "ngram"  # NAME or NAME:key=value,...
     device: str = "auto"
-    dtype: str = "auto"  # auto: as the file stores the weights where that can run
+    dtype: str = "auto"  # auto: on a CPU a file's own 4 or 8 bits, or float32; on a GPU bfloat16
     quantize: str = "none"  # dense weights, rounded on loading
     rule: str = "rejection"  # how drafts are verified when a request samples without a seed
     pace: bool = True  # draft as much as pays here and now; False: always as much as the drafter can
@@ -42,6 +42,8 @@ class Settings:
         for name, least in (("max_batch", 1), ("piece", 2), ("cache_memory", 0), ("threads", 0)):
             if not getattr(self, name) >= least:
                 raise OutriderError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        if self.threads > 1024:
+            raise OutriderError(f"threads must be at most 1024, not {self.threads}")
 
 
 def from_mapping(values: Mapping[str, Any]) -> Settings:

@@ -109,7 +109,8 @@ def test_packed_text_is_that_of_the_dequantised_model(packed, written, chats):
 def test_a_drafter_changes_nothing_not_even_the_last_bit(packed, chats, draft, params):
     plain = packed.chat(chats, params)
     guessed = ["I think that the answer is this: " + result.text for result in plain]
-    drafted = packed.chat(chats, params, draft=draft, prediction=guessed)
+    expected = {"prediction": guessed} if draft == "prediction" else {}
+    drafted = packed.chat(chats, params, draft=draft, **expected)
     assert sum(result.stats.accepted for result in drafted) > 0
     for a, b in zip(plain, drafted, strict=True):
         assert a.token_ids == b.token_ids

@@ -34,7 +34,6 @@ NOWHERE = "http://127.0.0.1:1"
 
 def source_of(content: bytes) -> Source:
     return Source(
-        about="a tiny file",
         file="tiny.gguf",
         size=len(content),
         sha256=hashlib.sha256(content).hexdigest(),

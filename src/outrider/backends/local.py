@@ -32,7 +32,7 @@ class _Job:
     sent: list[int]
 
 
-_ids = itertools.count()  # of sequences: two backends may share one model
+_ids = itertools.count()  # of sequences
 
 
 class Local:
@@ -61,6 +61,8 @@ class Local:
         writers = [self._writer(request) for _ in range(params.n)]
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._ends)
         self.prepare(request.draft)
+        if request.prediction is not None and not self.engine.drafters[request.draft].expects:
+            raise OutriderError("a prediction was given, but only the drafter prediction reads it; choose that one")
         seqs = [
             Sequence(
                 next(_ids),
@@ -160,15 +162,16 @@ class Local:
             self._thread.start()
 
     def _run(self) -> None:
-        """The engine's thread: take in, step, deliver."""
-        while self._take_in():
-            if not self.engine.busy:
-                continue
+        """The engine's thread: take in, step, deliver. Whatever goes wrong ends requests, never the thread."""
+        while True:
             try:
-                ended = self.engine.step()
-                self._deliver([*self.engine.scheduler.running, *ended])
+                if not self._take_in():
+                    break
+                if self.engine.busy:
+                    ended = self.engine.step()
+                    self._deliver([*self.engine.scheduler.running, *ended])
             except Exception as error:
-                self._deliver(self._abandon(error))
+                self._abandon(error)
         for seq in [*self.engine.scheduler.running, *self.engine.scheduler.waiting]:
             self._deliver(self.engine.cancel(seq.id))
 
@@ -187,24 +190,39 @@ class Local:
                     self._deliver(self.engine.cancel(seq.id))
         return True
 
-    def _abandon(self, error: Exception) -> list[Sequence]:
+    def _abandon(self, error: Exception) -> None:
         """A pass failed (out of memory, say): the sequences in it end with the reason, the waiting ones go on."""
-        reason = " ".join(str(error).split())
-        ended = [seq for running in list(self.engine.scheduler.running) for seq in self.engine.cancel(running.id)]
-        for seq in ended:
-            seq.fail(f"the pass failed: {type(error).__name__}: {reason}")
-        return ended
+        reason = f"the pass failed: {type(error).__name__}: {' '.join(str(error).split())}"
+        waiting = {seq.id for seq in self.engine.scheduler.waiting}
+        hit = [job.seqs[index] for id, (job, index) in self._places.items() if id not in waiting]
+        for seq in hit:
+            if seq.finish is None:
+                seq.fail(reason)
+        self.engine.sweep()
+        self._deliver(hit)
 
     def _deliver(self, seqs: Seq[Sequence]) -> None:
         for seq in seqs:
+            if seq.id not in self._places:
+                continue
             job, index = self._places[seq.id]
-            if job.request.stream and (len(seq.output) > job.sent[index] or seq.finish is not None):
-                self._send(job, index)
-            if seq.finish is not None:
-                del self._places[seq.id]
-                if not any(sample.id in self._places for sample in job.seqs):  # the last chunk of each was sent
-                    first, *others = map(self._result, job.seqs, job.writers)
-                    job.stream.finish(replace(first, others=tuple(others)))
+            try:
+                self._hand_over(job, index)
+            except Exception as error:  # of a tokenizer, say: this request ends, the others go on
+                for sample in job.seqs:
+                    self._places.pop(sample.id, None)
+                    self.engine.cancel(sample.id)
+                job.stream.finish(OutriderError(f"the text could not be written: {type(error).__name__}: {error}"))
+
+    def _hand_over(self, job: _Job, index: int) -> None:
+        seq = job.seqs[index]
+        if job.request.stream and (len(seq.output) > job.sent[index] or seq.finish is not None):
+            self._send(job, index)
+        if seq.finish is not None:
+            del self._places[seq.id]
+            if not any(sample.id in self._places for sample in job.seqs):  # the last chunk of each was sent
+                first, *others = map(self._result, job.seqs, job.writers)
+                job.stream.finish(replace(first, others=tuple(others)))
 
     def _send(self, job: _Job, index: int) -> None:
         seq, writer = job.seqs[index], job.writers[index]

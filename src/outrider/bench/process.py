@@ -82,7 +82,7 @@ class Worker:
                 pipe.close()
 
     def _signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, PermissionError):  # the latter for a zombie on macOS
             os.killpg(self._process.pid, number)
 
     def _answer(self, timeout: float) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from outrider.bench import prepare
 from outrider.bench.peers import Peer
 from outrider.bench.plan import Plan
 from outrider.bench.process import Missing, Worker, WorkerError
+from outrider.core.errors import OutriderError
 
 LOAD_TIMEOUT = 900.0  # vLLM compiles for minutes
 WARM_UP_TOKENS = 16
@@ -98,12 +99,16 @@ class Bench:
         context: int,
     ) -> str:
         """ "ok", or why not."""
-        model = weights.form(peer)
-        if model is None:
+        drafts = draft is not None and (peer.one_process or bool(set(modes) & set(peer.with_draft_model)))
+        try:
+            model, draft_model = weights.form(peer), draft.form(peer) if draft is not None and drafts else None
+        except (OutriderError, OSError) as error:  # it cannot be written out in the form that this engine reads
+            return f"failed: {error}"
+        if model is None or (drafts and draft_model is None):
             return "skipped: it reads GGUF files only"
         config = {
             "model": str(model),
-            "draft_model": str(draft.form(peer)) if draft is not None else None,
+            "draft_model": None if draft_model is None else str(draft_model),
             "modes": list(modes),
             "ends": self._text.ends,
             "threads": self._plan.threads,

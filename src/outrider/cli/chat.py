@@ -137,7 +137,8 @@ class Conversation:
         room = self._llm.backend.engine.model.context - len(self._render(turns))
         params = replace(self._params, max_tokens=max(1, min(self._params.max_tokens, room)))
         # the drafter `prediction` takes the answer before this one as what is expected: "now the same, but ..."
-        expected = self._turns[-1]["content"] if self._turns else None
+        predicts = self._draft.partition(":")[0] == "prediction"
+        expected = self._turns[-1]["content"] if predicts and self._turns else None
         result = self._show(self._llm.stream(messages, params, draft=self._draft, prediction=expected or None))
         if result.finish_reason == "error":
             raise OutriderError(result.error)

@@ -98,6 +98,8 @@ def generate(
         ignore_eos=ignore_eos,
         logprobs=logprobs,
     )
+    if logprobs is not None and not as_json:
+        raise OutriderError("--logprobs are shown with --json only; add it")
     chosen = _drafter(draft, prediction)
     expected = _text_or_file(prediction)
     text = options.read_stdin_or(prompt)
@@ -128,6 +130,8 @@ def _result(stream: Stream, live: bool) -> Result:
 def _drafter(draft: str, prediction: str | None) -> str:
     if not draft:
         return DEFAULT.draft if prediction is None else "prediction"
+    if prediction is not None and draft.partition(":")[0] != "prediction":
+        raise OutriderError(f"--prediction is for the drafter prediction, not for {draft}; leave out one of the two")
     if draft.partition(":")[0] == "prediction" and prediction is None:
         raise OutriderError("the drafter prediction needs the text you expect; give it with --prediction")
     return draft

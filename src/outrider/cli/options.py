@@ -12,6 +12,7 @@ import typer
 
 from outrider import drafters
 from outrider.cli.screen import bar
+from outrider.core.errors import OutriderError
 from outrider.core.sampling import SamplingParams
 from outrider.llm import LLM
 from outrider.models import sources
@@ -97,4 +98,10 @@ def pull(name: str) -> Path:
 
 
 def read_stdin_or(text: str) -> str:
-    return sys.stdin.read() if text == "-" else text
+    """The text, or what comes on standard input for "-"."""
+    try:
+        read = sys.stdin.read() if text == "-" else text
+        read.encode()
+    except UnicodeError as error:
+        raise OutriderError("the prompt is not valid UTF-8 text; convert it first") from error
+    return read

@@ -15,6 +15,7 @@ tokens: a caller that comes often does it once, with `outrider.models.transforme
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -98,6 +99,9 @@ Processor: TypeAlias = GreedyProcessor | MultinomialProcessor
 GREEDY = GreedyProcessor()
 
 
+_ids = itertools.count()  # of sequences: callers may wrap a model once and use it often
+
+
 def autoregressive_generate(
     inputs: Seq[int],
     model: Loaded,
@@ -177,7 +181,10 @@ def speculative_generate_batch(
     """
     _check(use_cache=use_cache, skip_sample_adjustment=skip_sample_adjustment)
     target = _model(target_model)
-    drafter = ModelDrafter(_model(draft_model), target.vocab_size, gamma, greedy=False)
+    draft = _model(draft_model)
+    if draft is target:  # one model object has one cache: the draft gets its own, over the same weights
+        draft = target.first(target.num_layers)
+    drafter = ModelDrafter(draft, target.vocab_size, gamma, greedy=False)
     seqs = _run(input_ids, target, drafter, logits_processor, max_gen_len, eos_tokens_id, seed)
     if debug:
         _show(seqs, tokenizer)
@@ -251,14 +258,19 @@ def _run(
         raise OutriderError(f"logits_processor must be one of this module's processors, not {type(processor).__name__}")
     engine = Engine(target, drafter)
     seqs = []
-    for index, prompt in enumerate(prompts):
+    for prompt in prompts:
         _check_prompt(prompt, target)
         length = min(max_gen_len, max(1, target.context - len(prompt)))
         params = SamplingParams(max_tokens=length, seed=seed, **processor.params())
-        seqs.append(Sequence(index, list(prompt), params, _ends(ends), dice=Dice(seed)))
+        seqs.append(Sequence(next(_ids), list(prompt), params, _ends(ends), dice=Dice(seed)))
         engine.add(seqs[-1])
-    while engine.busy:
-        engine.step()
+    try:
+        while engine.busy:
+            engine.step()
+    finally:  # Ctrl-C in a notebook: the caller's model must not remember half a sequence
+        for seq in seqs:
+            target.free(seq.id)
+            drafter.forget(seq.id)
     for seq in seqs:
         if seq.finish == "error":
             raise OutriderError(seq.error)

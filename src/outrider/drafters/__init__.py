@@ -79,9 +79,3 @@ def _convert(where: str, kind: Any, value: str) -> Any:
     except ValueError:
         noun = {int: "a whole number", float: "a number"}.get(kind, kind.__name__)
         raise OutriderError(f"{where} must be {noun}, not {value!r}") from None
-
-
-def at_least(where: str, value: float, least: float) -> None:
-    """For an Options' own checks."""
-    if not value >= least:
-        raise OutriderError(f"{where} must be at least {least}, not {value}")

@@ -44,6 +44,7 @@ class Drafter:
 
     name = "none"
     layers: tuple[int, ...] = ()  # layers of the target whose hidden states `observe` wants
+    expects: bool = False  # it reads the sequence's `prediction`
     free: bool = False  # asking costs next to nothing, and its drafts say their chances
 
     def __init__(self, options: Options, parts: Parts) -> None:

@@ -21,6 +21,8 @@ PIECE = 512  # tokens of a prompt that one pass takes in
 class ModelDrafter(Drafter):
     """A chain from any model that shares the target's vocabulary."""
 
+    name = "draft_model"
+
     def __init__(self, model: Model, vocab_size: int, length: int, greedy: bool) -> None:
         if length < 1:
             raise OutriderError(f"{self.name}:length must be at least 1, not {length}")
@@ -68,8 +70,6 @@ class ModelDrafter(Drafter):
 
 
 class DraftModel(ModelDrafter):
-    name = "draft_model"
-
     @dataclass(frozen=True)
     class Options:
         model: str  # name, folder, hub id or GGUF file

@@ -24,6 +24,7 @@ class _Place:
 class Prediction(Drafter):
     name = "prediction"
     free = True
+    expects = True
 
     @dataclass(frozen=True)
     class Options:

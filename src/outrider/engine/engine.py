@@ -6,6 +6,7 @@ it has not seen plus a draft. Plain decoding is the same loop with empty drafts.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence as Seq
 
@@ -46,7 +47,7 @@ class Engine:
                 if seq in self.scheduler.waiting:
                     self.scheduler.waiting.remove(seq)
                     return [seq]
-        return [self._release(seq) for seq in self.scheduler.retire()]
+        return self.sweep()
 
     def step(self) -> list[Sequence]:
         """One pass of the target; the sequences that ended with it."""
@@ -66,6 +67,10 @@ class Engine:
             self._drafter(plan.seq).observe(self._judge(plan, draft, output, layers))
         clock.append(time.perf_counter())
         _share(plans, clock)
+        return self.sweep()
+
+    def sweep(self) -> list[Sequence]:
+        """Take off the sequences that have ended, and give their memory back."""
         return [self._release(seq) for seq in self.scheduler.retire()]
 
     def _drafter(self, seq: Sequence) -> Drafter:
@@ -144,8 +149,11 @@ class Engine:
 
     def _release(self, seq: Sequence) -> Sequence:
         self.model.free(seq.id)
-        self._drafter(seq).forget(seq.id)
         self.stats += seq.stats
+        try:
+            self._drafter(seq).forget(seq.id)
+        except Exception:  # somebody's drafter: the sequence has ended all the same
+            logging.getLogger("outrider").exception("drafter %s could not forget a sequence", seq.draft)
         return seq
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from outrider.models.base import Feed, Output
 from outrider.models.cache import Cache
 from outrider.models.linear import Embedding, Linear
+from outrider.models.native.packed import Packed
 from outrider.models.stack import Pass, Stack, StackConfig
 
 _POSITIONS = 1024  # that rotary tables begin with
@@ -113,6 +114,8 @@ class Llama:
         return slice(None) if len(wanted) == len(batch.positions) else torch.tensor(wanted, device=self.device)
 
     def _head(self, x: Tensor) -> Tensor:
+        if isinstance(self.weights.head, Packed):  # as the layers do it: every row alike, whatever shares the pass
+            return self.weights.head(x, self.weights.norm, self.config.norm_eps)
         normed = F.rms_norm(x, (x.shape[-1],), self.weights.norm, self.config.norm_eps)
         return self.weights.head(normed).float()
 

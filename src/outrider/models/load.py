@@ -79,8 +79,6 @@ def _load_gguf(path: Path, where: Target) -> Loaded:
     def make_rope() -> Rope:
         return rope(config.head_dim, said["rope_theta"], config.context, said["rope_scaling"], factors)
 
-    if where.bits:
-        raise OutriderError(f"{path} is quantised as it is; --quantize is for dense weights, leave it out")
     store = GGUFStore(dict(file.tensors()), where)
     weights = assemble(store, config, make_rope, said["tie_embeddings"], store.packs())
     tokenizer = tokenizers.from_gguf(file.metadata)

@@ -36,4 +36,4 @@ def rope(
         standardize_rope_params=lambda: None,
     )
     frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    return Rope(frequencies, scale)
+    return Rope(frequencies if factors is None else frequencies / factors, scale)

@@ -36,7 +36,6 @@ HUB_UNWANTED = ["*/*", "consolidated*"]
 class Source:
     """One file, and where it can be had."""
 
-    about: str
     file: str
     size: int
     sha256: str
@@ -60,7 +59,6 @@ class Installed:
 
 KNOWN: dict[str, Source] = {
     "smollm2-135m": Source(
-        about="SmolLM2-135M-Instruct, 4-bit (Q4_1)",
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
         size=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
@@ -79,7 +77,11 @@ def cache_dir() -> Path:
 
 def resolve(name: str, progress: Progress | None = None) -> Path:
     """A folder or a .gguf file for whatever the user named; downloads what is not here yet."""
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, ~nobody, a zero byte
+        raise OutriderError(f"{name[:80]!r} is no path ({error}); check the name") from error
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
     if path.is_file():

@@ -90,7 +90,7 @@ def assemble(store: Store, config: LlamaConfig, make_rope: Callable[[], Rope], t
 def _check_shapes(store: Store, config: LlamaConfig, tied: bool) -> None:
     """Weights of other sizes than the config says would run, and write nonsense."""
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    said = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+    said: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
     if not tied:
         said["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     for index in range(config.num_layers):
@@ -98,6 +98,12 @@ def _check_shapes(store: Store, config: LlamaConfig, tied: bool) -> None:
         said[attention + "q_proj.weight"] = (heads, config.hidden_size)
         said[attention + "k_proj.weight"] = said[attention + "v_proj.weight"] = (kv_heads, config.hidden_size)
         said[attention + "o_proj.weight"] = (config.hidden_size, heads)
+        inner = store.shape(f"model.layers.{index}.mlp.gate_proj.weight")[0]
+        said[f"model.layers.{index}.mlp.gate_proj.weight"] = (inner, config.hidden_size)
+        said[f"model.layers.{index}.mlp.up_proj.weight"] = (inner, config.hidden_size)
+        said[f"model.layers.{index}.mlp.down_proj.weight"] = (config.hidden_size, inner)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            said[f"model.layers.{index}.{norm}.weight"] = (config.hidden_size,)
     for name, shape in said.items():
         if name in store and store.shape(name) != shape:
             raise OutriderError(
@@ -141,13 +147,18 @@ class GGUFStore:
         exact = quant.from_gguf(tensor)
         if exact is not None:
             return exact
-        self.notes.append(f"{name} is stored as {tensor.kind}, which is not packed as it is; it is rounded to 8 bits")
-        return quant.quantise(tensor.dequantize(), 8)
+        bits = self._where.bits or 8
+        if not self._where.bits:
+            self.notes.append(f"{name} is stored as {tensor.kind}, which cannot be kept; it is rounded to 8 bits")
+        return quant.quantise(tensor.dequantize(), bits)
 
     def packs(self) -> bool:
-        """Whether the file's own bits are to be kept, and can be."""
+        """Whether weights are to be packed, with the file's own bits or those asked for, and can be."""
         kinds = {tensor.kind for tensor in self._tensors.values() if len(tensor.shape) == 2}
-        if self._where.dtype is not None or not kinds & set(quant.KINDS):
+        if self._where.bits:
+            if kinds & set(quant.KINDS):
+                raise OutriderError("the file is quantised as it is; --quantize is for dense weights, leave it out")
+        elif self._where.dtype is not None or not kinds & set(quant.KINDS):
             return False
         return _can_pack(self._where, (tensor.shape for tensor in self._tensors.values()), self.notes)
 

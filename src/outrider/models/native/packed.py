@@ -34,6 +34,7 @@ class Packed:
         self._keep = [_tiles(part) for part in parts]  # the tensors that the structures point into
         bias = self._keep_bias = _bias(matrices, biases)
         self.outputs, self.inputs = sum(part.q.shape[0] for part in parts), parts[0].q.shape[1]
+        self._work: Workspace | None = None
         self.joint = structs.Joint(count=len(parts), outputs=self.outputs)
         offset = 0
         for place, (part, tensors) in enumerate(zip(parts, self._keep, strict=True)):
@@ -41,21 +42,23 @@ class Packed:
             self.joint.parts[place] = _matrix(part, tensors, at)
             offset += part.q.shape[0]
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+        """With `norm` [in]: of x normalised by its root mean square."""
         if x.dim() != 2 or x.shape[1] != self.inputs:
             raise ValueError(f"x must be [rows, {self.inputs}], not {list(x.shape)}")
         x = x.float().contiguous()
         y = torch.empty(x.shape[0], self.outputs)
-        work = Workspace(x.shape[0], self.inputs)
+        if self._work is None or self._work.rows < x.shape[0]:
+            self._work = Workspace(x.shape[0], self.inputs)
         use_torch_threads()
         library().outrider_linear(
             ctypes.byref(self.joint),
             ctypes.c_void_p(x.data_ptr()),
-            None,
-            ctypes.c_float(0.0),
+            None if norm is None else ctypes.c_void_p(norm.data_ptr()),
+            ctypes.c_float(eps),
             ctypes.c_int64(x.shape[0]),
             ctypes.c_void_p(y.data_ptr()),
-            ctypes.byref(work.struct),
+            ctypes.byref(self._work.struct),
         )
         return y
 

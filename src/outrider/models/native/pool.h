@@ -13,6 +13,8 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 inline void relax() { _mm_pause(); }
+#elif defined(__aarch64__)
+inline void relax() { asm volatile("isb"); }  // waits some tens of cycles; "yield" does nothing on most of these
 #else
 inline void relax() { std::this_thread::yield(); }
 #endif
