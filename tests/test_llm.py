@@ -231,3 +231,21 @@ def test_close_ends_the_engine_and_may_be_called_twice(tiny_folder):
 def test_settings_that_make_no_sense_are_refused(tiny_folder, settings, reason):
     with pytest.raises(OutriderError, match=reason):
         LLM(**dict(model=str(tiny_folder)) | settings)
+
+
+def test_the_drafter_of_the_model_is_built_once(tiny_folder, tiny_draft, monkeypatch):
+    from outrider import build
+
+    loaded = []
+    real = build.load
+    monkeypatch.setattr(build, "load", lambda name, where: loaded.append(name) or real(name, where))
+    spec = f"draft_model:model={tiny_draft}"
+    with LLM(str(tiny_folder), draft=spec) as llm:
+        llm.generate([1, 2, 3], SamplingParams(max_tokens=4), draft=spec)
+        llm.generate([1, 2, 3], SamplingParams(max_tokens=4))
+    assert len(loaded) == 2
+
+
+def test_a_prediction_that_nobody_reads_is_refused(tiny_folder):
+    with LLM(str(tiny_folder), draft="ngram") as llm, pytest.raises(OutriderError, match="only the drafter prediction"):
+        llm.generate([1, 2, 3], prediction=[4, 5])

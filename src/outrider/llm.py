@@ -23,7 +23,7 @@ class LLM:
     >>> llm.chat([{"role": "user", "content": "Name three rivers."}]).text
 
     `model` is a known name, a folder, a hub id or a GGUF file; `draft` is "NAME" or "NAME:key=value,...". Other
-    settings go by name: quantize, rule, max_batch, piece, cache_memory, threads.
+    settings go by name: quantize, rule, pace, max_batch, piece, cache_memory, threads (of the whole process).
     """
 
     def __init__(

@@ -328,3 +328,36 @@ def test_a_backend_that_was_closed_opens_again(local):
 
 def test_the_plain_drafter_is_a_drafter():
     assert isinstance(drafters.build("none", Parts(None, None)), Drafter)
+
+
+def test_a_drafter_that_cannot_forget_loses_no_request(local, monkeypatch, caplog):
+    monkeypatch.setattr(local.engine.drafters[""], "forget", lambda id: 1 / 0)
+    result = local.submit(Request("abc", params=SamplingParams(max_tokens=5))).result()
+    assert len(result.token_ids) == 5
+    assert "could not forget" in caplog.text
+
+
+def test_a_pass_that_fails_ends_its_requests_and_no_others(local, monkeypatch):
+    real = local.engine.model.forward
+
+    def forward(feeds, layers=()):
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(local.engine.model, "forward", forward)
+    failed = local.submit(Request("abc", params=SamplingParams(max_tokens=5))).result()
+    assert failed.finish_reason == "error"
+    assert "MemoryError: no more" in failed.error
+    monkeypatch.setattr(local.engine.model, "forward", real)
+    assert local.submit(Request("abc", params=SamplingParams(max_tokens=5))).result().finish_reason == "length"
+
+
+def test_a_tokenizer_that_fails_ends_its_request_with_the_reason(local, monkeypatch):
+    def decode(ids, skip_special_tokens):
+        raise ValueError("no such letter")
+
+    monkeypatch.setattr(local.tokenizer, "decode", decode)
+    with pytest.raises(OutriderError, match="no such letter"):
+        local.submit(Request("abc", params=SamplingParams(max_tokens=5))).result()
+    monkeypatch.undo()
+    assert local.submit(Request("abc", params=SamplingParams(max_tokens=5))).result().text
+    assert not local._places

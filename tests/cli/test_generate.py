@@ -139,3 +139,24 @@ def assert_refused(done, says):
     assert done.err.startswith("error: ")
     assert done.err.count("\n") == 1
     assert says in done.err
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--device", "cpu:foo"], "unknown device"),
+        (["--model", "x" * 300], "is no path"),
+        (["--model", "~nobody-of-that-name/x"], "is no path"),
+        (["--prediction", "abc", "--draft", "ngram"], "--prediction is for the drafter prediction"),
+        (["--logprobs", "2"], "with --json only"),
+        (["--threads", "100000"], "threads must be at most"),
+        (["--quantize", "int4", "--dtype", "bfloat16"], "computed in float32"),
+    ],
+)
+def test_more_mistakes_in_one_line(outrider, tiny_folder, args, said):
+    model = [] if "--model" in args else ["--model", tiny_folder]
+    done = outrider("generate", "hello", *model, *args)
+    assert done.code == 2
+    assert done.err.startswith("error:")
+    assert done.err.count("\n") == 1
+    assert said in done.err

@@ -27,6 +27,7 @@ from outrider.compat.functions import (
 )
 from outrider.core.errors import OutriderError
 from outrider.core.stats import Stats
+from outrider.engine.engine import Engine
 from outrider.models.transformers import TransformersModel
 
 VOCAB = 61
@@ -119,14 +120,14 @@ def test_end_tokens(target: Any, draft: Any) -> None:
     assert outputs == [generate(target, prompt, 24, ends) for prompt in PROMPTS]
     assert outputs[0][-1] in ends
     assert len({len(output) for output in outputs}) > 1
-    unending, _, _ = speculative_generate_batch(PROMPTS, draft, target, max_gen_len=24, eos_tokens_id=None)
+    unending, _, _ = speculative_generate_batch(PROMPTS, draft, target, max_gen_len=24, eos_tokens_id=[])
     assert {len(output) for output in unending} == {24}
 
 
 def test_texts_stop_where_the_context_ends(target: Any, draft: Any) -> None:
-    ids = autoregressive_generate([5] * 60, target, max_gen_len=40, eos_tokens_id=None)
+    ids = autoregressive_generate([5] * 60, target, max_gen_len=40, eos_tokens_id=[])
     assert len(ids) == 4
-    assert speculative_generate([5] * 60, draft, target, max_gen_len=40, eos_tokens_id=None)[0] == ids
+    assert speculative_generate([5] * 60, draft, target, max_gen_len=40, eos_tokens_id=[])[0] == ids
 
 
 def test_a_seed_decides(target: Any, draft: Any) -> None:
@@ -287,3 +288,31 @@ def test_bad_prompts(target: Any, prompt: list[Any]) -> None:
 def test_zero_temperature_is_refused() -> None:
     with pytest.raises(OutriderError, match="GreedyProcessor"):
         MultinomialProcessor(0.0)
+
+
+def test_an_interrupted_call_leaves_nothing_behind_in_the_callers_model(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = TransformersModel(target)
+    expected = autoregressive_generate([1, 2, 3], model, max_gen_len=8, eos_tokens_id=[])
+    steps = iter(range(3))
+    real = Engine.step
+
+    def step(self: Engine) -> Any:
+        if next(steps, None) is None:
+            raise KeyboardInterrupt
+        return real(self)
+
+    monkeypatch.setattr(Engine, "step", step)
+    with pytest.raises(KeyboardInterrupt):
+        autoregressive_generate([1, 2, 3], model, max_gen_len=8, eos_tokens_id=[])
+    monkeypatch.undo()
+    assert autoregressive_generate([1, 2, 3], model, max_gen_len=8, eos_tokens_id=[]) == expected
+
+
+def test_one_wrapped_model_may_be_both_draft_and_target(target: Any) -> None:
+    model = TransformersModel(target)
+    plain = autoregressive_generate([1, 2, 3], model, max_gen_len=12, eos_tokens_id=[])
+    drafted, alpha = speculative_generate([1, 2, 3], model, model, max_gen_len=12, eos_tokens_id=[])
+    assert drafted == plain
+    assert alpha > 0.9

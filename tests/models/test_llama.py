@@ -269,3 +269,12 @@ def test_rotary_tables_grow_without_changing_a_bit(kind, monkeypatch):
         logits = model.forward([Feed(0, [token])])[0].logits
         assert place < len(model._cos) <= 2 * place + 3
     torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_rotary_factors_count_with_a_scaling_too():
+    from outrider.models.rope import rope
+
+    factors = torch.tensor([1.0, 2.0, 4.0, 8.0])
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    plain, divided = rope(8, 1e4, 64, scaling), rope(8, 1e4, 64, scaling, factors)
+    torch.testing.assert_close(divided.frequencies, plain.frequencies / factors)
