@@ -18,14 +18,14 @@ from outrider.drafters.base import Drafter, Parts
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Feed, Output
-from outrider.models.load import Target, load
+from outrider.models.load import Place, load
 
 torch.set_num_threads(1)  # tiny products: more threads only wait for each other
 transformers.utils.logging.disable_progress_bar()
 
 VOCAB = 40
 MEMORY = 1 << 28
-CPU = Target(torch.device("cpu"), torch.float32, MEMORY)
+CPU = Place(torch.device("cpu"), torch.float32, MEMORY)
 
 _SIZES = dict(
     vocab_size=VOCAB,
@@ -90,7 +90,7 @@ def ours(model, memory=MEMORY):
     """The same model as Outrider runs it: saved into a folder and loaded from there."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        return load(folder, Target(CPU.device, CPU.dtype, memory)).model
+        return load(folder, Place(CPU.device, CPU.dtype, memory)).model
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from outrider.engine.pace import Pace
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Model
 from outrider.models.load import Loaded, available_memory, load
-from outrider.models.weights import Target
+from outrider.models.weights import Place
 from outrider.settings import Settings
 
 GIB = 1 << 30
@@ -27,7 +27,7 @@ def local(settings: Settings) -> Local:
     drafters.parse(settings.draft)  # a typing error shows before a model is loaded
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    where = target(settings)
+    where = place(settings)
     loaded = load(settings.model, where)
 
     def draft_model(name: str, quantize: str) -> Model:
@@ -48,10 +48,10 @@ def local(settings: Settings) -> Local:
     return Local(engine, drafter, loaded.tokenizer, loaded.ends, settings.rule, loaded.notes)  # type: ignore[arg-type]
 
 
-def target(settings: Settings) -> Target:
+def place(settings: Settings) -> Place:
     device = _device(settings.device)
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    return Target(device, dtype, _memory(settings, device), BITS[settings.quantize])
+    return Place(device, dtype, _memory(settings, device), BITS[settings.quantize])
 
 
 def check_vocabularies(target: Loaded, draft: Loaded, name: str) -> None:

@@ -6,10 +6,10 @@ from ggufs import byte_metadata, write_llama
 
 from outrider.bench.export import export, to_transformers
 from outrider.models.base import Feed
-from outrider.models.load import Target, load
+from outrider.models.load import Place, load
 from outrider.models.tokenizer import from_gguf
 
-WHERE = Target(torch.device("cpu"), torch.float32, 1 << 26)
+WHERE = Place(torch.device("cpu"), torch.float32, 1 << 26)
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
 TEXTS = ["", "the <|im_end|> path\n", "naïve 日本", "  12345  <|im_start|>"]
 

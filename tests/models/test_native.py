@@ -21,7 +21,7 @@ from packs import VOCAB, blocks
 from outrider.core.draft import EMPTY, ROOT, Draft
 from outrider.core.errors import OutriderError
 from outrider.models.base import Feed
-from outrider.models.load import Target, load
+from outrider.models.load import Place, load
 from outrider.models.native import packed as packing, stack as stacking
 from outrider.models.native.library import SOURCE, NoCompiler, build, library
 from outrider.models.native.packed import Packed, packable, use_torch_threads
@@ -449,7 +449,7 @@ class TestAFile:
     )
     def test_of_mixed_kinds(self, tmp_path, kinds):
         path = self.write(tmp_path / "model.gguf", **kinds)
-        loaded = load(path, Target(tiny.CPU.device, None, tiny.MEMORY))
+        loaded = load(path, Place(tiny.CPU.device, None, tiny.MEMORY))
         assert isinstance(loaded.model.weights.stack, NativeStack)
         assert loaded.notes == ()
         dense = load(path, tiny.CPU).model
@@ -723,7 +723,7 @@ class TestNoLibrary:
 
     def notes(self):
         theirs = packs.reference("llama", seed=4)
-        loaded = packs.saved(theirs, Target(tiny.CPU.device, None, tiny.MEMORY, 4))
+        loaded = packs.saved(theirs, Place(tiny.CPU.device, None, tiny.MEMORY, 4))
         assert isinstance(loaded.model.weights.stack, TorchStack)
         (output,) = loaded.model.forward([Feed(0, tokens(9))])
         with torch.inference_mode():

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from outrider.models.gguf import GGUFFile
 from outrider.models.llama import Llama, LlamaConfig, Rope
 from outrider.models.rope import FIXED, rope
 from outrider.models.tokenizer import Tokenizer
-from outrider.models.weights import FolderStore, GGUFStore, Target, assemble
+from outrider.models.weights import FolderStore, GGUFStore, Place, assemble
 
 OWN = ("llama", "mistral", "qwen2", "qwen3")  # families that models/llama.py runs; all others go through transformers
 
@@ -32,7 +33,7 @@ class Loaded:
     notes: tuple[str, ...] = ()  # what a user should know about how the weights are kept
 
 
-def load(name: str, where: Target) -> Loaded:
+def load(name: str, where: Place) -> Loaded:
     path = sources.resolve(name)
     try:
         loaded = _load_gguf(path, where) if path.is_file() else _load_folder(path, where)
@@ -49,18 +50,24 @@ def _give_back() -> None:
 
 
 def available_memory() -> int:
-    """Bytes that can be taken on this machine without pushing others out."""
+    """Bytes that can be taken without pushing others out: of the machine, or of the container if it has less."""
+    free = (
+        _number_in("/proc/meminfo", "MemAvailable:") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2048
+    )
+    most, used = _number_in("/sys/fs/cgroup/memory.max"), _number_in("/sys/fs/cgroup/memory.current")
+    return free * 1024 if most is None or used is None else min(free * 1024, max(most - used, 0))
+
+
+def _number_in(path: str, word: str = "") -> int | None:
+    """The number after a word in a file of the kernel's; None where there is none."""
     try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
+        found = re.search(rf"{word}\s*(\d+)", Path(path).read_text())
     except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        return None
+    return int(found[1]) if found else None
 
 
-def _load_gguf(path: Path, where: Target) -> Loaded:
+def _load_gguf(path: Path, where: Place) -> Loaded:
     file = GGUFFile(path)
     said = file.config()
     config = LlamaConfig(
@@ -88,7 +95,7 @@ def _load_gguf(path: Path, where: Target) -> Loaded:
     return Loaded(Llama(config, weights, where.memory), tokenizer, ends, tuple(store.notes))
 
 
-def _load_folder(folder: Path, where: Target) -> Loaded:
+def _load_folder(folder: Path, where: Place) -> Loaded:
     said = _read_json(folder / "config.json")
     if said is None:
         raise OutriderError(f"{folder} has no config.json, so it is not a model folder")
@@ -129,7 +136,7 @@ def _is_own(config: Any) -> bool:
     )
 
 
-def _load_own(folder: Path, config: Any, where: Target) -> tuple[Model, tuple[str, ...]]:
+def _load_own(folder: Path, config: Any, where: Place) -> tuple[Model, tuple[str, ...]]:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     own = LlamaConfig(
         hidden_size=config.hidden_size,
@@ -152,7 +159,7 @@ def _load_own(folder: Path, config: Any, where: Target) -> tuple[Model, tuple[st
     return Llama(own, weights, where.memory), tuple(store.notes)
 
 
-def _load_foreign(folder: Path, where: Target) -> tuple[Model, tuple[str, ...]]:
+def _load_foreign(folder: Path, where: Place) -> tuple[Model, tuple[str, ...]]:
     if where.bits:
         raise OutriderError("--quantize works for llama-like models, not for those that run through transformers")
     from transformers import AutoModelForCausalLM

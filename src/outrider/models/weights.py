@@ -23,7 +23,7 @@ from outrider.models.stack import Layer, TorchStack
 
 
 @dataclass(frozen=True)
-class Target:
+class Place:
     """Where a model is to live."""
 
     device: torch.device
@@ -111,7 +111,7 @@ def _check_shapes(store: Store, config: LlamaConfig, tied: bool) -> None:
             )
 
 
-def _can_pack(where: Target, shapes: Iterable[tuple[int, ...]], notes: list[str]) -> bool:
+def _can_pack(where: Place, shapes: Iterable[tuple[int, ...]], notes: list[str]) -> bool:
     """Whether packed weights can run here; if not, why."""
     if where.device.type != "cpu":
         notes.append(f"packed weights run on a CPU only; on {where.device} they are expanded to {where.dense}")
@@ -129,7 +129,7 @@ def _can_pack(where: Target, shapes: Iterable[tuple[int, ...]], notes: list[str]
 
 
 class GGUFStore:
-    def __init__(self, tensors: dict[str, GGUFTensor], where: Target) -> None:
+    def __init__(self, tensors: dict[str, GGUFTensor], where: Place) -> None:
         self._tensors, self._where = tensors, where
         self.notes: list[str] = []
 
@@ -166,7 +166,7 @@ class GGUFStore:
 class FolderStore:
     """Safetensors files of one folder, opened once and read tensor by tensor."""
 
-    def __init__(self, folder: Path, where: Target) -> None:
+    def __init__(self, folder: Path, where: Place) -> None:
         from safetensors import SafetensorError, safe_open
 
         self._where = where
