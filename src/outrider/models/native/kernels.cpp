@@ -30,7 +30,7 @@ namespace {
 constexpr int TILE = 16;   // outputs of a tile
 constexpr int BLOCK = 32;  // inputs of a block
 constexpr int SUPER = 256; // inputs of a super-block
-constexpr int ROWS = 4;    // rows that share one reading of a tile
+constexpr int ROWS = 8;    // rows that share one reading of a tile
 constexpr float MOST = 32512.0f;  // the largest activation: 127 * 256, so that both parts fit 8 bits
 constexpr float LEAST = 1e-30f;   // blocks with nothing larger are zero: their scale would not be a normal number
 
@@ -181,7 +181,7 @@ void normalise(const float* x, const float* weight, float eps, int64_t size, flo
     for (int64_t i = 0; i < size; i++) to[i] = x[i] * factor * weight[i];
 }
 
-// ---- y[rows][outputs] = x W^T for one tile of 16 outputs and up to 4 rows ----
+// ---- y[rows][outputs] = x W^T for one tile of 16 outputs and up to 8 rows ----
 
 #if WIDE
 
@@ -211,8 +211,35 @@ inline __m512i four(const int8_t* x) {
     return _mm512_set1_epi32(bytes);
 }
 
+// Vectors [from, to) of a block times the activations of R rows, `stride` bytes apart: 256 * high parts + low parts.
+template <int BITS, int R>
+inline void block_dots(const uint8_t* q, const int8_t* x, int64_t stride, int from, int to, __m512i (&dots)[R]) {
+    if (R <= 4) {  // few rows: two sums for each, so that the next product need not wait for the last
+        __m512i low[R];
+        for (int r = 0; r < R; r++) dots[r] = low[r] = _mm512_setzero_si512();
+        for (int j = from; j < to; j++) {
+            const __m512i v = vector<BITS>(q, j);
+            for (int r = 0; r < R; r++) {
+                dots[r] = _mm512_dpbusd_epi32(dots[r], v, four(x + r * stride + 4 * j));
+                low[r] = _mm512_dpbusd_epi32(low[r], v, four(x + r * stride + BLOCK + 4 * j));
+            }
+        }
+        for (int r = 0; r < R; r++) dots[r] = _mm512_add_epi32(_mm512_slli_epi32(dots[r], 8), low[r]);
+        return;
+    }
+    __m512i v[8];
+    for (int j = from; j < to; j++) v[j] = vector<BITS>(q, j);
+    for (int r = 0; r < R; r++) dots[r] = _mm512_setzero_si512();
+    for (int j = from; j < to; j++)
+        for (int r = 0; r < R; r++) dots[r] = _mm512_dpbusd_epi32(dots[r], v[j], four(x + r * stride + 4 * j));
+    for (int r = 0; r < R; r++) dots[r] = _mm512_slli_epi32(dots[r], 8);
+    for (int j = from; j < to; j++)
+        for (int r = 0; r < R; r++) dots[r] = _mm512_dpbusd_epi32(dots[r], v[j], four(x + r * stride + BLOCK + 4 * j));
+}
+
 template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, int R>
-void tile_rows(const Matrix& w, int64_t tile, const Activations& x, int64_t row, __m512 (&sums)[ROWS]) {
+void tile_rows(const Matrix& w, int64_t tile, const Activations& x, int64_t row, __m512 (&to)[ROWS]) {
+    __m512 sums[R];  // a local one stays in registers
     const int64_t blocks = w.inputs / BLOCK;
     const int PARTS = BLOCK / GROUP;  // groups in a block
     const uint8_t* q = w.q + tile * blocks * (BITS == 4 ? 256 : 512);
@@ -225,24 +252,18 @@ void tile_rows(const Matrix& w, int64_t tile, const Activations& x, int64_t row,
             // scale * (q - zero) = scale * q + minimum
             __m512 minimum = MINIMUM ? group_values<SUPERS>(w.minimums, w.super_minimums + above, place)
                                      : _mm512_mul_ps(scale, _mm512_set1_ps(static_cast<float>(-w.zero)));
-            __m512i high[R], low[R];
-            for (int r = 0; r < R; r++) high[r] = low[r] = _mm512_setzero_si512();
-            for (int j = part * 8 / PARTS; j < (part + 1) * 8 / PARTS; j++) {
-                const __m512i v = vector<BITS>(q + b * (BITS == 4 ? 256 : 512), j);
-                for (int r = 0; r < R; r++) {
-                    const int8_t* xq = x.q + ((row + r) * blocks + b) * 2 * BLOCK + 4 * j;
-                    high[r] = _mm512_dpbusd_epi32(high[r], v, four(xq));
-                    low[r] = _mm512_dpbusd_epi32(low[r], v, four(xq + BLOCK));
-                }
-            }
+            __m512i dots[R];
+            block_dots<BITS, R>(q + b * (BITS == 4 ? 256 : 512), x.q + (row * blocks + b) * 2 * BLOCK, blocks * 2 * BLOCK,
+                                part * 8 / PARTS, (part + 1) * 8 / PARTS, dots);
             for (int r = 0; r < R; r++) {
                 const int64_t at = (row + r) * blocks + b;
-                __m512 dot = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high[r], 8), low[r]));
+                __m512 dot = _mm512_cvtepi32_ps(dots[r]);
                 sums[r] = _mm512_fmadd_ps(dot, _mm512_mul_ps(scale, _mm512_set1_ps(x.scale[at])), sums[r]);
                 sums[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(x.sum[at * 3 + (GROUP == 32 ? 2 : part)]), sums[r]);
             }
         }
     }
+    for (int r = 0; r < R; r++) to[r] = sums[r];
 }
 
 template <int BITS, int GROUP, bool MINIMUM, bool SUPERS>
@@ -251,7 +272,11 @@ void tile_some(const Matrix& w, int64_t tile, const Activations& x, int64_t row,
         case 1: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, 1>(w, tile, x, row, sums);
         case 2: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, 2>(w, tile, x, row, sums);
         case 3: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, 3>(w, tile, x, row, sums);
-        default: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, 4>(w, tile, x, row, sums);
+        case 4: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, 4>(w, tile, x, row, sums);
+        case 5: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, 5>(w, tile, x, row, sums);
+        case 6: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, 6>(w, tile, x, row, sums);
+        case 7: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, 7>(w, tile, x, row, sums);
+        default: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, 8>(w, tile, x, row, sums);
     }
 }
 
