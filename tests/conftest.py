@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,19 @@ def tiny_stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_mute(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model without a chat template."""
     return save_tiny(tmp_path_factory.mktemp("models") / "mute", chat=False)
+
+
+@functools.cache
+def why_no_kernels():
+    from outrider.models.native.library import NoCompiler, library
+
+    try:
+        library()
+    except NoCompiler as reason:
+        return str(reason)
+    return None
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("native") and why_no_kernels():
+        pytest.skip(why_no_kernels())

@@ -12,6 +12,8 @@ from outrider.core.sequence import Sequence
 from outrider.engine.scheduler import Limits
 from outrider.models.native.stack import NativeStack
 
+pytestmark = pytest.mark.native
+
 COUNT = 24
 KINDS = {"llama, 4 bits": ("llama", 4), "mistral, 8 bits": ("mistral", 8), "qwen2, 4 bits": ("qwen2", 4)}
 PARAMS = SamplingParams(max_tokens=COUNT, logprobs=3)

@@ -102,6 +102,7 @@ def test_packed_text_is_that_of_the_dequantised_model(packed, written, chats):
     assert sum(a.token_ids == b.token_ids for a, b in zip(ours, written, strict=True)) >= 7
 
 
+@pytest.mark.native
 @pytest.mark.parametrize(
     "draft", ["ngram", "ngram:store=adaptive,min_n=1", "layer_skip:layers=28,length=4", "prediction"]
 )

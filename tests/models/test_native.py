@@ -29,6 +29,8 @@ from outrider.models.native.stack import NativeStack
 from outrider.models.quant import KINDS, Quantised, from_gguf, quantise
 from outrider.models.stack import TorchStack
 
+pytestmark = pytest.mark.native
+
 MADE = ("4 bits", "8 bits")  # rounded here, not taken from a file
 ROWS = (*range(1, 10), 33)
 
