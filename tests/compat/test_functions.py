@@ -307,6 +307,7 @@ def test_an_interrupted_call_leaves_nothing_behind_in_the_callers_model(
     with pytest.raises(KeyboardInterrupt):
         autoregressive_generate([1, 2, 3], model, max_gen_len=8, eos_tokens_id=[])
     monkeypatch.undo()
+    assert all(model.length(id) == 0 for id in range(10_000))
     assert autoregressive_generate([1, 2, 3], model, max_gen_len=8, eos_tokens_id=[]) == expected
 
 
