@@ -74,6 +74,8 @@ def test_a_missing_peer_is_listed_and_the_rest_goes_on(outrider, tiny_folder, pr
         (["--rounds", "0"], "rounds must be at least 1"),
         (["--max-tokens", "1"], "max_tokens must be at least 2"),
         (["--threads", "-1"], "threads must be at least 1"),
+        (["--engine", "transformers", "--draft", "ngram"], "--draft and --dtype are for our own engine"),
+        (["--engine", "transformers", "--dtype", "float32"], "--draft and --dtype are for our own engine"),
         (["--timeout", "0"], "timeout must be more than 0"),
         (["--python", "vllm"], "ENGINE=PATH"),
         (["--python", "vllm=/no/such/python"], "not a program"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from outrider import drafters
 from outrider.bench import machine, workloads
-from outrider.bench.peers import TABLE, Peer, choose
+from outrider.bench.peers import OURS, TABLE, Peer, choose
 from outrider.bench.workloads import Prompt
 from outrider.core.errors import OutriderError
 from outrider.settings import Settings
@@ -60,6 +60,8 @@ def make(
 ) -> Plan:
     for spec in drafts:
         drafters.parse(spec)
+    if not any(spec in (OURS, "all") for spec in engines) and (drafts or dtype != "auto"):
+        raise OutriderError(f"--draft and --dtype are for our own engine: add --engine {OURS} or leave them out")
     known = workloads.built_in() if prompts is None else workloads.read_jsonl(prompts)
     plan = Plan(
         model=model,
