@@ -104,9 +104,9 @@ class Report:
         return said
 
 
-def default_drafts() -> list[str]:
-    """Every drafter that runs without arguments, except the one it is all compared with."""
-    return [name for name in drafters.names() if name != "none" and _runs_alone(name)]
+def default_drafts(llm: LLM) -> list[str]:
+    """Every drafter that runs beside this model without arguments, except the one it is all compared with."""
+    return [name for name in drafters.names() if name != "none" and _runs_alone(llm, name)]
 
 
 def audit(
@@ -126,7 +126,7 @@ def audit(
     """
     if llm.settings.pace:
         raise OutriderError("an audit tries drafts whether they pay or not: open the model with pace=False")
-    drafts = list(drafts) or default_drafts()
+    drafts = list(drafts) or default_drafts(llm)
     for draft in drafts:
         drafters.parse(draft)  # a typing error shows before the work begins
     if not prompts or samples < 1:
@@ -277,7 +277,7 @@ class _Bench:
 
     def _logits(self, contexts: Sequence[Tokens]) -> list[Tensor]:
         """The model's logits after each context, past engine and drafter. The engine's own ids begin at 0."""
-        model = self.llm.backend.engine.model
+        model = self.llm.engine.model
         feeds = [Feed(-1 - i, context) for i, context in enumerate(contexts)]
         try:
             return [output.logits[0].float().cpu() for output in model.forward(feeds)]
@@ -329,9 +329,11 @@ def _cells(counts: Counter[tuple[int, ...]], law: Law) -> Iterator[tuple[float, 
         yield expected, observed
 
 
-def _runs_alone(name: str) -> bool:
+def _runs_alone(llm: LLM, name: str) -> bool:
+    """Not where it needs an argument, or a head that is not shipped for the model."""
     try:
         drafters.parse(name)
+        llm.backend.prepare(name)
     except OutriderError:
         return False
     return True

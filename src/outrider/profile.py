@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from outrider.bench import machine
+from outrider.bench import card, machine
 from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError
 from outrider.core.sampling import SamplingParams
@@ -32,6 +32,7 @@ from outrider.models.base import Feed, Model
 from outrider.models.llama import Llama
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+GPU_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 ACCEPTANCES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 LENGTHS = range(1, 9)  # of the drafts that the drafter is timed at
@@ -151,6 +152,19 @@ class Costs:
 
 
 @dataclass(frozen=True)
+class OnCard:
+    """Passes on a GPU: what the device itself takes, against what it could do at best."""
+
+    card: card.Card
+    pass_bytes: int  # of weights that a pass reads
+    device_ms: tuple[tuple[int, float], ...]  # by rows
+
+    def share(self, ms: float) -> float:
+        """Of the measured copy bandwidth."""
+        return self.pass_bytes / ms / 1e9 / self.card.copy_tb_s
+
+
+@dataclass(frozen=True)
 class Profile:
     model: str
     draft: str
@@ -166,6 +180,7 @@ class Profile:
     weight_bytes: int | None  # as stored
     kv_bytes_per_token: int | None
     seconds: float
+    on_card: OnCard | None = None  # None: no GPU
     machine: dict[str, Any] = field(default_factory=machine.describe)
 
     @property
@@ -181,7 +196,7 @@ class Profile:
 
 def profile(llm: LLM, plan: Plan = DEFAULT, progress: Progress | None = None) -> Profile:
     """Measure the model and its drafter; `plan` is refused before anything is run if it does not fit the model."""
-    engine, said = llm.backend.engine, llm.settings
+    engine, said = llm.engine, llm.settings
     plan.check(engine.model)
     begin = time.perf_counter()
     ticker = _Ticker(progress, (WARM_UP + plan.rounds) * len(plan.rows) + TURNS + PIECES + DECODED)
@@ -204,6 +219,7 @@ def profile(llm: LLM, plan: Plan = DEFAULT, progress: Progress | None = None) ->
         weight_bytes=_weight_bytes(said.model),
         kv_bytes_per_token=_kv_bytes(engine.model),
         seconds=time.perf_counter() - begin,
+        on_card=_on_card(engine.model, plan),
     )
 
 
@@ -290,7 +306,7 @@ def _time_prefill(model: Model, ticker: _Ticker) -> tuple[int, float]:
 
 def _time_plain(llm: LLM, plan: Plan, ticker: _Ticker) -> float:
     """Tokens per second as a user gets them, after the first."""
-    prompt = _text(llm.backend.engine.model.vocab_size, plan.context)
+    prompt = _text(llm.engine.model.vocab_size, plan.context)
     stream = llm.stream(prompt, SamplingParams(max_tokens=DECODED, ignore_eos=True), draft="none")
     times = []
     for chunk in stream:
@@ -299,6 +315,22 @@ def _time_plain(llm: LLM, plan: Plan, ticker: _Ticker) -> float:
     if error := stream.result().error:
         raise OutriderError(error)
     return (len(times) - 1) / (times[-1] - times[0])
+
+
+def _on_card(model: Model, plan: Plan) -> OnCard | None:
+    replay, read = getattr(model, "replay", None), getattr(model, "pass_bytes", None)
+    if replay is None or read is None:
+        return None
+    text, found = _text(model.vocab_size, plan.context + plan.rows[-1]), []
+    with _kept(model, PASSES):
+        for piece in _pieces(text[: plan.context]):
+            model.forward([Feed(PASSES, piece)])
+        for rows in plan.rows:
+            first, *guessed = text[plan.context : plan.context + rows]
+            model.forward([Feed(PASSES, [first], Draft.chain(guessed))])
+            model.crop(PASSES, plan.context)
+            found.append((rows, card.device_ms(replay)))
+    return OnCard(card.measure(torch.device("cuda")), read, tuple(found))
 
 
 class _Samples:

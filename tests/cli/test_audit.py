@@ -26,7 +26,7 @@ def checks(report):
 
 
 def test_every_drafter_passes(llm, tiny_draft):
-    drafts = [*default_drafts(), "none", f"draft_model:model={tiny_draft}", "ngram:store=adaptive,min_n=1"]
+    drafts = [*default_drafts(llm), "none", f"draft_model:model={tiny_draft}", "ngram:store=adaptive,min_n=1"]
     report = audit(llm, drafts, samples=200)
     assert report.passed, report
     assert [drafter.draft for drafter in report.drafters] == drafts

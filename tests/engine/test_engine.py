@@ -81,6 +81,16 @@ def test_no_more_run_at_once_than_the_limit():
     assert max(map(len, model.passes)) == 4
 
 
+def test_drafts_are_made_only_while_few_run():
+    seqs = sequences([2] * 3, count=9)
+    seqs[0].params = SamplingParams(max_tokens=30)
+    model = Markov(seed=2)
+    run(model, Scripted(lambda seq, guessed: 0, 6), seqs, Limits(drafting=2))
+    assert [seq.stats.drafted for seq in seqs[1:]] == [0, 0]
+    assert seqs[0].stats.drafted > 0
+    assert outputs(seqs) == [outputs([plainly(model, seq.tokens[: seq.prompt], seq.params)])[0] for seq in seqs]
+
+
 def test_first_come_first_served():
     engine = new_engine(Markov(), plain_drafter(), Limits(batch=2))
     seqs = sequences([2] * 6)
@@ -97,9 +107,11 @@ def test_a_large_one_at_the_head_of_the_queue_is_not_overtaken_forever():
     large, small = Sequence(9, [1] * 40, SamplingParams(max_tokens=10)), sequences([5, 5, 5, 5], count=10)
     for seq in [small[0], small[1], large, small[2], small[3]]:
         scheduler.add(seq)
+    assert scheduler.admit() == small[:2]
     assert [plan.seq for plan in scheduler.plan(lambda id: 0)] == small[:2]
     small[0].finish = small[1].finish = "length"
     scheduler.retire()
+    assert scheduler.admit() == [large]
     assert [plan.seq for plan in scheduler.plan(lambda id: 0)] == [large]
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from outrider import prompts as builtin
-from outrider.audit import ALPHA, Check, Difference, Report, audit as run, default_drafts
+from outrider.audit import ALPHA, Check, Difference, Report, audit as run
 from outrider.cli import options
 from outrider.cli.options import DEFAULT
 from outrider.cli.screen import bar
@@ -65,10 +65,16 @@ def audit(
     [dim]$[/] outrider audit --model ./my-model --draft draft_model:model=./small --prompts prompts.txt
     """
     SamplingParams(max_tokens=max_tokens)  # refuses a bad value before anything is loaded
-    drafts, chosen = draft or default_drafts(), _prompts(prompt, prompts)
+    drafts, chosen = draft or [], _prompts(prompt, prompts)
     with (
         options.opened(
-            model, drafts[0], device=device, dtype=dtype, quantize=quantize, threads=threads, pace=False
+            model,
+            drafts[0] if drafts else "ngram",
+            device=device,
+            dtype=dtype,
+            quantize=quantize,
+            threads=threads,
+            pace=False,
         ) as llm,
         bar("{task.completed:.0f}/{task.total:.0f}") as progress,
     ):

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outrider import build
 from outrider.bench.plan import claim
 from outrider.cli import options
 from outrider.cli.options import DEFAULT
 from outrider.cli.screen import bar, note
-from outrider.profile import DEFAULT as PLAN, Choice, Plan, Point, Profile, parse_rows, profile as run
+from outrider.profile import DEFAULT as PLAN, GPU_ROWS, Choice, OnCard, Plan, Point, Profile, parse_rows, profile as run
 from outrider.settings import QUANTIZE
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ NOISY = 0.3  # a spread from which on medians are not to be trusted
 def profile(
     model: options.Model = DEFAULT.model,
     draft: options.Draft = DEFAULT.draft,
+    device: options.Device = DEFAULT.device,
     dtype: options.Dtype = DEFAULT.dtype,
     quantize: Annotated[
         str, typer.Option(help=f"One of {', '.join(QUANTIZE)}; for dense weights.", rich_help_panel=options.MODEL)
@@ -36,8 +38,12 @@ def profile(
     threads: options.Threads = DEFAULT.threads,
     context: Annotated[int, typer.Option(help="Tokens already in the cache.")] = PLAN.context,
     rows: Annotated[
-        str, typer.Option(help="Sizes of a pass: one committed token and the guesses after it. 1 and 2 are always in.")
-    ] = ",".join(map(str, PLAN.rows)),
+        str | None,
+        typer.Option(
+            help="Sizes of a pass: one committed token and the guesses after it. 1 and 2 are always in.",
+            show_default=f"{','.join(map(str, PLAN.rows))}; on a GPU {','.join(map(str, GPU_ROWS))}",
+        ),
+    ] = None,
     rounds: Annotated[int, typer.Option(help="How often each size is measured.")] = PLAN.rounds,
     as_json: options.Json = False,
     output: Annotated[
@@ -52,12 +58,14 @@ def profile(
     [dim]$[/] outrider profile
     [dim]$[/] outrider profile --draft layer_skip:layers=8,length=8 --threads 2 --output profile
     [dim]$[/] outrider profile --model ./my-model --context 2048 --rows 1,2,4,8 --json
+    [dim]$[/] outrider profile --device cuda --output profile   # with the share of the card's bandwidth
     """
-    plan = Plan(context, parse_rows(rows), rounds)
+    gpu = build.device(device).type == "cuda"
+    plan = Plan(context, (GPU_ROWS if gpu else PLAN.rows) if rows is None else parse_rows(rows), rounds)
     if output is not None:
         claim(output)
     with (
-        options.opened(model, draft, dtype=dtype, quantize=quantize, threads=threads) as llm,
+        options.opened(model, draft, device=device, dtype=dtype, quantize=quantize, threads=threads) as llm,
         bar("{task.completed:.0f}/{task.total:.0f}") as progress,
     ):
         found = run(llm, plan, progress)
@@ -83,6 +91,7 @@ def tables(found: Profile) -> list[Table]:
     drafts = [(*_times(point), _ms(point.ms / point.size)) for point in found.drafts if costly]
     made = [
         Table("The target", ("rows", "ms per pass", "10–90 %", "ratio", "ms per row"), passes),
+        *([_card(found.on_card, found)] if found.on_card else []),
         Table(f"The drafter {found.draft}", ("tokens", "ms per draft", "10–90 %", "ms per token"), drafts),
         Table(
             "What pays",
@@ -93,9 +102,20 @@ def tables(found: Profile) -> list[Table]:
     return [table for table in made if table.rows]
 
 
+def _card(said: OnCard, found: Profile) -> Table:
+    """The device alone, and what is left over for the host."""
+    walls, one = {point.size: point.ms for point in found.costs.passes}, said.device_ms[0][1]
+    rows = [
+        (str(rows), _ms(ms), f"{100 * said.share(ms):.0f} %", f"{ms / one:.2f}×", _ms(walls[rows] - ms))
+        for rows, ms in said.device_ms
+    ]
+    return Table(said.card.name, ("rows", "device ms", "of the copy's bandwidth", "ratio", "host ms"), rows)
+
+
 def facts(found: Profile) -> list[str]:
     """The rest, in sentences."""
     said = [
+        *([_best(found.on_card)] if found.on_card else []),
         _line(found),
         f"Plain decoding writes {found.plain_tokens_per_second:.1f} tokens/s; a prompt is read at "
         f"{found.prefill_tokens_per_second:.0f} tokens/s in pieces of {found.prefill_piece}.",
@@ -112,6 +132,13 @@ def facts(found: Profile) -> list[str]:
             "measure again when it is quiet, or with more rounds."
         )
     return said
+
+
+def _best(said: OnCard) -> str:
+    return (
+        f"The card copies {said.card.copy_tb_s:.2f} TB/s and multiplies {said.card.matrix_tflop_s:.0f} TFLOP/s in "
+        f"bfloat16; a pass reads {said.pass_bytes / 1e6:.1f} MB of weights."
+    )
 
 
 def markdown(found: Profile) -> str:

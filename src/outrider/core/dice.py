@@ -39,6 +39,12 @@ def _mix_tensor(x: Tensor) -> Tensor:
     return x ^ (x >> 15)
 
 
+def noise(tokens: Tensor, first: int | Tensor, second: int | Tensor) -> Tensor:
+    """Exponential noise, float64, for token ids under the two keys of a position, which may be columns of many."""
+    bits = _mix_tensor(_mix_tensor(tokens ^ first) ^ second)
+    return -((bits.double() + 0.5) / _TWO_32).log()
+
+
 class Dice:
     """The luck of one sequence. `index` tells the samples of one request apart."""
 
@@ -46,20 +52,23 @@ class Dice:
         seed = random.getrandbits(64) if seed is None else seed
         self._key = _mix64((seed & _MASK_64) ^ _mix64(index + 0x9E3779B97F4A7C15))
 
-    def _keys(self, position: int, stream: int) -> tuple[int, int]:
+    @property
+    def key(self) -> int:
+        """64 bits that all its numbers come from."""
+        return self._key
+
+    def keys(self, position: int, stream: int = NOISE) -> tuple[int, int]:
         key = _mix64(self._key ^ _mix64(position * 8 + stream))
         return key >> 32, key & _MASK
 
     def coin(self, position: int, stream: int, index: int = 0) -> float:
         """A uniform number in (0, 1)."""
-        first, second = self._keys(position, stream)
+        first, second = self.keys(position, stream)
         return (_mix(_mix(index ^ first) ^ second) + 0.5) / _TWO_32
 
     def noise(self, position: int, tokens: Tensor) -> Tensor:
         """Exponential noise, float64, one number per token id."""
-        first, second = self._keys(position, NOISE)
-        bits = _mix_tensor(_mix_tensor(tokens ^ first) ^ second)
-        return -((bits.double() + 0.5) / _TWO_32).log()
+        return noise(tokens, *self.keys(position))
 
     def choose(self, law: Tensor, position: int) -> int:
         """Draw from `law` with the noise of `position`: argmax(log p + Gumbel) = argmin(exponential / p).

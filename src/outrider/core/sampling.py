@@ -95,6 +95,11 @@ class SamplingParams:
             or self.processors
         )
 
+    @property
+    def cuts(self) -> bool:
+        """Whether unlikely tokens are taken out of the law."""
+        return bool(self.top_k) or self.top_p < 1.0 or self.min_p > 0.0 or self.typical_p < 1.0
+
     def token_ids(self) -> set[int]:
         """Every token id that the parameters name, to be checked against a vocabulary."""
         words = (token for word in self.bad_words if not isinstance(word, str) for token in word)
@@ -158,6 +163,33 @@ def warp(logits: Tensor, params: SamplingParams) -> Tensor:
     return law
 
 
+def warp_batch(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """`warp` for [n, vocab] logits, each row under its own parameters; none of them greedy."""
+    logits, device = logits.float(), logits.device
+
+    def column(values: Iterable[float]) -> Tensor:
+        return torch.tensor(list(values), device=device).unsqueeze(1)
+
+    highest = logits.max(-1, keepdim=True).values
+    laws = torch.softmax((logits - highest) / column(p.temperature for p in params), -1)
+    size = laws.shape[1]
+    if any(0 < p.top_k < size for p in params):
+        order = laws.argsort(dim=-1, stable=True, descending=True)
+        rank = torch.arange(size, device=device)
+        laws = _keep_first(laws, order, rank < column(p.top_k or size for p in params))
+    if any(p.top_p < 1.0 for p in params):
+        laws = _nuclei(laws, laws, column(p.top_p if p.top_p < 1.0 else math.inf for p in params))
+    if any(p.min_p > 0.0 for p in params):
+        least = column(p.min_p for p in params) * laws.max(-1, keepdim=True).values
+        laws = _renormalise_rows(laws, laws >= least)
+    if any(p.typical_p < 1.0 for p in params):
+        surprise = -laws.log()
+        entropy = (laws * surprise.where(laws > 0, 0.0)).sum(-1, keepdim=True)
+        mass = column(p.typical_p if p.typical_p < 1.0 else math.inf for p in params)
+        laws = _nuclei(laws, -(surprise - entropy).abs(), mass)
+    return laws
+
+
 def law(logits: Tensor, tokens: Sequence[int], prompt: int, params: SamplingParams, ends: frozenset[int]) -> Tensor:
     """The distribution of the token after `tokens`."""
     return warp(adjust(logits, tokens, prompt, params, ends), params)
@@ -184,6 +216,27 @@ def _nucleus(law: Tensor, score: Tensor, mass: float, within: Tensor) -> Tensor:
     order = within[score[within].argsort(descending=True, stable=True)]
     before = law[order].cumsum(0) - law[order]
     return _keep(law, order[: max(1, int((before < mass).sum()))])
+
+
+def _nuclei(laws: Tensor, scores: Tensor, masses: Tensor) -> Tensor:
+    """`_nucleus` for every row."""
+    order = scores.argsort(dim=-1, stable=True, descending=True)
+    sorted_laws = laws.gather(1, order)
+    before = sorted_laws.cumsum(-1) - sorted_laws
+    kept = before < masses
+    kept[:, 0] = True
+    return _keep_first(laws, order, kept)
+
+
+def _keep_first(laws: Tensor, order: Tensor, kept: Tensor) -> Tensor:
+    """`kept` [n, vocab] bool says which places of each row's order stay."""
+    return _renormalise_rows(laws, torch.zeros_like(kept).scatter_(1, order, kept))
+
+
+def _renormalise_rows(laws: Tensor, kept: Tensor) -> Tensor:
+    """A row that loses nothing stays as it is, to the last bit: its company must not show."""
+    rest = laws.where(kept, 0.0)
+    return torch.where(kept.all(-1, keepdim=True), laws, rest / rest.sum(-1, keepdim=True))
 
 
 def _renormalise(law: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Literal
@@ -28,6 +29,12 @@ class Token:
     depth: int = 0  # how deep in the draft it hung; 0: the target's own
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()  # the likeliest alternatives: (token id, log-probability)
+
+
+@functools.cache
+def written(id: int) -> Token:
+    """A token of the target's own: the same object every time, for there are many."""
+    return Token(id)
 
 
 @dataclass(eq=False)
@@ -70,6 +77,28 @@ class Sequence:
         elif self.left == 0:
             self.finish = "length"
         return self.finish is None
+
+    def extend(self, ids: Seq[int]) -> int:
+        """Commit tokens that the target wrote by itself, up to the end of the sequence; how many there were."""
+        ids = ids[: self.left]
+        if self.watch is None and self.ends.isdisjoint(ids):
+            self.tokens += ids
+            self.output += map(written, ids)
+            if self.left == 0:
+                self.finish = "length"
+            return len(ids)
+        for count, id in enumerate(ids, 1):
+            if not self.append(written(id)):
+                return count
+        return len(ids)
+
+    @property
+    def plain(self) -> bool:
+        """Whether its tokens depend on nothing but the logits, the temperature and its dice."""
+        params = self.params
+        if params.adjusts or params.logprobs is not None:
+            return False
+        return params.greedy or (self.rule == "coupled" and not params.cuts)
 
     def fail(self, reason: str) -> None:
         self.finish, self.error = "error", reason

@@ -13,6 +13,7 @@ from outrider.core.draft import Draft
 class Stats:
     tokens: int = 0  # written
     steps: int = 0  # passes of the target that wrote something
+    drafts: int = 0  # steps that verified a draft
     drafted: int = 0
     accepted: int = 0
     drafted_by_depth: Counter[int] = field(default_factory=Counter)
@@ -21,6 +22,7 @@ class Stats:
     accepted_by_drafter: Counter[str] = field(default_factory=Counter)
     # This sequence's share of the engine's time; the shares of a batch add up to the time that passed.
     seconds: dict[str, float] = field(default_factory=dict)
+    first_seconds: float = 0.0  # of them, those until the first step that wrote something was over: the prompt's
 
     def record(self, draft: Draft, path: tuple[int, ...], written: int, drafter: str) -> None:
         """One step: the draft, the kept nodes that were committed, and the tokens written in all."""
@@ -29,6 +31,7 @@ class Stats:
         if not draft:
             return
         depths, sources = draft.depths(), draft.sources or (drafter,) * len(draft)
+        self.drafts += 1
         self.drafted += len(draft)
         self.accepted += len(path)
         self.drafted_by_depth.update(depths)
@@ -38,6 +41,8 @@ class Stats:
 
     def spend(self, phase: str, seconds: float) -> None:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+        if self.steps <= 1:
+            self.first_seconds += seconds
 
     def __add__(self, other: Stats) -> Stats:
         counted = [name for name in self.__dataclass_fields__ if name != "seconds"]
@@ -45,7 +50,7 @@ class Stats:
             **{name: getattr(self, name) + getattr(other, name) for name in counted}, seconds=dict(self.seconds)
         )
         for phase, seconds in other.seconds.items():
-            total.spend(phase, seconds)
+            total.seconds[phase] = total.seconds.get(phase, 0.0) + seconds
         return total
 
     @property
@@ -68,6 +73,7 @@ class Stats:
         return {
             "tokens": self.tokens,
             "steps": self.steps,
+            "drafts": self.drafts,
             "drafted": self.drafted,
             "accepted": self.accepted,
             "acceptance_rate": round(self.acceptance_rate, 4),

@@ -5,15 +5,28 @@ To add a method, write one file with a class like those beside this one, and one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence as Seq
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 from torch import Tensor
 
 from outrider.core.draft import EMPTY, Draft
+from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
 from outrider.core.verify import Verdict
-from outrider.models.base import Model
+from outrider.models.base import Anatomy, Model, Readable
+from outrider.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, eq=False)
+class Foreign:
+    """A draft model of another vocabulary than the target's."""
+
+    model: Model
+    tokenizer: Tokenizer
+    target: Tokenizer
 
 
 @dataclass(frozen=True)
@@ -21,7 +34,26 @@ class Parts:
     """What a drafter may be built from."""
 
     target: Model
-    load: Callable[[str, str], Model]  # (name, folder or file; none, int8 or int4) -> one of the target's vocabulary
+    load: Callable[..., Model | Foreign]  # (name, folder or file; none, int8 or int4; a tokenizer's folder if given)
+    name: str = ""  # what the target is called
+    heads: Mapping[str, Any] = field(default_factory=dict)  # those that lie in memory, by name; all others in folders
+
+    def readable(self, what: str) -> Readable:
+        """The target, if heads can be built beside it. `what` wants to be."""
+        if not isinstance(getattr(self.target, "anatomy", None), Anatomy):
+            raise OutriderError(
+                f"{what} reads the weights of a llama-like target; this one is none, use another drafter"
+            )
+        return cast(Readable, self.target)
+
+    def head(self, kind: str, name: str, allow_pickle: bool) -> Any:
+        """A head of that kind: one in memory, one in a folder, or the one that is shipped for the target."""
+        target = self.readable(f"a head for {kind}")
+        if name in self.heads:
+            return deepcopy(self.heads[name])
+        from outrider.drafters import heads
+
+        return heads.find(kind, name, target, self.name, allow_pickle)
 
 
 @dataclass(frozen=True, eq=False)

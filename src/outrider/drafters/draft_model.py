@@ -12,8 +12,9 @@ from torch import Tensor
 from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
-from outrider.drafters.base import Drafter, Parts, Step
-from outrider.models.base import Feed, Model
+from outrider.drafters.base import Drafter, Foreign, Parts, Step
+from outrider.drafters.translation import Translation
+from outrider.models.base import Feed, Model, Paged
 
 PIECE = 512  # tokens of a prompt that one pass takes in
 
@@ -35,6 +36,9 @@ class ModelDrafter(Drafter):
         for writer in active:
             self._committed[writer.seq.id] = len(writer.seq.tokens)
         feeds = [Feed(w.seq.id, self._unseen(w.seq)) for w in active]
+        if active and isinstance(self._model, Paged) and all(map(self._can_write, active)):
+            self._write(self._model, active, feeds)
+            active = []
         while active:
             outputs = self._model.forward(feeds)
             for writer, output in zip(active, outputs, strict=True):
@@ -42,6 +46,24 @@ class ModelDrafter(Drafter):
             active = [writer for writer in active if len(writer.tokens) < writer.length]
             feeds = [Feed(w.seq.id, self._known(w.tokens[-1:])) for w in active]
         return [writer.draft() for writer in writers]
+
+    def _can_write(self, writer: _Writer) -> bool:
+        """Whether the draft model can write this chain by itself, without a look at the logits in between."""
+        return self._model.vocab_size == self._vocab and writer.seq.plain
+
+    def _write(self, model: Paged, writers: Seq[_Writer], feeds: Seq[Feed]) -> None:
+        behind = [Feed(feed.id, feed.tokens[:-1]) for feed in feeds if len(feed.tokens) > 1]
+        if behind:
+            self._model.forward(behind)
+        written = model.write(
+            [feed.id for feed in feeds],
+            [feed.tokens[-1] for feed in feeds],
+            [None if writer.guesses else writer.seq.dice for writer in writers],
+            [writer.seq.params.temperature for writer in writers],
+            max(writer.length for writer in writers),
+        )
+        for writer, tokens in zip(writers, written.T.tolist(), strict=True):
+            writer.tokens = tokens[: writer.length]
 
     def _count(self, seq: Sequence, room: int) -> int:
         """How many tokens to write; none past the draft model's own context, which may be shorter than the target's."""
@@ -70,16 +92,59 @@ class ModelDrafter(Drafter):
 
 
 class DraftModel(ModelDrafter):
+    """A model of its own file. One of another vocabulary reads and guesses through text."""
+
     @dataclass(frozen=True)
     class Options:
         model: str  # name, folder, hub id or GGUF file
         length: int = 5
         greedy: bool = False  # guess the likeliest token even where the request samples
         quantize: Literal["none", "int8", "int4"] = "none"  # dense weights, rounded on loading
+        tokenizer: str = ""  # folder or file to take its tokenizer from; "": its own
 
     def __init__(self, options: Options, parts: Parts) -> None:
-        model = parts.load(options.model, options.quantize)
-        super().__init__(model, parts.target.vocab_size, options.length, options.greedy)
+        model = parts.load(options.model, options.quantize, *filter(None, [options.tokenizer]))
+        self._translation: Translation | None = None
+        if isinstance(model, Foreign):
+            self._translation = Translation(model.target, model.tokenizer)
+            super().__init__(model.model, model.model.vocab_size, options.length, greedy=True)
+        else:
+            super().__init__(model, parts.target.vocab_size, options.length, options.greedy)
+
+    def propose(self, seqs: Seq[Sequence], rooms: Seq[int]) -> list[Draft]:
+        words = self._translation
+        if words is None:
+            return super().propose(seqs, rooms)
+        asked = [i for i, room in enumerate(rooms) if room > 0]
+        written = super().propose([self._read(words, seqs[i]) for i in asked], [rooms[i] for i in asked])
+        drafts = [EMPTY] * len(seqs)
+        for i, draft in zip(asked, written, strict=True):
+            drafts[i] = Draft.chain(words.write(seqs[i], draft.tokens)).cut(rooms[i])
+        return drafts
+
+    def _read(self, words: Translation, seq: Sequence) -> Sequence:
+        """The sequence in the draft model's own tokens, whose cache then has what is still the text."""
+        reading = words.read(seq)
+        unseen = max(0, len(reading.seq.tokens) - 1)  # the last token is run again, for what follows it
+        self._model.crop(seq.id, min(reading.same, unseen, self._model.length(seq.id)))
+        return reading.seq
+
+    def _count(self, seq: Sequence, room: int) -> int:
+        """Other tokens may be more, and the scheduler has reserved memory for the target's only."""
+        if self._translation is not None:
+            page = self._model.page if isinstance(self._model, Paged) else 1
+            if not seq.tokens or self._translation.held(self._length + page) > self._model.capacity:
+                return 0
+        return super()._count(seq, room)
+
+    def observe(self, step: Step) -> None:
+        if self._translation is None:
+            super().observe(step)
+
+    def forget(self, id: int) -> None:
+        super().forget(id)
+        if self._translation is not None:
+            self._translation.forget(id)
 
 
 class _Writer:
@@ -89,11 +154,11 @@ class _Writer:
         self.seq, self.length = seq, length
         self.tokens: list[int] = []
         self._laws: list[Tensor] = []
-        self._guess = greedy or seq.params.greedy
+        self.guesses = greedy or seq.params.greedy
 
     def write(self, logits: Tensor) -> None:
         try:
-            if self._guess:
+            if self.guesses:
                 self.tokens.append(self.seq.best(logits, self.tokens))
                 return
             law = self.seq.law(logits, self.tokens)

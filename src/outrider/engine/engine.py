@@ -13,13 +13,17 @@ from collections.abc import Sequence as Seq
 from torch import Tensor
 
 from outrider.core.draft import EMPTY, Draft
-from outrider.core.sequence import Sequence, Token, guessed_tokens, logprobs
+from outrider.core.sequence import Sequence, Token, guessed_tokens, logprobs, written
 from outrider.core.stats import Stats
 from outrider.core.verify import Verdict, coupled, rejection
+from outrider.core.verify_batch import Case, choose, verify_batch
 from outrider.drafters.base import Drafter, Step
 from outrider.engine.pace import Pace
 from outrider.engine.scheduler import Limits, Plan, Scheduler
-from outrider.models.base import Feed, Model, Output
+from outrider.models.base import Feed, Model, Output, Outputs, Paged
+
+BULK = 64  # sequences that run: from so many on, several tokens of each at once are still a short wait
+AHEAD = 16  # tokens that each of them then writes before the host looks
 
 
 class Engine:
@@ -28,7 +32,9 @@ class Engine:
         draft is as long as its drafter makes it."""
         self.model, self.pace = model, pace
         self.drafters = {"": drafter}
-        self.scheduler = Scheduler(limits, model.context, model.capacity)
+        self._paged = model if isinstance(model, Paged) else None
+        page = 1 if self._paged is None else self._paged.page
+        self.scheduler = Scheduler(limits, model.context, model.capacity, page)
         self.stats = Stats()  # of every sequence that has ended
 
     @property
@@ -49,9 +55,22 @@ class Engine:
                     return [seq]
         return self.sweep()
 
+    def drop(self, draft: str) -> None:
+        """Forget a drafter that no sequence uses."""
+        del self.drafters[draft]
+        if self.pace is not None:
+            self.pace.forget(draft)
+
     def step(self) -> list[Sequence]:
-        """One pass of the target; the sequences that ended with it."""
-        plans = self.scheduler.plan(self.model.length)
+        """One pass of the target, or several of a large plain batch; the sequences that ended with it."""
+        for seq in self.scheduler.admit():
+            if self._paged is not None and not self._drafter(seq).layers:  # a drafter that reads states needs them all
+                self._paged.begin(seq.id, seq.tokens)
+        if self._paged is not None and len(self.scheduler.running) >= BULK:
+            return self._step_bulk(self._paged)
+        return self._step(self.scheduler.plan(self.model.length))
+
+    def _step(self, plans: Seq[Plan]) -> list[Sequence]:
         if not plans:
             assert not self.scheduler.running, "a running sequence has nothing to feed"
             return []
@@ -61,12 +80,43 @@ class Engine:
         feeds = [Feed(p.seq.id, p.tokens, d) for p, d in zip(plans, drafts, strict=True)]
         layers = self._layers(plans)
         outputs = self.model.forward(feeds, layers)
+        verdicts = _verdicts(plans, drafts, outputs) if isinstance(outputs, Outputs) else None
         clock.append(time.perf_counter())
-        self._measure(plans, feeds, clock[2] - clock[1])
-        for plan, draft, output in zip(plans, drafts, outputs, strict=True):
-            self._drafter(plan.seq).observe(self._judge(plan, draft, output, layers))
+        if not (isinstance(outputs, Outputs) and outputs.first):
+            self._measure(plans, feeds, clock[2] - clock[1])
+        if verdicts is None:
+            verdicts = _verdicts(plans, drafts, outputs)
+        for index, (plan, draft, verdict) in enumerate(zip(plans, drafts, verdicts, strict=True)):
+            self._drafter(plan.seq).observe(self._judge(plan, draft, verdict, outputs, index, layers))
         clock.append(time.perf_counter())
         _share(plans, clock)
+        return self.sweep()
+
+    def _step_bulk(self, model: Paged) -> list[Sequence]:
+        """Many sequences that the target writes by itself: prompts first, then several tokens without the host."""
+        running = self.scheduler.running
+        fresh = [seq for seq in running if self.model.length(seq.id) != len(seq.tokens) - 1]
+        if not all(seq.plain and self._drafter(seq).name == "none" for seq in running):
+            return self._step(self.scheduler.plan(self.model.length))
+        if fresh:
+            return self._step(self.scheduler.plan(self.model.length, fresh))
+        begin = time.perf_counter()
+        written = model.write(
+            [seq.id for seq in running],
+            [seq.tokens[-1] for seq in running],
+            [None if seq.params.greedy else seq.dice for seq in running],
+            [seq.params.temperature for seq in running],
+            AHEAD,
+        )
+        for seq, tokens in zip(running, written.T.tolist(), strict=True):
+            count = seq.extend(tokens)
+            seq.stats.steps += count
+            seq.stats.tokens += count
+            self.model.crop(seq.id, len(seq.tokens) - 1)
+            model.seen(seq.id, seq.tokens)
+        share = (time.perf_counter() - begin) / len(running)
+        for seq in running:
+            seq.stats.spend("target", share)
         return self.sweep()
 
     def sweep(self) -> list[Sequence]:
@@ -107,31 +157,35 @@ class Engine:
         if self.pace is not None and all(len(plan.tokens) == 1 for plan in plans):
             self.pace.cost.learn(sum(1 + len(feed.draft) for feed in feeds), seconds)
 
-    def _judge(self, plan: Plan, draft: Draft, output: Output, layers: Seq[int]) -> Step:
-        """Verify, commit and crop."""
+    def _judge(
+        self,
+        plan: Plan,
+        draft: Draft,
+        verdict: Verdict | Exception | None,
+        outputs: Seq[Output],
+        index: int,
+        layers: Seq[int],
+    ) -> Step:
+        """Commit and crop."""
         seq = plan.seq
         wanted = self._drafter(seq).layers
-        hidden = (
-            output.hidden[:, [layers.index(layer) for layer in wanted]]
-            if wanted and output.hidden is not None
-            else None
-        )
-        if not plan.last:
-            return Step(seq, plan.tokens, draft, None, hidden)
-        seen = len(seq.tokens)
-        try:
-            verdict = verify(seq, draft, output.logits)
-        except Exception as error:  # a processor of the caller's: it ends this sequence, not the others
-            seq.fail(f"{type(error).__name__}: {error}")
+        states = outputs[index].hidden if wanted else None
+        hidden = None if states is None else states[:, [layers.index(layer) for layer in wanted]]
+        if isinstance(verdict, Exception):  # of a processor of the caller's: it ends this sequence, not the others
+            seq.fail(f"{type(verdict).__name__}: {verdict}")
             verdict = None
         if verdict is not None:
             if self.pace is not None:
                 self.pace.learn(seq.draft, draft, verdict)
-            verdict = self._commit(seq, draft, verdict, output.logits)
+            seen = len(seq.tokens)
+            logits = None if seq.params.logprobs is None else outputs[index].logits
+            verdict = self._commit(seq, draft, verdict, logits)
             self.model.crop(seq.id, seen, verdict.path)
+            if self._paged is not None:
+                self._paged.seen(seq.id, seq.tokens)
         return Step(seq, plan.tokens, draft, verdict, hidden)
 
-    def _commit(self, seq: Sequence, draft: Draft, verdict: Verdict, logits: Tensor) -> Verdict:
+    def _commit(self, seq: Sequence, draft: Draft, verdict: Verdict, logits: Tensor | None) -> Verdict:
         """Append the kept tokens and the target's own; what comes after the end of the sequence is not kept."""
         name = self._drafter(seq).name
         sources = draft.sources or (name,) * len(draft)
@@ -141,7 +195,7 @@ class Engine:
             source, level = (None, 0) if node is None else (sources[node], depth)
             written += 1
             kept += node is not None
-            if not seq.append(_token(seq, token, source, level, logits[parent + 1])):
+            if not seq.append(_token(seq, token, source, level, None if logits is None else logits[parent + 1])):
                 break
             parent = -1 if node is None else node
         seq.stats.record(draft, verdict.path[:kept], written, name)
@@ -174,10 +228,34 @@ def verify(seq: Sequence, draft: Draft, logits: Tensor) -> Verdict:
     return rejection(draft, law, seq.dice, position)
 
 
-def _token(seq: Sequence, id: int, drafter: str | None, depth: int, logits: Tensor) -> Token:
+def _verdicts(plans: Seq[Plan], drafts: Seq[Draft], outputs: Seq[Output]) -> list[Verdict | Exception | None]:
+    """What becomes of each draft; None where there is nothing to judge yet."""
+    if not isinstance(outputs, Outputs):
+        return [
+            _verdict(plan.seq, draft, output.logits) if plan.last else None
+            for plan, draft, output in zip(plans, drafts, outputs, strict=True)
+        ]
+    found: list[Verdict | Exception | None] = [None] * len(plans)
+    last = [index for index, plan in enumerate(plans) if plan.last]
+    cases = [Case(plans[index].seq, drafts[index], outputs.starts[index]) for index in last]
+    if cases:
+        verdicts = verify_batch(cases, outputs.logits, outputs.best, outputs.choose or choose)
+        for index, verdict in zip(last, verdicts, strict=True):
+            found[index] = verdict
+    return found
+
+
+def _verdict(seq: Sequence, draft: Draft, logits: Tensor) -> Verdict | Exception:
+    try:
+        return verify(seq, draft, logits)
+    except Exception as error:
+        return error
+
+
+def _token(seq: Sequence, id: int, drafter: str | None, depth: int, logits: Tensor | None) -> Token:
     """The committed token; `logits` [vocab] are those that it was chosen from."""
-    if seq.params.logprobs is None:
-        return Token(id, drafter, depth)
+    if seq.params.logprobs is None or logits is None:
+        return written(id) if drafter is None else Token(id, drafter, depth)
     logprob, top = logprobs(logits, id, seq.params.logprobs)
     return Token(id, drafter, depth, logprob, top)
 

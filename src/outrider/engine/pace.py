@@ -115,6 +115,9 @@ class Pace:
             for draft, nodes in zip(drafts, kept, strict=True)
         ]
 
+    def forget(self, drafter: str) -> None:
+        self._depths.pop(drafter, None)
+
     def learn(self, drafter: str, draft: Draft, verdict: Verdict) -> None:
         if draft and not draft.chances:
             self._depths.setdefault(drafter, Depths()).learn(draft, verdict)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from outrider.core.errors import OutriderError
@@ -15,6 +15,7 @@ class Limits:
     batch: int = 64  # sequences that run at once
     piece: int = 512  # prompt tokens that one step takes in, over all sequences
     room: int = 64  # nodes of one draft
+    drafting: int = 0  # sequences up to which drafts are made at all; 0: any number
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,11 +29,17 @@ class Plan:
 class Scheduler:
     """First come, first served. A sequence starts when all it can ever need fits, so it never has to be thrown out."""
 
-    def __init__(self, limits: Limits, context: int, capacity: int) -> None:
-        self.limits, self._context, self._capacity = limits, context, capacity
+    def __init__(self, limits: Limits, context: int, capacity: int, page: int = 1) -> None:
+        """Memory for `capacity` tokens is given out in pages of `page`."""
+        self.limits, self._context, self._capacity, self._page = limits, context, capacity, page
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._reserved = 0
+
+    @property
+    def reserved(self) -> int:
+        """Tokens of cache that the running sequences may need."""
+        return self._reserved
 
     def check(self, seq: Sequence) -> None:
         """An OutriderError when the sequence can never run."""
@@ -57,11 +64,11 @@ class Scheduler:
         self.check(seq)
         self.waiting.append(seq)
 
-    def plan(self, length: Callable[[int], int]) -> list[Plan]:
-        """What each running sequence feeds in the next step. `length` tells what the cache has seen."""
-        self._admit()
+    def plan(self, length: Callable[[int], int], seqs: Iterable[Sequence] | None = None) -> list[Plan]:
+        """What each running sequence (or those of `seqs`) feeds next. `length` tells what the cache has seen."""
         plans, budget = [], self.limits.piece
-        for seq in self.running:
+        widest = self.limits.room if len(self.running) <= (self.limits.drafting or len(self.running)) else 0
+        for seq in self.running if seqs is None else seqs:
             unseen = seq.tokens[length(seq.id) :]
             count = len(unseen)
             if count > 1:  # a prompt, or what is left of it
@@ -69,7 +76,7 @@ class Scheduler:
                 budget -= count
             if count:
                 last = count == len(unseen)
-                room = min(self.limits.room, seq.left - 1) if last else 0
+                room = min(widest, seq.left - 1) if last else 0
                 plans.append(Plan(seq, unseen[:count], room, last))
         return plans
 
@@ -81,13 +88,16 @@ class Scheduler:
             self._reserved -= sum(self._need(seq) for seq in ended)
         return ended
 
-    def _admit(self) -> None:
+    def admit(self) -> list[Sequence]:
+        """Start as many of the waiting sequences as fit."""
+        begun = len(self.running)
         while self.waiting and len(self.running) < self.limits.batch:
             need = self._need(self.waiting[0])
             if self._reserved + need > self._capacity:
-                return
+                break
             self._reserved += need
             self.running.append(self.waiting.popleft())
+        return self.running[begun:]
 
     def _need(self, seq: Sequence) -> int:
-        return seq.limit + self.limits.room
+        return -(-(seq.limit + self.limits.room) // self._page) * self._page

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
+from outrider.core.dice import Dice
 from outrider.core.draft import EMPTY, Draft
+from outrider.core.verify_batch import Chooser
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +29,38 @@ class Output:
     hidden: Tensor | None = None  # [len(tokens) + len(draft), layers, hidden] residuals after the layers asked for
 
 
+class Outputs(Sequence[Output]):
+    """What a pass gave: the rows of all feeds in one tensor, and each feed's own part when it is asked for."""
+
+    def __init__(
+        self,
+        logits: Tensor,
+        starts: Sequence[int],
+        hidden: Tensor | None = None,
+        rows: Sequence[int] = (),
+        best: Tensor | None = None,
+        choose: Chooser | None = None,
+        first: bool = False,
+    ) -> None:
+        self.logits, self.starts = logits, starts  # [judged rows, vocab]; where each feed's begin, and their number
+        self.hidden, self.rows = hidden, rows  # [rows, layers, hidden]; where each feed's begin, and their number
+        self.best = best  # [judged rows] argmax, if the pass has it already
+        self.choose = choose  # the device's own way to roll the dice for many rows
+        self.first = first  # of its shape: it also compiled and captured, so its time says nothing about the next
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, feed: int) -> Output:  # type: ignore[override]
+        if not 0 <= feed < len(self):
+            raise IndexError(feed)
+        return Output(self.logits[self.starts[feed] : self.starts[feed + 1]], self.states(feed))
+
+    def states(self, feed: int) -> Tensor | None:
+        """One feed's part of `hidden`."""
+        return None if self.hidden is None else self.hidden[self.rows[feed] : self.rows[feed + 1]]
+
+
 class Model(Protocol):
     vocab_size: int
     num_layers: int
@@ -36,7 +71,7 @@ class Model(Protocol):
         """How many tokens of the sequence the cache has seen."""
         ...
 
-    def forward(self, feeds: Sequence[Feed], layers: Sequence[int] = ()) -> list[Output]:
+    def forward(self, feeds: Sequence[Feed], layers: Sequence[int] = ()) -> Sequence[Output]:
         """One pass. Afterwards the cache has seen the feeds' tokens and nodes."""
         ...
 
@@ -50,4 +85,72 @@ class Model(Protocol):
 
     def first(self, layers: int) -> Model:
         """The model's own first layers with its output matrix: the same weights, a cache of its own."""
+        ...
+
+
+@runtime_checkable
+class Paged(Protocol):
+    """A model whose cache is made of pages, and which can write by itself."""
+
+    page: int  # tokens: a sequence takes memory for a multiple of so many
+
+    def begin(self, id: int, tokens: Sequence[int]) -> None:
+        """A sequence is about to be fed: what the cache has of its beginning, from others, counts as seen."""
+        ...
+
+    def seen(self, id: int, tokens: Sequence[int]) -> None:
+        """`tokens` are committed: others that begin so may share what the cache holds of them."""
+        ...
+
+    def write(
+        self,
+        ids: Sequence[int],
+        last: Sequence[int],
+        dice: Sequence[Dice | None],
+        temperatures: Sequence[float],
+        steps: int,
+    ) -> Tensor:
+        """Each sequence writes `steps` tokens after its `last` one, without the host: [steps, sequences]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The sizes of a llama-like model that a head beside it has to match."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    norm_eps: float
+    rope_theta: float
+    bias: bool  # whether queries, keys and values have one
+
+
+class Readable(Protocol):
+    """A model that heads can be built beside: its sizes, and its weights wherever and however they are kept."""
+
+    vocab_size: int
+    num_layers: int
+    context: int
+    device: torch.device
+
+    @property
+    def anatomy(self) -> Anatomy: ...
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[n, hidden]"""
+        ...
+
+    def normed(self, x: Tensor) -> Tensor:
+        """The last norm, before the output matrix."""
+        ...
+
+    def output_rows(self, ids: Tensor) -> Tensor:
+        """Rows of the output matrix, [n, hidden]."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """A dense copy of a weight by its Hugging Face name."""
         ...

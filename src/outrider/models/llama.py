@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.models.base import Feed, Output
+from outrider.models import read
+from outrider.models.base import Anatomy, Feed, Output
 from outrider.models.cache import Cache
 from outrider.models.linear import Embedding, Linear
 from outrider.models.native.packed import Packed
@@ -31,6 +32,7 @@ class Rope:
 
     frequencies: Tensor
     scale: float = 1.0
+    theta: float = 10_000.0  # that the frequencies were made from
 
     def tables(self, context: int) -> tuple[Tensor, Tensor]:
         """cos and signed sin, [context, head_dim]: rotated = x * cos + swapped_halves(x) * sin."""
@@ -70,6 +72,27 @@ class Llama:
     def first(self, layers: int) -> Llama:
         weights = replace(self.weights, stack=self.weights.stack.first(layers))
         return Llama(replace(self.config, num_layers=layers), weights, self._memory)
+
+    @property
+    def packed(self) -> bool:
+        """Whether its weights are quantised, and run by the kernels."""
+        return isinstance(self.weights.head, Packed)
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return read.anatomy(self.config, self.weights)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.weights.embedding.rows(ids)
+
+    def normed(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weights.norm, self.config.norm_eps)
+
+    def output_rows(self, ids: Tensor) -> Tensor:
+        return self.weights.head.rows(ids)  # type: ignore[attr-defined]
+
+    def tensor(self, name: str) -> Tensor:
+        return read.tensor(self.config, self.weights, name)
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], layers: Sequence[int] = ()) -> list[Output]:
@@ -116,8 +139,7 @@ class Llama:
     def _head(self, x: Tensor) -> Tensor:
         if isinstance(self.weights.head, Packed):  # as the layers do it: every row alike, whatever shares the pass
             return self.weights.head(x, self.weights.norm, self.config.norm_eps)
-        normed = F.rms_norm(x, (x.shape[-1],), self.weights.norm, self.config.norm_eps)
-        return self.weights.head(normed).float()
+        return self.weights.head(self.normed(x)).float()
 
 
 def _split(batch: Pass, logits: Tensor, hidden: Tensor | None) -> list[Output]:

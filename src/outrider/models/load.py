@@ -17,7 +17,7 @@ from outrider.core.errors import OutriderError
 from outrider.models import sources, tokenizer as tokenizers
 from outrider.models.base import Model
 from outrider.models.gguf import GGUFFile
-from outrider.models.llama import Llama, LlamaConfig, Rope
+from outrider.models.llama import Llama, LlamaConfig, Rope, Weights
 from outrider.models.rope import FIXED, rope
 from outrider.models.tokenizer import Tokenizer
 from outrider.models.weights import FolderStore, GGUFStore, Place, assemble
@@ -67,6 +67,18 @@ def _number_in(path: str, word: str = "") -> int | None:
     return int(found[1]) if found else None
 
 
+def _model(config: LlamaConfig, weights: Weights, where: Place, notes: list[str]) -> Model:
+    """The forward that suits the device."""
+    if where.device.type != "cuda":
+        return Llama(config, weights, where.memory)
+    try:
+        from outrider.models.cuda.model import CudaLlama
+    except ImportError as error:
+        notes.append(f"{error.name} is missing, so the GPU runs plain torch, which is slower: install it")
+        return Llama(config, weights, where.memory)
+    return CudaLlama(config, weights, where.memory)
+
+
 def _load_gguf(path: Path, where: Place) -> Loaded:
     file = GGUFFile(path)
     said = file.config()
@@ -92,7 +104,7 @@ def _load_gguf(path: Path, where: Place) -> Loaded:
     ends = _ids(file.metadata.get("tokenizer.ggml.eos_token_id"))
     if tokenizer is not None:
         ends |= tokenizers.end_ids(tokenizer, file.metadata)
-    return Loaded(Llama(config, weights, where.memory), tokenizer, ends, tuple(store.notes))
+    return Loaded(_model(config, weights, where, store.notes), tokenizer, ends, tuple(store.notes))
 
 
 def _load_folder(folder: Path, where: Place) -> Loaded:
@@ -104,12 +116,25 @@ def _load_folder(folder: Path, where: Place) -> Loaded:
     config = _read_config(folder)
     own = _is_own(config)
     model, notes = _load_own(folder, config, where) if own else _load_foreign(folder, where)
-    tokenizer = tokenizers.from_folder(folder)
-    generation = _read_json(folder / "generation_config.json") or {}
-    ends = _ids(said.get("eos_token_id")) | _ids(generation.get("eos_token_id"))
-    if tokenizer is not None:
-        ends |= tokenizers.end_ids(tokenizer)
+    tokenizer, ends = words_of(folder)
     return Loaded(model, tokenizer, ends, notes)
+
+
+def words_of(folder: Path) -> tuple[Tokenizer | None, frozenset[int]]:
+    """The folder's tokenizer, and the tokens after which an answer is over."""
+    tokenizer = tokenizers.from_folder(folder)
+    said = [_read_json(folder / name) or {} for name in ("config.json", "generation_config.json")]
+    ends = frozenset[int]().union(*(_ids(each.get("eos_token_id")) for each in said))
+    return tokenizer, ends if tokenizer is None else ends | tokenizers.end_ids(tokenizer)
+
+
+def read_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer of a model, without the weights."""
+    path = sources.resolve(name)
+    found = tokenizers.from_gguf(GGUFFile(path).metadata) if path.is_file() else tokenizers.from_folder(path)
+    if found is None:
+        raise OutriderError(f"{name} has no tokenizer; name a folder or GGUF file that has one")
+    return found
 
 
 def _read_config(folder: Path) -> Any:
@@ -156,7 +181,7 @@ def _load_own(folder: Path, config: Any, where: Place) -> tuple[Model, tuple[str
         return rope(head_dim, scaling["rope_theta"], own.context, scaling)
 
     weights = assemble(store, own, make_rope, config.tie_word_embeddings, store.packs())
-    return Llama(own, weights, where.memory), tuple(store.notes)
+    return _model(own, weights, where, store.notes), tuple(store.notes)
 
 
 def _load_foreign(folder: Path, where: Place) -> tuple[Model, tuple[str, ...]]:

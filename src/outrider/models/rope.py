@@ -21,7 +21,7 @@ def rope(
     kind = (scaling or {}).get("rope_type", "default")
     if kind == "default":
         frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-        return Rope(frequencies if factors is None else frequencies / factors)
+        return Rope(frequencies if factors is None else frequencies / factors, theta=theta)
     if kind not in FIXED:
         raise OutriderError(f"rotary positions scaled by {kind!r} are not known; known: {', '.join(FIXED)}")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -36,4 +36,4 @@ def rope(
         standardize_rope_params=lambda: None,
     )
     frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    return Rope(frequencies if factors is None else frequencies / factors, scale)
+    return Rope(frequencies if factors is None else frequencies / factors, scale, theta)

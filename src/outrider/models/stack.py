@@ -54,6 +54,8 @@ class Pass:
 
 
 class Stack(Protocol):
+    layers: tuple[Layer, ...]
+
     def run(
         self, x: Tensor, batch: Pass, cos: Tensor, sin: Tensor, wanted: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
@@ -77,10 +79,10 @@ class _Span:
 
 class TorchStack:
     def __init__(self, config: StackConfig, layers: Sequence[Layer]) -> None:
-        self.config, self._layers = config, tuple(layers)
+        self.config, self.layers = config, tuple(layers)
 
     def first(self, layers: int) -> TorchStack:
-        return TorchStack(self.config, self._layers[:layers])
+        return TorchStack(self.config, self.layers[:layers])
 
     def run(
         self, x: Tensor, batch: Pass, cos: Tensor, sin: Tensor, wanted: Sequence[int]
@@ -88,7 +90,7 @@ class TorchStack:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [rows, 1, head_dim]
         spans = [self._span(*parts, x) for parts in zip(batch.rows, batch.slots, batch.feeds, strict=True)]
         kept: dict[int, Tensor] = {}
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self.layers):
             x = x + self._attend(index, layer, x, cos, sin, spans)
             gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, -1)
             x = x + layer.down(F.silu(gate) * up)

@@ -645,7 +645,17 @@ struct Work {
     int64_t longest;
 };
 
-static void attend_item(const Shape& s, const Item& item, const Span& span, int64_t index, int64_t all, float* scores,
+// What the layers of a head have that those of a model do not.
+struct Extra {
+    const float* embedded;        // [rows][hidden]: the first layer reads norm(embedded) and norm(x) side by side; or null
+    const float* embedding_norm;
+    int64_t replaces;             // whether norm(x) then takes the place of x
+    const int32_t* trails;        // [rows][length]: what a row sees between what all see and what this pass brings
+    int64_t length;
+    const int64_t* seen;          // [spans]: what all rows see; the new ones lie after `start`
+};
+
+static void attend_item(const Shape& s, const Item& item, const Span& span, int64_t seen, int64_t index, int64_t all, float* scores,
                         const Work* work) {
     const int64_t group = s.heads / s.kv_heads, at = index * span.layer_stride + item.kv_head * span.size * s.head_dim;
     Query queries[TOGETHER];
@@ -654,7 +664,7 @@ static void attend_item(const Shape& s, const Item& item, const Span& span, int6
         queries[n] = {work->qkv + row * all + h * s.head_dim, work->places + row * work->longest, work->seen[row],
                       scores + n * work->longest, work->mixed + (row * s.heads + h) * s.head_dim};
     }
-    attend_all(queries, item.count, span.keys + at, span.values + at, s.window ? 0 : span.start, s.head_dim);
+    attend_all(queries, item.count, span.keys + at, span.values + at, s.window ? 0 : seen, s.head_dim);
 }
 
 // How many threads the calling thread's kernels use.
@@ -676,13 +686,25 @@ void outrider_linear(const Joint* w, const float* x, const float* norm, float ep
     product(*w, work->x, rows, y, nullptr);
 }
 
-// The layers of a model over the rows of all spans; x [rows][hidden] is read and overwritten.
-// cos, sin: [rows][head_dim]; positions: [rows]; parents: [rows], a row's parent among its span's rows, or -1.
-// kept: for each layer of `wanted`, x after it, [count][rows][hidden].
-void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans, int64_t span_count, int64_t rows, float* x,
+// [norm(embedded), norm(x)] of each row, ready to be multiplied
+static void join(const Shape& s, const Layer& layer, const Extra& extra, int64_t rows, float* x, const Work* work) {
+    pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
+        for (int64_t r = begin; r < end; r++) {
+            float *both = work->normed + r * 2 * s.hidden, *row = x + r * s.hidden;
+            normalise(extra.embedded + r * s.hidden, extra.embedding_norm, s.eps, s.hidden, both);
+            normalise(row, layer.attention_norm, s.eps, s.hidden, both + s.hidden);
+            if (extra.replaces) std::memcpy(row, both + s.hidden, s.hidden * sizeof(float));
+            quantise_row(both, 2 * s.hidden, r, work->x);
+        }
+    });
+}
+
+// As `outrider_layers`; `extra` may be null.
+void outrider_head(const Shape* shape, const Layer* layers, const Span* spans, int64_t span_count, int64_t rows, float* x,
                      const float* cos, const float* sin, const int32_t* positions, const int32_t* parents,
-                     const int32_t* wanted, int64_t wanted_count, float* kept, const Work* work) {
+                     const int32_t* wanted, int64_t wanted_count, float* kept, const Work* work, const Extra* extra) {
     const Shape& s = *shape;
+    const auto shared = [&](int64_t n) { return extra && extra->seen ? extra->seen[n] : spans[n].start; };
     const int64_t q_size = s.heads * s.head_dim, all = (s.heads + 2 * s.kv_heads) * s.head_dim;
     // what each row sees: the tokens before this pass, then its own ancestors, oldest first
     for (int64_t n = 0; n < span_count; n++) {
@@ -691,7 +713,8 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
             int64_t row = span.first + r, count = 0;
             int64_t oldest = s.window ? positions[row] - s.window + 1 : 0;
             int32_t* places = work->places + row * work->longest;
-            for (int64_t p = oldest > 0 ? oldest : 0; p < span.start; p++) places[count++] = static_cast<int32_t>(p);
+            for (int64_t p = oldest > 0 ? oldest : 0; p < shared(n); p++) places[count++] = static_cast<int32_t>(p);
+            for (int64_t i = 0; extra && i < extra->length; i++) places[count++] = extra->trails[row * extra->length + i];
             int64_t before = count;
             for (int64_t a = r; a >= 0; a = parents[span.first + a])
                 if (positions[span.first + a] >= oldest) places[count++] = static_cast<int32_t>(span.start + a);
@@ -708,7 +731,10 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
     const int64_t item_count = static_cast<int64_t>(items.size());
     for (int64_t index = 0; index < s.layers; index++) {
         const Layer& layer = layers[index];
-        outrider_linear(&layer.qkv, x, layer.attention_norm, s.eps, rows, work->qkv, work);
+        if (index == 0 && extra && extra->embedded) {
+            join(s, layer, *extra, rows, x, work);
+            product(layer.qkv, work->x, rows, work->qkv, nullptr);
+        } else outrider_linear(&layer.qkv, x, layer.attention_norm, s.eps, rows, work->qkv, work);
         pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
             for (int64_t row = begin; row < end; row++) {
                 const Span& span = spans[work->owners[row]];
@@ -717,7 +743,7 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
         });
         pool().run(item_count, 1, [&](int64_t begin, int64_t end, int64_t id) {
             for (int64_t item = begin; item < end; item++)
-                attend_item(s, items[item], spans[items[item].span], index, all, work->scores + id * TOGETHER * work->longest, work);
+                attend_item(s, items[item], spans[items[item].span], shared(items[item].span), index, all, work->scores + id * TOGETHER * work->longest, work);
         });
         pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
             for (int64_t r = begin; r < end; r++) quantise_row(work->mixed + r * q_size, q_size, r, work->x);
@@ -735,6 +761,15 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
         for (int64_t k = 0; k < wanted_count; k++)
             if (wanted[k] == index) std::memcpy(kept + k * rows * s.hidden, x, rows * s.hidden * sizeof(float));
     }
+}
+
+// The layers of a model over the rows of all spans; x [rows][hidden] is read and overwritten.
+// cos, sin: [rows][head_dim]; positions: [rows]; parents: [rows], a row's parent among its span's rows, or -1.
+// kept: for each layer of `wanted`, x after it, [count][rows][hidden].
+void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans, int64_t span_count, int64_t rows, float* x,
+                     const float* cos, const float* sin, const int32_t* positions, const int32_t* parents,
+                     const int32_t* wanted, int64_t wanted_count, float* kept, const Work* work) {
+    outrider_head(shape, layers, spans, span_count, rows, x, cos, sin, positions, parents, wanted, wanted_count, kept, work, nullptr);
 }
 
 }  // extern "C"

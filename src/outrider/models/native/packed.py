@@ -62,19 +62,29 @@ class Packed:
         )
         return y
 
-    def rows(self, ids: Tensor) -> Tensor:
-        """Rows of the first part as float32 [n, in]: an embedding."""
+    def rows(self, ids: Tensor, part: int = 0) -> Tensor:
+        """Rows of the first part (or another) as float32 [n, in]: an embedding."""
         ids = ids.long().contiguous()
         to = torch.empty(ids.shape[0], self.inputs)
         written = library().outrider_rows(
-            ctypes.byref(self.joint.parts[0]),
+            ctypes.byref(self.joint.parts[part]),
             ctypes.c_void_p(ids.data_ptr()),
             ctypes.c_int64(ids.shape[0]),
             ctypes.c_void_p(to.data_ptr()),
         )
         if written < ids.shape[0]:
-            raise IndexError(f"row {int(ids[written])} of a matrix of {self.joint.parts[0].outputs}")
+            raise IndexError(f"row {int(ids[written])} of a matrix of {self.joint.parts[part].outputs}")
         return to
+
+    @property
+    def weight(self) -> Tensor:
+        """All of it as float32 [out, in]."""
+        parts = (torch.arange(self.joint.parts[part].outputs) for part in range(self.joint.count))
+        return torch.cat([self.rows(ids, part) for part, ids in enumerate(parts)])
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._keep_bias
 
     @property
     def nbytes(self) -> int:

@@ -22,10 +22,13 @@ class NativeStack:
     """Layers whose matrices are all packed. Every row's result is the same whatever shares the pass."""
 
     def __init__(self, config: StackConfig, layers: Sequence[Layer]) -> None:
-        self.config, self._layers = config, tuple(layers)
-        if any(norm.dtype != torch.float32 for norm in (layers[0].attention_norm, layers[0].mlp_norm)):
+        self.config, self.layers = config, tuple(layers)
+        norms = (layers[0].attention_norm, layers[0].mlp_norm)
+        if any(norm is not None and norm.dtype != torch.float32 for norm in norms):  # a head may lack the first
             raise OutriderError("packed weights are computed in float32; leave the dtype to Outrider")
         self._inner = packed(layers[0].gate_up).outputs // 2
+        matrices = (linear for layer in layers for linear in (layer.qkv, layer.output, layer.down))
+        self._widest = max(packed(matrix).inputs for matrix in matrices)
         self._norms: list[Tensor] = []  # what the structures point into
         self._structs = (structs.Layer * len(layers))(*map(self._struct, layers))
         self._shape = structs.Shape(
@@ -40,16 +43,23 @@ class NativeStack:
         )
         self._work: Workspace | None = None
         self._threads = 0  # that its buffers are for
-        self._run = library().outrider_layers
+        self._run = library().outrider_head
 
     def first(self, layers: int) -> NativeStack:
-        return NativeStack(self.config, self._layers[:layers])
+        return NativeStack(self.config, self.layers[:layers])
 
     def run(
-        self, x: Tensor, batch: Pass, cos: Tensor, sin: Tensor, wanted: Sequence[int]
+        self,
+        x: Tensor,
+        batch: Pass,
+        cos: Tensor,
+        sin: Tensor,
+        wanted: Sequence[int],
+        extra: structs.Extra | None = None,
     ) -> tuple[Tensor, Tensor | None]:
+        """`extra`: what a head has beside its layers."""
         rows = x.shape[0]
-        assert all(0 <= layer < len(self._layers) for layer in wanted)
+        assert all(0 <= layer < len(self.layers) for layer in wanted)
         work = self._workspace(rows, max(slot.length for slot in batch.slots))
         spans = (structs.Span * len(batch.slots))(*(self._span(batch, i) for i in range(len(batch.slots))))
         kept = torch.empty(len(wanted), rows, x.shape[1]) if wanted else None
@@ -69,6 +79,7 @@ class NativeStack:
             ctypes.c_int64(len(wanted)),
             None if kept is None else _pointer(kept),
             ctypes.byref(work.struct),
+            None if extra is None else ctypes.byref(extra),
         )
         return x, None if kept is None else kept.transpose(0, 1)
 
@@ -81,7 +92,7 @@ class NativeStack:
         heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         rows = max(rows, 32, old.rows if old else 0)
         longest = max(2 * longest, 1024, old.struct.longest if old else 0)
-        work = Workspace(rows, max(config.hidden_size, heads, inner))
+        work = Workspace(rows, self._widest)
         work.add(
             qkv=torch.empty(rows, heads + 2 * kv_heads),
             mixed=torch.empty(rows, heads),

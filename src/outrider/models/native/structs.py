@@ -78,3 +78,14 @@ class Work(Structure):
         ("owners", c_void_p),
         ("longest", c_int64),
     )
+
+
+class Extra(Structure):
+    _fields_ = (
+        ("embedded", c_void_p),
+        ("embedding_norm", c_void_p),
+        ("replaces", c_int64),
+        ("trails", c_void_p),
+        ("length", c_int64),
+        ("seen", c_void_p),
+    )

@@ -1,0 +1,53 @@
+"""What a GPU can do at best: bytes that it moves in a second, sums that it takes. Measured, not read off a sheet."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+COPIED = 1 << 32  # bytes: far more than any cache
+SIDE = 8192  # of the matrices
+
+
+@dataclass(frozen=True)
+class Card:
+    name: str
+    memory_gib: float
+    copy_tb_s: float  # bytes read and written
+    matrix_tflop_s: float  # bfloat16
+
+
+def measure(device: torch.device) -> Card:
+    about = torch.cuda.get_device_properties(device)
+    return Card(about.name, about.total_memory / 2**30, _copy(device), _product(device))
+
+
+def _copy(device: torch.device) -> float:
+    size = min(COPIED, torch.cuda.mem_get_info(device)[0] // 4)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / device_ms(lambda: target.copy_(source)) / 1e9
+
+
+def _product(device: torch.device) -> float:
+    a, b = (torch.randn(SIDE, SIDE, device=device).to(torch.bfloat16) for _ in range(2))
+    return 2 * SIDE**3 / device_ms(lambda: a @ b) / 1e9
+
+
+def device_ms(work: Callable[[], object], times: int = 10, rounds: int = 5) -> float:
+    """The device's own time for `work`, once it is warm: the median of rounds."""
+    for _ in range(3):
+        work()
+    took = []
+    for _ in range(rounds):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(times):
+            work()
+        end.record()
+        end.synchronize()
+        took.append(begin.elapsed_time(end) / times)
+    return statistics.median(took)

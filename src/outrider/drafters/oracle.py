@@ -1,0 +1,45 @@
+"""For measurement only: it is told the target's answer and errs at a chosen rate, so that the engine can be measured at
+any acceptance, also on weights for which there is no drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from outrider.core.dice import DRAFT
+from outrider.core.draft import EMPTY, Draft
+from outrider.core.errors import OutriderError
+from outrider.core.sequence import Sequence
+from outrider.drafters.base import Drafter, Parts
+
+
+class Oracle(Drafter):
+    """The answer, as token ids, is the request's prediction."""
+
+    name = "oracle"
+    expects = True
+
+    @dataclass(frozen=True)
+    class Options:
+        rate: float = 0.8  # of guesses that are right
+        length: int = 5
+
+    def __init__(self, options: Options, parts: Parts) -> None:
+        if not 0.0 <= options.rate <= 1.0:
+            raise OutriderError(f"oracle:rate must be between 0 and 1, not {options.rate}")
+        if options.length < 1:
+            raise OutriderError(f"oracle:length must be at least 1, not {options.length}")
+        self._options, self._vocab = options, parts.target.vocab_size
+
+    def propose(self, seqs: Seq[Sequence], rooms: Seq[int]) -> list[Draft]:
+        return [self._propose(seq, min(room, self._options.length)) for seq, room in zip(seqs, rooms, strict=True)]
+
+    def _propose(self, seq: Sequence, length: int) -> Draft:
+        at = len(seq.tokens) - seq.prompt
+        answer = seq.prediction[at : at + length]
+        return Draft.chain([self._guess(seq, at + i, token) for i, token in enumerate(answer)]) if answer else EMPTY
+
+    def _guess(self, seq: Sequence, place: int, token: int) -> int:
+        """A place's luck is its own, however often and from wherever it is guessed."""
+        right = seq.dice.coin(seq.prompt + place, DRAFT) < self._options.rate
+        return token if right else (token + 1) % self._vocab

@@ -1,0 +1,92 @@
+"""The verdicts of a batch equal those of `verify`, case by case, for every rule, tree and parameter."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from outrider.core import sampling
+from outrider.core.dice import Dice
+from outrider.core.draft import EMPTY, Draft
+from outrider.core.sampling import SamplingParams
+from outrider.core.sequence import Sequence
+from outrider.core.verify_batch import Case, choose, verify_batch
+from outrider.engine.engine import verify
+
+VOCAB = 60
+
+
+def random_draft(luck, drawn):
+    count = luck.randrange(0, 9)
+    parents = [luck.randrange(-1, node) for node in range(count)]
+    tokens = []
+    for node, parent in enumerate(parents):  # siblings differ, as those of a guessed tree do
+        taken = {tokens[other] for other in range(node) if parents[other] == parent}
+        tokens.append(luck.choice([t for t in range(12) if t not in taken]))
+    probs = torch.softmax(2 * torch.randn(count, VOCAB), -1) if drawn and count else None
+    return Draft(tuple(tokens), tuple(parents), probs) if count else EMPTY
+
+
+def make_cases(seed, rule):
+    luck = random.Random(seed)
+    torch.manual_seed(seed)
+    cases, rows = [], 0
+    for id in range(30):
+        params = luck.choice(
+            [
+                SamplingParams(99),
+                SamplingParams(99, temperature=0.7),
+                SamplingParams(99, temperature=1.3, top_k=7),
+                SamplingParams(99, temperature=0.9, top_p=0.8),
+                SamplingParams(99, temperature=1.0, min_p=0.1, top_k=20, top_p=0.95),
+                SamplingParams(99, temperature=1.0, typical_p=0.6),
+                SamplingParams(99, temperature=0.8, repetition_penalty=1.5, logit_bias={3: 2.0}),
+                SamplingParams(99, presence_penalty=1.0, bad_words=[(4,)]),
+            ]
+        )
+        draft = random_draft(luck, rule == "rejection" and not params.greedy and luck.random() < 0.5)
+        tokens = [luck.randrange(VOCAB) for _ in range(luck.randrange(1, 9))]
+        cases.append(Case(Sequence(id, tokens, params, dice=Dice(seed * 1000 + id), rule=rule), draft, rows))
+        rows += 1 + len(draft)
+    logits = 2.0 * torch.randn(rows, VOCAB)
+    logits[:, :6] += 3.0  # so that guesses are sometimes right
+    return cases, logits
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("seed", range(12))
+def test_equal_to_verify(seed, rule):
+    cases, logits = make_cases(seed, rule)
+    expected = [verify(case.seq, case.draft, logits[case.start : case.start + 1 + len(case.draft)]) for case in cases]
+    assert verify_batch(cases, logits) == expected
+    assert any(verdict.path for verdict in expected)
+
+
+def test_a_processor_that_fails_ends_only_its_own_sequence():
+    def bad(tokens, logits):
+        raise ValueError("no")
+
+    cases, logits = make_cases(3, "coupled")
+    expected = verify_batch(cases, logits)
+    broken = replace(cases[4].seq.params, processors=(bad,))
+    cases[4] = replace(cases[4], seq=Sequence(4, [1], broken, dice=Dice(1)))
+    verdicts = verify_batch(cases, logits)
+    assert isinstance(verdicts[4], ValueError)
+    assert [v for i, v in enumerate(verdicts) if i != 4] == [v for i, v in enumerate(expected) if i != 4]
+
+
+def test_the_company_of_a_row_does_not_show():
+    logits = torch.randn(3, VOCAB)
+    plain, cut = SamplingParams(9, temperature=0.8), SamplingParams(9, temperature=0.8, top_k=3, top_p=0.5, min_p=0.2)
+    alone = sampling.warp_batch(logits[:1], [plain])
+    assert torch.equal(sampling.warp_batch(logits, [plain, cut, cut])[:1], alone)
+
+
+def test_choose_equals_the_dice():
+    laws = torch.softmax(3 * torch.randn(20, VOCAB), -1)
+    laws[laws < 0.01] = 0.0
+    dice = [Dice(seed) for seed in range(20)]
+    assert choose(laws, dice, range(20)).tolist() == [
+        d.choose(law, at) for at, (d, law) in enumerate(zip(dice, laws, strict=True))
+    ]

@@ -1,0 +1,239 @@
+"""On a GPU: the kernels against plain torch, graphs on and off, every drafter, same seed, and memory that comes back.
+
+Run with one command: PYTHONPATH=src python -m pytest tests/gpu -m gpu -q -p no:cacheprovider
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from outrider import drafters
+from outrider.core.dice import Dice
+from outrider.core.draft import Draft
+from outrider.core.sampling import SamplingParams
+from outrider.core.sequence import Sequence
+from outrider.core.verify_batch import Case, verify_batch
+from outrider.drafters.base import Parts
+from outrider.engine.engine import Engine, verify
+from outrider.engine.scheduler import Limits
+from outrider.models.base import Feed
+from outrider.models.linear import Dense
+from outrider.models.llama import Llama, LlamaConfig, Rope, Weights
+from outrider.models.stack import Layer, TorchStack
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+SHAPES = {
+    "llama": {},
+    "bias": {"bias": True},
+    "norms": {"norms": True},
+    "window": {"window": 80},
+    "odd sizes": {"head_dim": 48, "hidden": 80, "inner": 72},
+    "one key head": {"heads": 7, "kv_heads": 1},
+}
+SPECS = [
+    "none",
+    "ngram",
+    "layer_skip:layers=1",
+    "draft_model:model=small",
+    "draft_model:model=small,greedy=true",
+    "oracle",
+]
+
+
+def weights(heads=6, kv_heads=2, head_dim=32, hidden=64, inner=96, layers=2, vocab=300, bias=False, norms=False,
+            window=None, dtype=torch.float32, seed=0):  # fmt: skip
+    made = torch.Generator("cuda").manual_seed(seed)
+
+    def rand(*sizes):
+        return (torch.randn(*sizes, generator=made, device="cuda") * 0.2).to(dtype)
+
+    def layer():
+        rows = (heads + 2 * kv_heads) * head_dim
+        return Layer(
+            1 + rand(hidden),
+            Dense(rand(rows, hidden), rand(rows) if bias else None),
+            Dense(rand(hidden, heads * head_dim)),
+            1 + rand(hidden),
+            Dense(rand(2 * inner, hidden)),
+            Dense(rand(hidden, inner)),
+            1 + rand(head_dim) if norms else None,
+            1 + rand(head_dim) if norms else None,
+        )
+
+    config = LlamaConfig(hidden, heads, kv_heads, head_dim, 1e-5, window, vocab, layers, 2048)
+    rope = Rope(1.0 / 10_000 ** (torch.arange(0, head_dim, 2).float() / head_dim))
+    stack = TorchStack(config, [layer() for _ in range(layers)])
+    return config, Weights(Dense(rand(vocab, hidden)), stack, 1 + rand(hidden), Dense(rand(vocab, hidden)), rope)
+
+
+def cuda_model(graphs=True, **sizes):
+    from outrider.models.cuda.model import CudaLlama
+
+    return CudaLlama(*weights(**sizes), 1 << 24, graphs)
+
+
+TREE = Draft((5, 6, 7, 8, 9), (-1, -1, 0, 0, 3))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernels_and_graphs_equal_plain_torch(shape):
+    reference = Llama(*weights(**SHAPES[shape]))
+    graphs, eager = cuda_model(**SHAPES[shape]), cuda_model(graphs=False, **SHAPES[shape])
+    models, luck = (reference, graphs, eager), random.Random(1)
+
+    def text(count):
+        return [luck.randrange(300) for _ in range(count)]
+
+    def run(feeds, layers=()):
+        for plain, first, second in zip(*(model.forward(feeds, layers) for model in models), strict=True):
+            scale = plain.logits.abs().max().item()
+            assert (plain.logits - first.logits).abs().max().item() < 5e-4 * scale
+            assert torch.equal(first.logits, second.logits)
+            if layers:
+                assert (plain.hidden - first.hidden).abs().max().item() < 1e-2
+
+    run([Feed(1, text(40)), Feed(2, text(3))])
+    run([Feed(1, text(1), TREE), Feed(2, text(1), Draft.chain((1, 2, 3)))], (0, 1))
+    for model in models:
+        model.crop(1, 41, (0, 3, 4))
+        model.crop(2, 4, (0,))
+    run([Feed(1, text(1)), Feed(2, text(2)), Feed(3, text(5))])
+    run([Feed(1, text(70)), Feed(4, text(30), TREE)], (1,))
+    for model in models:
+        model.crop(4, 30, (1,))
+    run([Feed(4, text(1)), Feed(1, text(1))])
+    run([Feed(1, text(230)), Feed(4, text(1))])
+    run([Feed(1, text(1), TREE), Feed(4, text(1))])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("seen", [50, 125, 250, 505, 700])
+def test_a_row_does_not_depend_on_its_company_even_in_bfloat16(seen, head_dim):
+    model = cuda_model(dtype=torch.bfloat16, heads=8, kv_heads=2, head_dim=head_dim, hidden=512, inner=1024)
+    luck = random.Random(2)
+    text = [luck.randrange(300) for _ in range(seen + 16)]
+    for id in range(3):
+        model.forward([Feed(id, text[:seen])])
+    coming = text[seen:]
+    alone = torch.cat([model.forward([Feed(0, [token])])[0].logits.clone() for token in coming])
+    chain = model.forward([Feed(1, coming[:1], Draft.chain(coming[1:]))])[0].logits.clone()
+    company = [Feed(2, coming[:1], Draft.chain(coming[1:])), Feed(9, [5], Draft.chain([7] * 40))]
+    assert torch.equal(alone, chain)
+    assert torch.equal(chain, model.forward(company)[0].logits)
+
+
+def engine(spec, model, batch=8, piece=64):
+    small = cuda_model(seed=3)
+    small.weights.embedding.weight.copy_(model.weights.embedding.weight)
+    return Engine(model, drafters.build(spec, Parts(model, lambda name, quantize: small)), Limits(batch, piece))
+
+
+def answers(spec, params, count=8, model=None, predictions=None, rule="rejection"):
+    model = model or cuda_model()
+    run = engine(spec, model)
+    luck = random.Random(4)
+    seqs = []
+    for id in range(count):
+        prompt = [luck.randrange(20) for _ in range(3 + 17 * id)]
+        mine = replace(params, seed=None if params.seed is None else params.seed + id)
+        expected = tuple(predictions[id]) if predictions else ()
+        seqs.append(Sequence(id, prompt, mine, dice=Dice(mine.seed or id), prediction=expected, rule=rule))
+        run.add(seqs[-1])
+    while run.busy:
+        run.step()
+    assert model._pages.free_count == model._pages.count - 1, "pages were lost"
+    return [[token.id for token in seq.output] for seq in seqs]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("params", [SamplingParams(40), SamplingParams(40, temperature=0.9, seed=7),
+                                    SamplingParams(40, temperature=0.9, top_p=0.9, top_k=50, min_p=0.01, seed=3),
+                                    SamplingParams(40, repetition_penalty=1.3, logit_bias={5: -3.0})],
+                         ids=["greedy", "seeded", "cut", "adjusted"])  # fmt: skip
+def test_every_drafter_writes_what_plain_decoding_writes(spec, params):
+    plain = answers("none", params)
+    assert answers(spec, params, predictions=plain) == plain
+
+
+def test_graphs_on_and_off_write_the_same():
+    params = SamplingParams(40, temperature=0.8, seed=5)
+    assert answers("ngram", params) == answers("ngram", params, model=cuda_model(graphs=False))
+
+
+def test_a_large_batch_that_writes_ahead_equals_one_by_one():
+    params = SamplingParams(30, temperature=0.7, seed=1)
+    model = cuda_model()
+    run = engine("none", model, batch=128, piece=4096)
+    luck = random.Random(6)
+    prompts = [[luck.randrange(300) for _ in range(luck.randrange(2, 90))] for _ in range(150)]
+    seqs = [
+        Sequence(
+            i, list(p), replace(params, seed=i, max_tokens=5 + i % 40, temperature=0.7 if i % 2 else 0.0), dice=Dice(i)
+        )
+        for i, p in enumerate(prompts)
+    ]
+    for seq in seqs:
+        run.add(seq)
+    while run.busy:
+        run.step()
+    for seq, prompt in list(zip(seqs, prompts, strict=True))[::10]:
+        alone = Sequence(1000 + seq.id, list(prompt), seq.params, dice=Dice(seq.id))
+        one = engine("none", model)
+        one.add(alone)
+        while one.busy:
+            one.step()
+        assert alone.tokens == seq.tokens
+    assert model._pages.free_count == model._pages.count - 1
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_verify_batch_equals_verify_on_the_device(rule):
+    torch.manual_seed(0)
+    params = SamplingParams(100, temperature=0.8, top_p=0.9)
+    cases, rows = [], 0
+    for id in range(40):
+        draft = TREE if id % 2 else Draft.chain((1, 2, 3))
+        if rule == "rejection" and id % 3 == 0:
+            draft = replace(draft, probs=torch.softmax(torch.randn(len(draft), 50, device="cuda"), -1))
+        cases.append(Case(Sequence(id, [1, 2, 3], params, dice=Dice(id), rule=rule), draft, rows))
+        rows += 1 + len(draft)
+    logits = torch.randn(rows, 50, device="cuda") * 2
+    expected = [verify(c.seq, c.draft, logits[c.start : c.start + 1 + len(c.draft)]) for c in cases]
+    assert verify_batch(cases, logits) == expected
+    if rule == "coupled":
+        assert verify_batch(cases, logits, chooser=cuda_model().choose) == expected
+
+
+def test_a_shared_beginning_is_computed_once():
+    model = cuda_model()
+    beginning = [(7 * i) % 300 for i in range(100)]
+    run = engine("none", model)
+
+    def ask(id, end):
+        seq = Sequence(id, [*beginning, *end], SamplingParams(8))
+        run.add(seq)
+        while run.busy:
+            run.step()
+        return [token.id for token in seq.output]
+
+    first = ask(1, [5, 6])
+    model.begin(2, [*beginning, 9])
+    assert model.length(2) == 96  # three pages of 32
+    model.free(2)
+    assert ask(3, [5, 6]) == first
+
+
+def test_cancel_gives_the_memory_back():
+    model = cuda_model()
+    run = engine("ngram", model)
+    for id in range(4):
+        run.add(Sequence(id, [1, 2, 3] * 20, SamplingParams(500)))
+    for _ in range(20):
+        run.step()
+    for id in range(4):
+        run.cancel(id)
+    assert model._pages.free_count == model._pages.count - 1
+    assert not run.busy

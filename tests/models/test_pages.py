@@ -1,0 +1,125 @@
+"""Pages of a GPU's cache: who holds which, shared beginnings, nothing ever lost. Bookkeeping: no GPU needed."""
+
+import random
+
+import pytest
+
+from outrider.core.errors import OutriderError
+from outrider.models.cuda.pages import TRASH, Pages
+
+
+def text(seed, count):
+    luck = random.Random(seed)
+    return [luck.randrange(50) for _ in range(count)]
+
+
+def held(pages, id):
+    return list(pages._holders[id].pages)
+
+
+def test_a_sequence_gets_pages_as_it_grows_and_gives_them_back():
+    pages = Pages(10, 4, 3, 40)
+    pages.extend(1, 5)
+    assert len(held(pages, 1)) == 2
+    assert pages.length(1) == 5
+    pages.extend(1, 3)
+    assert len(held(pages, 1)) == 2  # 8 tokens fill two pages
+    pages.extend(1, 1)
+    assert len(held(pages, 1)) == 3
+    assert pages.free_count == 10 - 1 - 3
+    assert TRASH not in held(pages, 1)
+    pages.free(1)
+    assert pages.free_count == 9
+    assert pages.length(1) == 0
+
+
+def test_the_table_says_where_tokens_lie():
+    pages = Pages(10, 4, 3, 40)
+    holder = pages.extend(7, 10)
+    assert pages.table[holder.slot, :3].tolist() == held(pages, 7)
+    assert holder.slot in pages.changed
+    assert pages.flat(7, 6) == held(pages, 7)[1] * 4 + 2
+    assert not pages.table[pages.padding].any()
+
+
+def test_a_new_sequence_shares_what_others_have_of_its_beginning_but_never_all():
+    pages = Pages(20, 4, 5, 60)
+    first = text(1, 12)
+    pages.extend(1, 12)
+    pages.name(1, first)
+    pages.begin(2, [*first, 1, 2])
+    assert held(pages, 2) == held(pages, 1)
+    assert pages.length(2) == 12
+    pages.begin(3, first)
+    assert pages.length(3) == 8  # the last token must be run
+    other = [*first[:4], 99, *first[5:], 1]
+    pages.begin(4, other)
+    assert pages.length(4) == 4
+
+
+def test_only_committed_full_pages_are_shared():
+    pages = Pages(20, 4, 5, 60)
+    tokens = text(1, 12)
+    pages.extend(1, 12)
+    pages.name(1, tokens[:7])  # what comes after is a draft
+    pages.begin(2, [*tokens, 1])
+    assert pages.length(2) == 4
+
+
+def test_the_same_page_after_another_beginning_is_another_page():
+    pages = Pages(20, 4, 5, 60)
+    end = text(3, 4)
+    pages.extend(1, 8)
+    pages.name(1, [*text(1, 4), *end])
+    pages.begin(2, [*end, *end, 5])
+    assert pages.length(2) == 0
+
+
+def test_pages_that_nobody_holds_are_known_until_they_are_needed():
+    pages = Pages(7, 4, 3, 40)
+    tokens = text(1, 8)
+    pages.extend(1, 8)
+    pages.name(1, tokens)
+    pages.free(1)
+    assert pages.free_count == 6
+    pages.begin(2, [*tokens, 1])
+    assert pages.length(2) == 8
+    pages.free(2)
+    pages.extend(3, 24)  # takes all six
+    pages.free(3)
+    pages.begin(4, [*tokens, 1])
+    assert pages.length(4) == 0
+
+
+def test_a_full_cache_and_too_many_sequences_are_said_so():
+    pages = Pages(4, 4, 2, 40)
+    pages.extend(1, 12)
+    with pytest.raises(OutriderError, match="the cache is full: 1 pages of 4 tokens are needed, 0 free"):
+        pages.extend(2, 1)
+    with pytest.raises(OutriderError, match="more than 2 sequences at once"):
+        pages.extend(3, 1)
+
+
+def test_nothing_is_lost_whatever_happens():
+    luck, pages = random.Random(0), Pages(40, 4, 8, 60)
+    texts = [text(n % 3, 50) for n in range(200)]
+    live = {}
+    for id, tokens in enumerate(texts):
+        pages.begin(id, tokens)
+        live[id] = tokens
+        while pages.length(id) < 30 and pages.free_count > 10:
+            pages.extend(id, luck.randrange(1, 6))
+            pages.crop(id, pages.length(id) - luck.randrange(0, 1))
+            pages.name(id, tokens[: pages.length(id)])
+        if len(live) > 5 or pages.free_count <= 10:
+            gone = luck.choice(list(live))
+            pages.free(gone)
+            del live[gone]
+        for one, known in live.items():  # sequences share pages only where their texts agree
+            for two, other in live.items():
+                for place, (a, b) in enumerate(zip(held(pages, one), held(pages, two), strict=False)):
+                    if a == b and one != two:
+                        assert known[: 4 * place + 4] == other[: 4 * place + 4]
+    for id in list(live):
+        pages.free(id)
+    assert pages.free_count == 39
