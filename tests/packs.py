@@ -77,6 +77,12 @@ def family(kind, bits):
     return packed(target, bits), models
 
 
+@functools.cache
+def family_heads(kind, bits):
+    model, _ = family(kind, bits)
+    return {name: tiny.taught(head, model) for name, head in tiny.new_heads(model)}
+
+
 def parts(kind, bits):
     model, models = family(kind, bits)
-    return Parts(model, lambda name, quantize: models[name])
+    return Parts(model, lambda name, quantize: models[name], heads=family_heads(kind, bits))

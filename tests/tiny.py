@@ -15,9 +15,12 @@ from outrider.core.draft import Draft
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Drafter, Parts
+from outrider.drafters.eagle import EagleConfig, EagleHead
+from outrider.drafters.lesson import Lesson
+from outrider.drafters.medusa import MedusaConfig, MedusaHead
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Limits
-from outrider.models.base import Feed, Output
+from outrider.models.base import Anatomy, Feed, Output
 from outrider.models.load import Place, load
 
 torch.set_num_threads(1)  # tiny products: more threads only wait for each other
@@ -109,7 +112,84 @@ def family(kind):
 
 def parts(kind):
     _, model, models = family(kind)
-    return Parts(model, lambda name, quantize: models[name])
+    return Parts(model, lambda name, quantize: models[name], heads=family_heads(kind))
+
+
+@functools.cache
+def family_heads(kind):
+    """Heads for the target of that kind, by name, taught a little so that they are sometimes right."""
+    return {} if kind not in OWN else {name: taught(head, family(kind)[1]) for name, head in new_heads(family(kind)[1])}
+
+
+def random_heads(model):
+    """The same heads, not taught at all."""
+    return {name: head.requires_grad_(False) for name, head in new_heads(model)}
+
+
+def new_heads(model):
+    """A head of every form, by the names that the specs use."""
+    torch.manual_seed(5)
+    every_other = torch.arange(0, model.vocab_size, 2)
+    yield "eagle", eagle_head(model)
+    yield "eagle_cut", eagle_head(model, every_other, depth=2, norm_output=True)
+    yield "eagle_1", eagle_head(model, layers=())
+    yield "medusa", medusa_head(model)
+    yield "medusa_cut", medusa_head(model, every_other, depth=2)
+
+
+def eagle_head(model, ids=None, layers=None, **more):
+    body, n = model.anatomy, model.num_layers
+    layers = tuple(range(n)) if layers is None else layers
+    sizes = (body.hidden_size, body.num_heads, body.num_kv_heads, body.head_dim, body.intermediate_size)
+    vocab = model.vocab_size if ids is None else len(ids)
+    if layers:
+        more = dict(norm_inputs=True, norm_residual=True) | more
+    config = EagleConfig(
+        *sizes, body.norm_eps, body.rope_theta, model.vocab_size, vocab, layers, context=model.context, **more
+    )
+    return _peaky(EagleHead(config, ids))
+
+
+def medusa_head(model, ids=None, heads=3, **more):
+    vocab = model.vocab_size if ids is None else len(ids)
+    return _peaky(MedusaHead(MedusaConfig(model.anatomy.hidden_size, model.vocab_size, vocab, heads, **more), ids))
+
+
+def _peaky(head):
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.add_(torch.randn_like(weight) * (0.25 if weight.dim() == 2 else 0.1))
+    return head
+
+
+def lesson(model, head, texts):
+    """What the target makes of texts of one length."""
+    final = model.num_layers - 1
+    wanted = sorted({*head.reads, final})
+    outs = model.forward([Feed(-1 - i, text) for i, text in enumerate(texts)], wanted)
+    for i in range(len(texts)):
+        model.free(-1 - i)
+    states = torch.stack([output.hidden for output in outs]).clone()  # [b, t, layers, hidden]
+    hidden = states[:, :, [wanted.index(layer) for layer in head.reads]]
+    last = model.normed(states[:, :, wanted.index(final)]).clone()
+    tokens = torch.tensor(texts)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    output, embedding = model.tensor("lm_head.weight").clone(), model.tensor("model.embed_tokens.weight").clone()
+    return Lesson(tokens, hidden, last, mask, output, embedding)
+
+
+def taught(head, model, steps=20):
+    """The head after some steps on what the target itself writes."""
+    asked = [prompt for prompt in prompts(8, vocab=model.vocab_size) if len(prompt) > 6]
+    texts = [[*each, *outputs([plainly(model, each, SamplingParams(max_tokens=24))])[0]] for each in asked]
+    learned = lesson(model, head, [text[:30] for text in texts])
+    optimizer = torch.optim.AdamW(head.parameters(), 1e-2)
+    for _ in range(steps):
+        loss, _ = head.loss(learned, 3)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return head.requires_grad_(False)
 
 
 def prompts(count, seed=0, vocab=VOCAB):
@@ -173,11 +253,15 @@ class Markov:
     path of them. It is a `Model`, so every drafter runs on it.
     """
 
-    num_layers, context, capacity = 3, 64, 1 << 30
+    num_layers, context, capacity, device = 3, 64, 1 << 30, torch.device("cpu")
+    anatomy = Anatomy(32, 4, 2, 8, 48, 1e-6, 10_000.0, False)  # for heads: its states tell the last two tokens
 
     def __init__(self, vocab_size=6, seed=0, sharpness=1.5, tables=None):
         self.vocab_size = vocab_size
         random = torch.Generator().manual_seed(seed)
+        self.states = torch.randn(
+            3, vocab_size + 1, self.anatomy.hidden_size, generator=torch.Generator().manual_seed(3)
+        )
         shape = (vocab_size + 1, vocab_size, vocab_size)  # the last row: nothing before the last token
         self.tables = torch.randn(shape, generator=random) * sharpness if tables is None else tables
         self.seen = {}
@@ -190,16 +274,31 @@ class Markov:
 
     def forward(self, feeds: Iterable[Feed], layers=()):
         assert len({feed.id for feed in feeds}) == len(feeds) > 0
-        return [self._one(feed) for feed in feeds]
+        return [self._one(feed, layers) for feed in feeds]
 
-    def _one(self, feed):
+    def _one(self, feed, layers):
         assert len(feed.tokens) > 0
         before = [*self.seen.get(feed.id, ()), *feed.tokens]
         rows = [self.logits(before)]
+        texts = [before[: len(before) - i] for i in reversed(range(len(feed.tokens)))]
         for node in range(len(feed.draft)):
-            rows.append(self.logits([*before, *(feed.draft.tokens[i] for i in feed.draft.path(node))]))
+            texts.append([*before, *(feed.draft.tokens[i] for i in feed.draft.path(node))])
+            rows.append(self.logits(texts[-1]))
         self.seen[feed.id] = [*before, *feed.draft.tokens]
-        return Output(torch.stack(rows))
+        return Output(torch.stack(rows), torch.stack([self._state(text, layers) for text in texts]) if layers else None)
+
+    def _state(self, text, layers):
+        last = self.states[0, text[-1]] + self.states[1, text[-2] if len(text) > 1 else -1]
+        return torch.stack([last * (1 + layer) for layer in layers])
+
+    def embed(self, ids):
+        return self.states[2, ids]
+
+    def output_rows(self, ids):
+        return self.states[1, ids] * 0.3
+
+    def normed(self, x):
+        return x / 3.0
 
     def crop(self, id, length, path=()):
         tokens = self.seen.get(id, [])
@@ -352,5 +451,15 @@ SPECS = {
     ],
     "prediction": ["prediction:length=6"],
     "layer_skip": ["layer_skip:layers=2,length=3"],
+    "eagle": [
+        "eagle:head=eagle,length=3",
+        "eagle:head=eagle,length=4,tree=9,width=3",
+        "eagle:head=eagle_cut,length=4,stop=0.05,lookup=2",
+        "eagle:head=eagle_1,length=2,greedy=true,vocab=5",
+    ],
+    "medusa": ["medusa:head=medusa,nodes=9,length=3", "medusa:head=medusa_cut,nodes=4,length=2"],
+    "oracle": ["oracle:rate=0.7,length=4"],
 }
 ALL_SPECS = [spec for name in drafters.TABLE for spec in SPECS.get(name, ())]
+HEADS = ("eagle", "medusa")  # drafters that need a target that they can read
+CASES = [(kind, spec) for kind in CONFIGS for spec in ALL_SPECS if kind in OWN or spec.split(":")[0] not in HEADS]

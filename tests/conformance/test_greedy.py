@@ -5,6 +5,7 @@ import functools
 import pytest
 from tiny import (
     ALL_SPECS,
+    CASES,
     CONFIGS,
     OWN,
     SPECS,
@@ -65,8 +66,7 @@ def test_our_own_forward_runs_the_llama_family():
     assert all(family(kind)[1]._together for kind in CONFIGS if kind not in OWN)
 
 
-@pytest.mark.parametrize("spec", ALL_SPECS)
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(("kind", "spec"), CASES)
 class TestGreedy:
     def test_alone(self, kind, spec):
         greedy(kind, drafters.build(spec, parts(kind)), slice(3, 4))

@@ -21,6 +21,7 @@ from tiny import (
     noisy,
     ours,
     outputs,
+    random_heads,
     reference,
     run,
 )
@@ -97,7 +98,9 @@ def build(spec):
             return int(best[before, last])
 
         return Scripted(oracle, VOCAB, drawn=spec == "scripted:drawn", nodes=5)
-    return drafters.build(spec, Parts(target(), lambda name, quantize: draft_models()[name]))
+    return drafters.build(
+        spec, Parts(target(), lambda name, quantize: draft_models()[name], heads=random_heads(target()))
+    )
 
 
 def sample(drafter, rule, params, count, length=LENGTH, model=None):
@@ -145,7 +148,7 @@ def test_the_law_of_a_real_forward(rule, spec):
         model.free(-1)
         return output.logits[0]
 
-    drafter = drafters.build(spec, Parts(model, lambda name, quantize: others[name]))
+    drafter = drafters.build(spec, Parts(model, lambda name, quantize: others[name], heads=random_heads(model)))
     samples, _ = sample(drafter, rule, params, 600, model=model)
     assert_follows(samples, continuations(logits, PROMPT, SamplingParams(**params), LENGTH))
 

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from tiny import ALL_SPECS, Markov, Scripted, assert_follows, continuations, drain, outputs, plainly
+from tiny import ALL_SPECS, Markov, Scripted, assert_follows, continuations, drain, outputs, plainly, random_heads
 
 from outrider import drafters
 from outrider.core.dice import Dice
@@ -39,7 +39,7 @@ def build(spec):
         return Scripted(
             lambda seq, guessed: int(best[tuple([*seq.tokens, *guessed][-2:])]), 6, spec == "scripted:drawn", 6
         )
-    return drafters.build(spec, Parts(MODEL, lambda name, quantize: OTHERS[name]))
+    return drafters.build(spec, Parts(MODEL, lambda name, quantize: OTHERS[name], heads=random_heads(MODEL)))
 
 
 def run(spec, seqs, pace):
@@ -64,7 +64,10 @@ def test_the_same_seed_gives_the_same_tokens(spec):
         assert outputs(seqs) == expected
 
 
-@pytest.mark.parametrize("spec", [SPECS[0], "draft_model:model=noisy,length=3", "scripted:guessed", "scripted:drawn"])
+@pytest.mark.parametrize(
+    "spec",
+    [SPECS[0], "draft_model:model=noisy,length=3", "eagle:head=eagle,length=3", "scripted:guessed", "scripted:drawn"],
+)
 def test_the_law_holds_under_rejection(spec):
     """Nodes are dropped without a look at what was drawn."""
     params = SamplingParams(max_tokens=3, temperature=1.1)

@@ -1,7 +1,7 @@
 """The table of drafters, and how `NAME:key=value,...` is read."""
 
 import pytest
-from tiny import SPECS, Markov
+from tiny import SPECS, Markov, random_heads
 
 from outrider import drafters
 from outrider.core.errors import OutriderError
@@ -28,7 +28,7 @@ def test_options_are_read_by_their_types():
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        ("oracle", "unknown drafter 'oracle'; known: none, ngram"),
+        ("psychic", "unknown drafter 'psychic'; known: none, ngram"),
         ("", "unknown drafter ''"),
         ("none:length=1", "drafter none has no option 'length'; it has: none"),
         ("ngram:size=3", "drafter ngram has no option 'size'; it has: max_n, min_n, length, store"),
@@ -69,7 +69,8 @@ def test_values_that_cannot_work_are_refused(spec, reason):
 def test_a_draft_is_never_larger_than_its_room(spec):
     from outrider.core.sequence import Sequence
 
-    drafter = drafters.build(spec, Parts(Markov(), lambda name, quantize: Markov(seed=1)))
+    target = Markov()
+    drafter = drafters.build(spec, Parts(target, lambda name, quantize: Markov(seed=1), heads=random_heads(target)))
     seqs = [Sequence(i, [0, 1, 2, 0, 1, 2], prediction=(0, 1, 2, 3)) for i in range(4)]
     rooms = [0, 1, 2, 50]
     for draft, room in zip(drafter.propose(seqs, rooms), rooms, strict=True):

@@ -1,0 +1,95 @@
+"""Trees that grow where a head is confident (EAGLE-2, Li et al. 2024).
+
+At each depth the best `width` nodes by their chance to be reached are followed; of all nodes that were seen the best
+are kept. A node is never likelier reached than its parent, so what is kept is a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.drafters.runner import Ahead, Runner
+
+_LESS = 1e-4  # what a depth costs: a child that is certain still comes after its parent
+
+# (logits [b * rows, draft vocabulary], the tokens of each row's path [b * rows, depth], depth) -> the likeliest tokens
+# that follow each row and the logarithms of their chances, [b * rows, width] each
+Offers = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class Grown:
+    """The nodes of one sequence, parents first."""
+
+    tokens: list[int]
+    parents: list[int]
+    chances: list[float]  # that each is kept if its parent is
+
+
+def grow(
+    runner: Runner, ids: Seq[int], ahead: Ahead, offers: Offers, depth: int, sizes: Seq[int], stop: float
+) -> list[Grown]:
+    """A tree for each sequence: `ahead` is what follows its last committed token, `sizes` how many nodes it may have,
+    `stop` the chance below which no node is followed."""
+    b, device = len(ids), ahead.logits.device
+    tokens, scores = offers(ahead.logits, torch.empty(b, 0, dtype=torch.long, device=device), 0)
+    width = tokens.shape[1]
+    seen = [(tokens, torch.full_like(tokens, -1), scores - _LESS)]  # per depth [b, nodes]: tokens, parents, log reach
+    places = torch.arange(width, device=device).expand(b, -1)  # of the followed nodes among all that were seen
+    followed = _Followed(tokens, scores - _LESS, ahead.states.repeat_interleave(width, 0), device)
+    count = width
+    for level in range(1, depth):
+        if device.type == "cpu" and float(followed.scores.max().exp()) < max(stop, 1e-6):
+            break
+        ahead = runner.step(ids, followed.tokens.flatten(), followed.states, followed.trails.flatten(0, 1))
+        tokens, chances = offers(ahead.logits, followed.paths.flatten(0, 1), level)
+        tokens = tokens.view(b, -1)  # [b, width * width]
+        scores = (followed.scores.unsqueeze(2) + chances.view(b, width, -1)).flatten(1) - _LESS
+        seen.append((tokens, places.repeat_interleave(width, 1), scores))
+        best = scores.topk(width, 1)
+        places = count + best.indices
+        count += tokens.shape[1]
+        followed = followed.next(tokens, best.values, best.indices, ahead.states, level)
+    return _collect(seen, sizes, stop)
+
+
+class _Followed:
+    """The nodes of one depth that are followed, `width` for each sequence."""
+
+    def __init__(self, tokens: Tensor, scores: Tensor, states: Tensor, device: torch.device) -> None:
+        self.tokens, self.scores, self.states = tokens, scores, states  # [b, width] twice; [b * width, hidden]
+        self.paths = tokens.unsqueeze(2)  # [b, width, depth] tokens from the root down, its own last
+        self.trails = torch.empty(*tokens.shape, 0, dtype=torch.long, device=device)  # ancestors among the rows run
+
+    def next(self, tokens: Tensor, scores: Tensor, chosen: Tensor, states: Tensor, level: int) -> _Followed:
+        """Those that follow: `chosen` [b, width] of the nodes under these, `width` under each."""
+        b, width = chosen.shape
+        parents = chosen // width
+        rows = torch.arange(b, device=chosen.device).unsqueeze(1)
+        followed = states.view(b, width, -1)[rows, parents].flatten(0, 1)
+        new = _Followed(tokens.gather(1, chosen), scores, followed, chosen.device)
+        new.paths = torch.cat([self.paths[rows, parents], new.tokens.unsqueeze(2)], 2)
+        new.trails = torch.cat([self.trails[rows, parents], ((level - 1) * width + parents).unsqueeze(2)], 2)
+        return new
+
+
+def _collect(seen: Seq[tuple[Tensor, Tensor, Tensor]], sizes: Seq[int], stop: float) -> list[Grown]:
+    """The best nodes of each sequence; they come in the order of their depth, so parents come first."""
+    tokens, parents, scores = (torch.cat([level[part] for level in seen], 1) for part in range(3))
+    most, nodes = max(sizes), tokens.shape[1]
+    best, chosen = scores.topk(min(most, nodes), 1)
+    rank = torch.arange(chosen.shape[1], device=chosen.device)
+    room = torch.tensor(sizes, device=chosen.device).unsqueeze(1)
+    wanted = (rank < room) & (best.exp() >= max(stop, 1e-6))
+    chosen, _ = chosen.where(wanted, nodes).sort(1)  # what is not wanted comes last
+    counts, kept = wanted.sum(1), chosen.clamp(max=nodes - 1)
+    above = parents.gather(1, kept)
+    places = torch.searchsorted(chosen, above).where(above >= 0, -1)
+    before = scores.gather(1, above.clamp(min=0)).where(above >= 0, 0.0)
+    chances = (scores.gather(1, kept) - before).exp().clamp(max=1.0)
+    columns = zip(counts.tolist(), tokens.gather(1, kept).tolist(), places.tolist(), chances.tolist(), strict=True)
+    return [Grown(t[:count], p[:count], c[:count]) for count, t, p, c in columns]

@@ -1,0 +1,188 @@
+"""Heads in files. Written in the form that vLLM loads (its `speculators` form); read in that and the older public ones.
+
+Read: `speculators` EAGLE-3, EAGLE-3 and EAGLE-1/2 as their authors save them, Medusa v1/v2. Pickles only if allowed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.core.errors import OutriderError
+from outrider.drafters.forms import Head, Tensors, eagle, eagle_config, medusa, medusa_config, same
+from outrider.drafters.medusa import MedusaHead
+from outrider.models.base import Readable
+
+SHIPPED = Path(__file__).parent.parent / "heads"  # <target>/<kind>/
+_SAMPLE = (8, 16)  # tokens and numbers of the target's embedding that a file remembers it by
+_ALIKE = 0.9  # what their cosine must be; the same weights in 4 bits have 0.99
+
+
+def find(kind: str, name: str, target: Readable, target_name: str, allow_pickle: bool = False) -> Head:
+    """The head in the folder `name`, or the one that is shipped for the target."""
+    if name:
+        if not Path(name).is_dir():
+            raise OutriderError(f"there is no folder {name} with a head for {kind}")
+        return read(name, target, allow_pickle)
+    named = SHIPPED / Path(target_name).name / kind
+    if target_name and named.is_dir():
+        return read(named, target)
+    for folder in sorted(SHIPPED.glob(f"*/{kind}")):  # the same model under another name
+        with contextlib.suppress(OutriderError):
+            return read(folder, target)
+    raise OutriderError(
+        f"no head for {kind} is shipped for {target_name or 'this target'}; "
+        f"train one (outrider train {kind} --model {target_name or 'M'} --out DIR) and write {kind}:head=DIR"
+    )
+
+
+def read(folder: str | Path, target: Readable, allow_pickle: bool = False) -> Head:
+    """The head in a folder, checked against the target; an OutriderError names what does not fit."""
+    folder = Path(folder)
+    said, tensors = _config(folder), _tensors(folder, allow_pickle)
+    kind = _kind(folder, said, tensors)
+    _check_target(folder, said, target)
+    with torch.no_grad():
+        head = medusa(folder, said, tensors, target) if kind == "medusa" else eagle(folder, said, tensors, target)
+    return head.eval().requires_grad_(False)
+
+
+def write(
+    head: Head,
+    folder: str | Path,
+    target: Readable,
+    name: str = "",
+    whole: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """The head as vLLM loads it. `name`: the target's. Without `whole` the rows of the target's output matrix are left
+    out: smaller, and still ours to read, but vLLM needs them where the draft vocabulary is cut."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    said = medusa_config(head) if isinstance(head, MedusaHead) else eagle_config(head, name, target)
+    said["torch_dtype"] = str(dtype).removeprefix("torch.")
+    said["outrider"] = {"num_layers": target.num_layers, "vocab_size": target.vocab_size, "embedding": _sample(target)}
+    tensors = {key: value.detach().to("cpu", dtype).contiguous() for key, value in head.state_dict().items()}
+    tensors |= _vocabulary(head, target, whole, dtype)
+    _save(folder, said, tensors)
+
+
+def _save(folder: Path, said: Mapping[str, Any], tensors: Tensors) -> None:
+    """Each file under another name first: what stood there before survives a full disk."""
+    from safetensors.torch import save_file
+
+    weights, config = folder / "model.safetensors.part", folder / "config.json.part"
+    try:
+        save_file(tensors, weights, {"format": "pt"})
+        weights.chmod(0o644)  # it is made for its owner alone
+        config.write_text(json.dumps(said, indent=2) + "\n")
+    except Exception as error:
+        weights.unlink(missing_ok=True)
+        config.unlink(missing_ok=True)
+        raise OutriderError(f"the head cannot be written to {folder}: {error}") from error
+    for path in (weights, config):
+        os.replace(path, path.with_suffix(""))
+
+
+def _vocabulary(head: Head, target: Readable, whole: bool, dtype: torch.dtype) -> Tensors:
+    """Which tokens the head can write, and its output matrix where vLLM needs one."""
+    config, ids = head.config, head.draft_ids.cpu()
+    cut = config.draft_vocab_size < config.vocab_size
+    medusa = isinstance(head, MedusaHead)
+    out: Tensors = {}
+    if cut and medusa:
+        out["token_map"] = ids
+    elif cut:
+        out["d2t"] = ids - torch.arange(len(ids))
+        out["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    if whole and not config.own_output and (cut or medusa):
+        rows = target.output_rows(head.draft_ids.to(target.device))
+        out["lm_heads.0.weight" if medusa else "lm_head.weight"] = rows.to("cpu", dtype).contiguous()
+    return out
+
+
+def _sample(target: Readable) -> list[list[float]]:
+    """Some of the target's embedding: by it a head knows the model that it was made for."""
+    tokens, numbers = _SAMPLE
+    ids = torch.arange(tokens, device=target.device) * (target.vocab_size - 1) // (tokens - 1)
+    return [[round(x, 5) for x in row] for row in target.embed(ids)[:, :numbers].float().tolist()]
+
+
+# Reading.
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise OutriderError(f"{folder} has no config.json, so it is not the folder of a head")
+    try:
+        said = json.loads(path.read_text())
+    except ValueError as error:
+        raise OutriderError(f"{path} is not valid JSON ({error}); get it again") from error
+    if not isinstance(said, dict):
+        raise OutriderError(f"{path} is not a JSON object; get it again")
+    return said
+
+
+def _tensors(folder: Path, allow_pickle: bool) -> Tensors:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    out: Tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            out |= load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise OutriderError(f"{path} cannot be read ({error}); get it again") from error
+    return out or _unpickled(folder, allow_pickle)
+
+
+def _unpickled(folder: Path, allowed: bool) -> Tensors:
+    paths = sorted([*folder.glob("*.pt"), *folder.glob("*.bin"), *folder.glob("*.pth")])
+    if not paths:
+        raise OutriderError(f"{folder} has no .safetensors weights, so it is not the folder of a head")
+    if not allowed:
+        raise OutriderError(
+            f"{paths[0]} is a pickle, which can run code when it is opened; convert it to safetensors, or allow it "
+            "(allow_pickle) if you trust where it comes from"
+        )
+    out: Tensors = {}
+    for path in paths:
+        try:
+            out |= torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # whatever a broken pickle makes torch raise
+            raise OutriderError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}") from error
+    return out
+
+
+def _kind(folder: Path, said: Mapping[str, Any], tensors: Tensors) -> str:
+    kind = said.get("speculators_model_type")
+    if kind not in (None, "eagle3"):
+        raise OutriderError(f"{folder} is a speculators head of type {kind!r}; Outrider runs eagle3")
+    if kind is None and (said.get("model_type") == "medusa" or any("medusa" in key for key in said)):
+        return "medusa"
+    if any(name.removeprefix("model.") == "fc.weight" for name in tensors):
+        return "eagle"
+    raise OutriderError(f"{folder} holds no head that Outrider knows: EAGLE, EAGLE-3, Medusa or speculators eagle3")
+
+
+def _check_target(folder: Path, said: Mapping[str, Any], target: Readable) -> None:
+    """What a file of our own says of the model that it was made for."""
+    made_for = said.get("outrider")
+    if not isinstance(made_for, dict):
+        return
+    same(folder, "layers of its target", made_for.get("num_layers"), target.num_layers)
+    same(folder, "tokens", made_for.get("vocab_size"), target.vocab_size)
+    theirs, ours = torch.tensor(made_for["embedding"]).flatten(), torch.tensor(_sample(target)).flatten()
+    alike = float(torch.cosine_similarity(theirs, ours, 0)) if theirs.shape == ours.shape else 0.0
+    if alike < _ALIKE:
+        raise OutriderError(
+            f"the head in {folder} was made for another model: its target's embedding and this one's have a cosine of "
+            f"{alike:.2f}, not above {_ALIKE}; use a head that was trained for this target"
+        )

@@ -1,0 +1,279 @@
+"""Medusa (Cai et al. 2024): heads on the target's last state, each of which guesses one place further ahead.
+
+What they say of one place does not depend on the places before it, so a draft is a tree of the likeliest combinations:
+a tree of ranks that was measured once (`outrider tune-tree`), or else the one that is likeliest now.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outrider.core.draft import EMPTY, Draft
+from outrider.core.errors import OutriderError
+from outrider.core.sequence import Sequence
+from outrider.drafters.base import Drafter, Parts, Step
+from outrider.drafters.lesson import FADE, Figures, Lesson, distance, hits
+from outrider.drafters.output import Output, bits
+from outrider.drafters.trust import Trust
+from outrider.drafters.writer import Writer
+from outrider.models.base import Readable
+
+Paths = tuple[tuple[int, ...], ...]  # nodes by the ranks from the root down, parents first, the most useful first
+RANKS = 10  # of each head that a tree may use
+
+
+@dataclass(frozen=True)
+class MedusaConfig:
+    hidden_size: int
+    vocab_size: int  # the target's
+    draft_vocab_size: int  # how many of those tokens the heads can write
+    num_heads: int = 4
+    depth: int = 1  # residual blocks of each head
+    bias: bool = False
+    own_output: bool = False  # a matrix of each head's own; else the target's, rows `draft_ids` of it
+
+
+class _Block(nn.Module):
+    """x + silu(W x + b), `depth` times."""
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Linear(config.hidden_size, config.hidden_size, config.bias) for _ in range(config.depth)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + F.silu(layer(x))
+        return x
+
+
+class MedusaHead(nn.Module):
+    def __init__(self, config: MedusaConfig, draft_ids: Tensor | None = None) -> None:
+        """`draft_ids`: the tokens it can write, in ascending order; None: all."""
+        super().__init__()
+        self.config = config
+        self.blocks = nn.ModuleList(_Block(config) for _ in range(config.num_heads))
+        if config.own_output:
+            self.lm_heads = nn.ModuleList(
+                nn.Linear(config.hidden_size, config.draft_vocab_size, False) for _ in range(config.num_heads)
+            )
+        ids = torch.arange(config.draft_vocab_size) if draft_ids is None else draft_ids.clone()
+        self.register_buffer("draft_ids", ids, persistent=False)
+        self.draft_ids: Tensor
+        self.tree: Paths = ()  # that was measured for it
+
+    @classmethod
+    def fresh(cls, target: Readable, draft_ids: Tensor | None = None, num_heads: int = 4, depth: int = 1) -> MedusaHead:
+        """Heads to be trained. They begin as the target's own: blocks of zeros let the state through."""
+        count = target.vocab_size if draft_ids is None else len(draft_ids)
+        head = cls(MedusaConfig(target.anatomy.hidden_size, target.vocab_size, count, num_heads, depth), draft_ids)
+        with torch.no_grad():
+            for weight in head.parameters():
+                weight.zero_()
+        return head
+
+    @property
+    def outputs(self) -> list[nn.Linear]:
+        """Its own matrices."""
+        return cast("list[nn.Linear]", list(self.lm_heads))
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """It needs the final state alone."""
+        return ()
+
+    def narrow(self, vocab: int) -> None:
+        """From now on it writes only the first so many of its tokens."""
+        self.draft_ids = self.draft_ids[:vocab]
+        self.config = replace(self.config, draft_vocab_size=len(self.draft_ids))
+        if self.config.own_output:
+            for output in self.outputs:
+                output.weight = nn.Parameter(output.weight[:vocab])
+
+    def states(self, last: Tensor) -> list[Tensor]:
+        """The target's final state [..., hidden] -> each head's, from which its logits come."""
+        return [block(last) for block in self.blocks]
+
+    def loss(self, lesson: Lesson, steps: int = 0) -> tuple[Tensor, Figures]:
+        """Distillation of every head (`steps`: of the first few); figures as those of EAGLE. Head j at place s guesses
+        token s + 2 + j."""
+        laws = lesson.laws()
+        best, law = laws.amax(-1), laws if self._writes_all else laws[..., self.draft_ids]
+        del laws
+        rows, figures = lesson.tokens.shape[1], {}
+        total = torch.zeros((), device=lesson.last.device)
+        for step, block in enumerate(self.blocks[: min(steps or len(self.blocks), rows - 2)]):
+            until = rows - 2 - step
+            state = block(lesson.last[:, :until])
+            logits = F.linear(state, self._output(step, lesson.output).to(state.dtype))
+            p, counts = law[:, 1 + step : 1 + step + until], lesson.mask[:, 2 + step :]
+            part, figures[f"keep{step + 1}"] = distance(logits, p, counts)
+            figures[f"hit{step + 1}"] = hits(logits.detach(), p, best[:, 1 + step : 1 + step + until], counts)
+            total = total + FADE**step * part
+        figures["loss"] = total.detach()
+        return total, figures
+
+    @property
+    def _writes_all(self) -> bool:
+        return self.config.draft_vocab_size == self.config.vocab_size
+
+    def _output(self, index: int, target: Tensor) -> Tensor:
+        """[draft vocabulary, hidden]"""
+        if self.config.own_output:
+            return self.outputs[index].weight
+        return target if self._writes_all else target[self.draft_ids]
+
+
+def grow_paths(rates: Seq[Seq[float]], nodes: int) -> Paths:
+    """The tree of so many nodes that keeps most, one node after the other. `rates[j][r]`: how often the token of rank r
+    is the right one j places ahead."""
+    if not rates or not rates[0]:
+        return ()
+    paths: list[tuple[int, ...]] = []
+    heap: list[tuple[float, tuple[int, ...]]] = [(-rates[0][0], (0,))]
+    while heap and len(paths) < nodes:
+        value, path = heapq.heappop(heap)
+        paths.append(path)
+        depth, rank = len(path), path[-1]
+        if rank + 1 < len(rates[depth - 1]):  # the next sibling
+            above = value / rates[depth - 1][rank] if rates[depth - 1][rank] else 0.0
+            heapq.heappush(heap, (above * rates[depth - 1][rank + 1], (*path[:-1], rank + 1)))
+        if depth < len(rates):
+            heapq.heappush(heap, (value * rates[depth][0], (*path, 0)))
+    return tuple(paths)
+
+
+class Medusa(Drafter):
+    name = "medusa"
+    free = True  # it says its chances
+
+    @dataclass(frozen=True)
+    class Options:
+        head: str = ""  # folder; "": the one that is shipped for the target
+        nodes: int = 16  # of the tree
+        length: int = 0  # how deep it may be; 0: as many heads as there are
+        vocab: int = 0  # write only the first so many of the tokens that the heads know; 0: all
+        quantize: Literal["auto", "none", "int8", "int4"] = "auto"  # auto: int4 beside a packed target
+        allow_pickle: bool = False
+
+    def __init__(self, options: Options, parts: Parts) -> None:
+        _check(options)
+        head = parts.head("medusa", options.head, options.allow_pickle)
+        if not isinstance(head, MedusaHead):
+            raise OutriderError(f"{options.head} holds an EAGLE head; write eagle:head={options.head}")
+        self._begin(head, parts, options)
+
+    def _begin(self, head: MedusaHead, parts: Parts, options: Options) -> None:
+        target = parts.readable("a Medusa head")
+        if options.vocab:
+            head.narrow(options.vocab)
+        self._nodes, self._normed = options.nodes, target.normed
+        self._dtype = target.embed(torch.zeros(1, dtype=torch.long, device=target.device)).dtype
+        self._blocks = head.blocks[: options.length or None].to(target.device, self._dtype)
+        self.layers = (target.num_layers - 1,)
+        self._outputs = _outputs(head, target, bits(options.quantize, target), self._dtype)
+        self._ids, self._vocab = head.draft_ids.to(target.device), target.vocab_size
+        self._tree = tuple(path for path in head.tree if len(path) <= len(self._blocks))
+        self._ranks = min(max((RANKS, *(max(path) + 1 for path in self._tree))), len(self._ids))
+        self._last: dict[int, Tensor] = {}  # [hidden] the target's final state before each sequence's last token
+        self._said: dict[int, tuple[Draft, int]] = {}  # the last draft, and how many tokens were committed then
+        self._trust = [Trust() for _ in self._blocks]
+
+    def propose(self, seqs: Seq[Sequence], rooms: Seq[int]) -> list[Draft]:
+        drafts = [EMPTY] * len(seqs)
+        asked = [i for i, seq in enumerate(seqs) if rooms[i] > 0 and seq.id in self._last]
+        if asked:
+            tokens, chances = self._offers([seqs[i] for i in asked])
+            for row, i in enumerate(asked):
+                drafts[i] = self._draft(tokens[row], chances[row], min(rooms[i], self._nodes))
+                self._said[seqs[i].id] = drafts[i], len(seqs[i].tokens)
+        return [self._trusted(draft) for draft in drafts]
+
+    def observe(self, step: Step) -> None:
+        if step.hidden is None or step.verdict is None:
+            return
+        nodes = len(step.tokens)
+        row = nodes + step.verdict.path[-1] if step.verdict.path else nodes - 1
+        self._last[step.seq.id] = step.hidden[row, 0].clone()
+        self._learn(step)
+
+    def forget(self, id: int) -> None:
+        self._last.pop(id, None)
+        self._said.pop(id, None)
+
+    @torch.inference_mode()
+    def _offers(self, seqs: Seq[Sequence]) -> tuple[list[list[list[int]]], list[list[list[float]]]]:
+        """Per sequence and head: the likeliest tokens, and their chances."""
+        last = self._normed(torch.stack([self._last[seq.id] for seq in seqs])).to(self._dtype)
+        logits = torch.stack(
+            [output(block(last)) for block, output in zip(self._blocks, self._outputs, strict=False)], 1
+        )
+        best = torch.softmax(logits, -1).topk(self._ranks)
+        tokens, chances = self._ids[best.indices].tolist(), best.values.tolist()
+        for row, seq in enumerate(seqs):
+            if not (seq.params.greedy or seq.rule == "rejection"):
+                tokens[row], chances[row] = self._with_noise(seq, logits[row])
+        return tokens, chances
+
+    def _with_noise(self, seq: Sequence, logits: Tensor) -> tuple[list[list[int]], list[list[float]]]:
+        """Under the coupled rule the target's own noise is known: [heads, draft vocabulary] -> tokens and chances."""
+        writer, path = Writer(seq, len(logits), False), list[int]()
+        tokens, chances = [], []
+        for row in logits:
+            full = row.new_full((self._vocab,), float("-inf")).index_copy_(0, self._ids, row)
+            try:
+                offered, scores = writer.offers(full, path, self._ranks)
+            except Exception:  # of a processor, or no token is left that the head may write: the target will judge
+                break
+            tokens.append(offered.tolist())
+            chances.append(scores.exp().tolist())
+            path.append(tokens[-1][0])
+        return tokens, chances
+
+    def _draft(self, tokens: list[list[int]], chances: list[list[float]], nodes: int) -> Draft:
+        """The measured tree, or the one that is likeliest now."""
+        paths = self._tree[:nodes] or grow_paths(chances, nodes)
+        paths = tuple(
+            p for p in paths if len(p) <= len(tokens) and all(r < len(t) for r, t in zip(p, tokens, strict=False))
+        )
+        place = {(): -1, **{path: node for node, path in enumerate(paths)}}
+        return Draft(
+            tuple(tokens[len(path) - 1][path[-1]] for path in paths),
+            tuple(place[path[:-1]] for path in paths),
+            chances=tuple(chances[len(path) - 1][path[-1]] for path in paths),
+        )
+
+    def _trusted(self, draft: Draft) -> Draft:
+        levels = zip(draft.depths(), draft.chances, strict=True)
+        return replace(draft, chances=tuple(self._trust[depth - 1].chance(said) for depth, said in levels))
+
+    def _learn(self, step: Step) -> None:
+        said, length = self._said.pop(step.seq.id, (EMPTY, 0))
+        node = -1
+        for depth, token in enumerate(step.seq.tokens[length:] if said else ()):
+            children = said.children(node) if depth < len(self._trust) else []
+            for child in children:
+                self._trust[depth].learn(said.chances[child], said.tokens[child] == token)
+            node = next((child for child in children if said.tokens[child] == token), len(said))
+
+
+def _outputs(head: MedusaHead, target: Readable, bits: int, dtype: torch.dtype) -> list[Output]:
+    """One for each head; where they share the target's, the same."""
+    if head.config.own_output:
+        return [Output(own.weight.to(target.device), bits, dtype) for own in head.outputs]
+    shared = Output(target.output_rows(head.draft_ids.to(target.device)), bits, dtype)
+    return [shared] * head.config.num_heads
+
+
+def _check(options: Medusa.Options) -> None:
+    for name, least in (("nodes", 1), ("length", 0), ("vocab", 0)):
+        if getattr(options, name) < least:
+            raise OutriderError(f"medusa:{name} must be at least {least}, not {getattr(options, name)}")

@@ -1,0 +1,162 @@
+"""An EAGLE head with packed weights, run by the kernels: beside a packed target a draft step must cost little."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.drafters.output import Output, pack
+from outrider.drafters.runner import Ahead
+from outrider.models.base import Readable
+from outrider.models.cache import Cache
+from outrider.models.native import structs
+from outrider.models.native.packed import Packed
+from outrider.models.native.stack import NativeStack
+from outrider.models.quant import quantise
+from outrider.models.stack import Layer, Pass, StackConfig
+
+if TYPE_CHECKING:
+    from outrider.drafters.eagle import EagleHead, EagleLayer
+
+_POSITIONS = 1024  # of the rotary tables, to begin with
+
+
+class PackedRunner:
+    def __init__(self, head: EagleHead, target: Readable, bits: int) -> None:
+        config = self.config = head.config
+        self._head, self._final = head.float(), target.normed
+        self._embed = head.embed_tokens if config.own_embedding else target.embed
+        output = head.lm_head.weight if config.own_output else target.output_rows(head.draft_ids)
+        self._output = Output(output, bits, torch.float32)
+        self._norm = None if config.first else head.norm.weight.detach().contiguous()
+        self._fc = pack(head.fc.weight, bits, head.fc.bias)
+        self._stack = NativeStack(_sizes(head), [_layer(layer, bits) for layer in head.decoder])
+        self._embedding_norm = None if config.first else head.decoder[0].input_layernorm.weight.detach().contiguous()
+        device = torch.device("cpu")
+        self._cache = Cache(config.depth, config.num_kv_heads, config.head_dim, torch.float32, device)
+        self._lengths: dict[int, int] = {}  # committed rows
+        self._cos = self._sin = torch.empty(0)
+
+    def free(self, id: int) -> None:
+        self._cache.free(id)
+        self._lengths.pop(id, None)
+
+    @torch.inference_mode()
+    def extend(self, ids: Seq[int], tokens: Seq[Seq[int]], hidden: Tensor) -> Ahead:
+        positions: list[int] = []
+        parents: list[int] = []
+        slots, ends = [], []
+        for id, each in zip(ids, tokens, strict=True):
+            begin, count = self._lengths.get(id, 0), len(each)
+            self._cache.crop(id, begin)
+            slots.append(self._cache.extend(id, count))
+            positions += range(begin, begin + count)
+            parents += range(-1, count - 1)
+            ends.append(len(positions) - 1)
+            self._lengths[id] = begin + count
+        states = self._states(hidden)
+        flat = torch.tensor([token for each in tokens for token in each])
+        rows = _rows([len(each) for each in tokens])
+        x = self._run(flat, states, Pass((), slots, rows, positions, parents))
+        return self._ahead(x if len(ends) == len(x) else x[ends])
+
+    @torch.inference_mode()
+    def step(self, ids: Seq[int], tokens: Tensor, states: Tensor, trails: Tensor) -> Ahead:
+        count, depth = len(tokens) // len(ids), trails.shape[1]
+        slots = [self._cache.extend(id, count) for id in ids]
+        lengths = [self._lengths[id] for id in ids]
+        positions = [length + depth for length in lengths for _ in range(count)]
+        batch = Pass((), slots, _rows([count] * len(ids)), positions, [-1] * len(tokens))
+        extra = None
+        if count > 1 or slots[0].length - lengths[0] > depth + 1:  # not a chain, in which a row sees all before it
+            extra = _Trails(lengths, trails.view(len(ids), count, depth))
+        return self._ahead(self._run(tokens, states.clone(), batch, extra))
+
+    def _states(self, hidden: Tensor) -> Tensor:
+        """The states that a step reads, of the target's own [rows, layers, hidden]."""
+        if self.config.first:
+            return self._final(hidden[:, 0]).clone()
+        head, eps = self._head, self.config.norm_eps
+        if self.config.norm_inputs:
+            normed = F.rms_norm(hidden, hidden.shape[-1:], None, eps)
+            hidden = normed * torch.stack([norm.weight for norm in head.fc_norm])  # type: ignore[misc]
+        joined = hidden.flatten(1)
+        return self._fc(head.input_norm(joined) if self.config.norm_joined else joined)
+
+    def _run(self, tokens: Tensor, x: Tensor, batch: Pass, trails: _Trails | None = None) -> Tensor:
+        """[rows, hidden] after the layers; x is overwritten."""
+        embedded = self._embed(tokens)
+        extra = structs.Extra()
+        if self.config.first:
+            x = self._fc(torch.cat([embedded, x], 1))
+        else:
+            assert self._embedding_norm is not None
+            extra.embedded, extra.embedding_norm = embedded.data_ptr(), self._embedding_norm.data_ptr()
+            extra.replaces = int(self.config.norm_residual)
+        if trails is not None:
+            trails.into(extra)
+        cos, sin = self._turns(batch.positions)
+        return self._stack.run(x.contiguous(), batch, cos, sin, (), extra)[0]
+
+    def _turns(self, positions: Seq[int]) -> tuple[Tensor, Tensor]:
+        last = max(positions)
+        if last >= len(self._cos):
+            self._cos, self._sin = self._head.rope.tables(2 * last + _POSITIONS)
+        if len(positions) == 1:
+            return self._cos[last : last + 1], self._sin[last : last + 1]
+        place = torch.tensor(positions)
+        return self._cos[place], self._sin[place]
+
+    def _ahead(self, x: Tensor) -> Ahead:
+        if self._norm is None:
+            return Ahead(x, self._output(x))
+        logits = self._output(x, self._norm, self.config.norm_eps)
+        if self.config.norm_output:
+            x = F.rms_norm(x, self._norm.shape, self._norm, self.config.norm_eps)
+        return Ahead(x, logits)
+
+
+class _Trails:
+    """What each row of a tree sees of the rows before it, as the kernels read it."""
+
+    def __init__(self, lengths: Seq[int], trails: Tensor) -> None:
+        """`trails` [b, rows, depth]: ancestors among the drafted rows of each sequence."""
+        self._seen = (ctypes.c_int64 * len(lengths))(*lengths)
+        starts = torch.tensor(lengths, dtype=torch.int32).view(-1, 1, 1)
+        self._places = (trails + starts).to(torch.int32).contiguous()
+
+    def into(self, extra: structs.Extra) -> None:
+        extra.seen = ctypes.addressof(self._seen)
+        extra.trails, extra.length = self._places.data_ptr(), self._places.shape[2]
+
+
+def _sizes(head: EagleHead) -> StackConfig:
+    config = head.config
+    return StackConfig(config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.norm_eps)
+
+
+def _layer(layer: EagleLayer, bits: int) -> Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
+    norm = None if layer.bare else layer.hidden_norm if layer.joins else layer.input_layernorm
+    return Layer(
+        attention_norm=None if norm is None else norm.weight.detach(),  # type: ignore[arg-type]
+        qkv=Packed([quantise(part.weight, bits) for part in qkv], [part.bias for part in qkv]),
+        output=pack(attention.o_proj.weight, bits),
+        mlp_norm=layer.post_attention_layernorm.weight.detach(),
+        gate_up=Packed([quantise(part.weight, bits) for part in (mlp.gate_proj, mlp.up_proj)], [None, None]),
+        down=pack(mlp.down_proj.weight, bits),
+    )
+
+
+def _rows(counts: Seq[int]) -> list[slice]:
+    out, start = [], 0
+    for count in counts:
+        out.append(slice(start, start + count))
+        start += count
+    return out

@@ -1,0 +1,73 @@
+"""How one sequence chooses the tokens of a draft that a head writes for it, under the request's own rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from outrider.core import sampling
+from outrider.core.draft import EMPTY, Draft
+from outrider.core.sequence import Sequence
+from outrider.drafters.trust import Trust
+
+_BLUR = 0.5  # under shared noise: how far, in log-probability, the head is expected to be from the target
+
+
+class Writer:
+    def __init__(self, seq: Sequence, length: int, greedy: bool) -> None:
+        """`greedy`: guess the likeliest token even where the request samples."""
+        self.seq, self.length = seq, length
+        guesses = greedy or seq.params.greedy
+        self.plain = guesses and not seq.params.adjusts  # the likeliest token it is, whatever came before
+        self.draws = not guesses and seq.rule == "rejection"  # from the head's law, which verification needs to know
+        self._shares = not guesses and not self.draws  # the target's own noise
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.said: list[float] = []  # how sure the head was of each
+        self.laws: list[Tensor] = []
+        self.reach = 1.0
+
+    def put(self, token: int, said: float) -> None:
+        """One more token of a chain."""
+        self.parents.append(len(self.tokens) - 1)
+        self.tokens.append(token)
+        self.said.append(said)
+        self.reach *= said
+
+    def write(self, logits: Tensor) -> None:
+        """Choose one more token of a chain; logits [vocab]."""
+        try:
+            if self.draws:
+                law = self.seq.law(logits, self.tokens)
+                self.laws.append(law)
+                # how sure the head is must not depend on the token: nodes are dropped by it (see core/draft.py)
+                self.put(self.seq.draw(law, len(self.tokens)), float(law.max()))
+                return
+            tokens, chances = self.offers(logits, self.tokens, 1)
+        except Exception:  # of a processor, or no token is left that the head may write: the target will judge
+            self.length = len(self.tokens)
+            return
+        self.put(int(tokens[0]), float(chances[0].exp()))
+
+    def offers(self, logits: Tensor, path: Seq[int], count: int) -> tuple[Tensor, Tensor]:
+        """The likeliest tokens after `path`, and the logarithms of their chances; at most `count`."""
+        if self._shares:
+            law = self.seq.law(logits, path)
+            support = law.nonzero().squeeze(1)
+            noise = self.seq.dice.noise(len(self.seq.tokens) + len(path), support)
+            scores = (law[support].double().log() - noise.log()).float() / _BLUR  # the target takes about the highest
+            best = scores.log_softmax(0).topk(min(count, len(support)))
+            return support[best.indices], best.values
+        seq = self.seq
+        adjusted = sampling.adjust(logits, [*seq.tokens, *path], seq.prompt, seq.params, seq.ends)
+        best = adjusted.float().log_softmax(0).topk(min(count, len(adjusted)))
+        return best.indices, best.values
+
+    def draft(self, trust: Trust) -> Draft:
+        if not self.tokens:
+            return EMPTY
+        probs = torch.stack(self.laws) if self.laws else None
+        chances = tuple(map(trust.chance, self.said))
+        return Draft(tuple(self.tokens), tuple(self.parents), probs, chances=chances)

@@ -1,0 +1,63 @@
+"""The target reads texts, and what went through it becomes a lesson. Nothing is stored: a step captures its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from outrider.core.errors import OutriderError
+from outrider.drafters.lesson import Lesson
+from outrider.models.base import Model, Readable
+from outrider.models.linear import Dense
+from outrider.models.llama import LlamaConfig, Weights
+from outrider.train.block import block, norm
+from outrider.train.order import Batch
+
+
+class Target(Model, Readable, Protocol):
+    """A llama-like model whose dense weights lie open."""
+
+    config: LlamaConfig
+    weights: Weights
+    dtype: torch.dtype
+
+
+class Teacher:
+    """A dense llama-like target over whole texts; `layers` are those whose residuals a head reads."""
+
+    def __init__(self, model: Model, layers: Sequence[int], longest: int) -> None:
+        weights = getattr(model, "weights", None)
+        if not isinstance(weights, Weights) or not isinstance(weights.embedding, Dense):
+            raise OutriderError(
+                "drafters are trained for llama-like models (Llama, Mistral, Qwen, SmolLM2) with dense weights; "
+                "this model is none: choose another --model"
+            )
+        self.model, self.layers, self.longest = cast(Target, model), tuple(layers), longest
+        self._weights, self._config = weights, self.model.config
+        self.embedding, self.output = _matrix(weights.embedding), _matrix(weights.head)
+        cos, sin = weights.rope.tables(longest)
+        self._cos, self._sin = (part.to(self.model.device, self.model.dtype) for part in (cos, sin))
+
+    def lesson(self, batch: Batch) -> Lesson:
+        hidden, last = self._read(batch.tokens)
+        return Lesson(batch.tokens, hidden, last, batch.mask, self.output, self.embedding)
+
+    @torch.no_grad()
+    def _read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """[b, t] -> residuals [b, t, layers, hidden] and the final normalised state [b, t, hidden]."""
+        cos, sin = self._cos[: tokens.shape[1]], self._sin[: tokens.shape[1]]
+        x, kept = self._weights.embedding.rows(tokens), {}
+        for index, layer in enumerate(self._weights.stack.layers):
+            x = block(x, layer, self._config, cos, sin)
+            if index in self.layers:
+                kept[index] = x
+        hidden = torch.stack([kept[index] for index in self.layers], 2) if self.layers else x[:, :, None][:, :, :0]
+        return hidden, norm(x, self._weights.norm, self._config.norm_eps)
+
+
+def _matrix(place: object) -> Tensor:
+    assert isinstance(place, Dense)
+    return place.weight

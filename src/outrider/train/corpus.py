@@ -1,0 +1,110 @@
+"""The texts that were written, as compact arrays; in a run's folder they lie in shards, one per wave."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.core.errors import OutriderError
+from outrider.train.files import write_tensors, write_text
+from outrider.train.talks import Text
+
+FOLDER = "training"  # below --out: what a run needs to go on, and nobody else needs
+_NOTE = "data.json"
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    tokens: Tensor  # [all] int32
+    lengths: Tensor  # [texts] int32
+    answers: Tensor  # [texts] int32: where the answer begins
+
+    @classmethod
+    def of(cls, texts: Sequence[Text]) -> Corpus:
+        return cls(
+            torch.tensor([token for text in texts for token in text.tokens], dtype=torch.int32),
+            torch.tensor([len(text.tokens) for text in texts], dtype=torch.int32),
+            torch.tensor([text.answer for text in texts], dtype=torch.int32),
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[Corpus]) -> Corpus:
+        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in ("tokens", "lengths", "answers")))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def starts(self) -> Tensor:
+        return torch.cumsum(self.lengths.long(), 0) - self.lengths
+
+    def frequent(self, count: int, vocab: int, always: Sequence[int]) -> Tensor:
+        """The `count` token ids that are written most often in answers, that first; `always` before all."""
+        place = torch.arange(len(self.tokens)) - torch.repeat_interleave(self.starts, self.lengths)
+        written = self.tokens[place >= torch.repeat_interleave(self.answers, self.lengths)]
+        seen = torch.bincount(self.tokens, minlength=vocab) > 0  # in a question at least
+        counts = torch.bincount(written, minlength=vocab) * 2 + seen
+        counts[list(always)] = counts.max() + 1
+        order = torch.sort(counts, descending=True, stable=True).indices
+        return order[:count]
+
+
+@dataclass(frozen=True)
+class Note:
+    """Where the texts come from; kept beside them."""
+
+    model: str
+    vocab: int
+    seed: int
+    waves: int = 0
+    talks: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    complete: bool = False
+
+
+class Shelf:
+    """The shards of one run."""
+
+    def __init__(self, out: Path) -> None:
+        self.folder = out / FOLDER
+
+    def note(self) -> Note | None:
+        try:
+            said: dict[str, Any] = json.loads((self.folder / _NOTE).read_text(encoding="utf-8"))
+            return Note(**said)
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError, OSError) as error:
+            raise OutriderError(
+                f"{self.folder / _NOTE} cannot be read ({error}); delete the folder and begin anew"
+            ) from error
+
+    def add(self, corpus: Corpus, note: Note) -> None:
+        """A wave and what is now known; a kill in between leaves a shard that the next run writes again."""
+        small = torch.uint16 if note.vocab <= 1 << 16 else torch.int32
+        tensors = {"tokens": corpus.tokens.to(small), "lengths": corpus.lengths, "answers": corpus.answers}
+        write_tensors(self._shard(note.waves - 1), tensors)
+        self.write(note)
+
+    def write(self, note: Note) -> None:
+        write_text(self.folder / _NOTE, json.dumps(vars(note), indent=1) + "\n")
+
+    def read(self, waves: int) -> Corpus:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            shards = [load_file(self._shard(wave)) for wave in range(waves)]
+        except (OSError, SafetensorError) as error:
+            raise OutriderError(f"the texts in {self.folder} cannot be read ({error}); write them anew") from error
+        return Corpus.join([Corpus(s["tokens"].to(torch.int32), s["lengths"], s["answers"]) for s in shards])
+
+    def _shard(self, wave: int) -> Path:
+        return self.folder / f"data-{wave:04d}.safetensors"

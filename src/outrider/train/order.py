@@ -1,0 +1,57 @@
+"""Which texts a step learns from: decided by the seed and the step alone, so that a run can go on exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.train.corpus import Corpus
+
+GRAIN = 64  # texts are padded to a multiple of this: few shapes, little waste
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    tokens: Tensor  # [b, t] int64, padded on the right
+    mask: Tensor  # [b, t] bool: tokens of answers
+
+
+class Order:
+    """An endless row of batches of about `batch_tokens` tokens; each epoch sees every text once, shuffled."""
+
+    def __init__(self, corpus: Corpus, batch_tokens: int, longest: int, seed: int, device: torch.device) -> None:
+        """Texts are cut after `longest` tokens."""
+        self._batch_tokens, self._seed, self._device = batch_tokens, seed, device
+        self._widths = ((corpus.lengths + GRAIN - 1) // GRAIN * GRAIN).clamp(max=longest)
+        # on the device, so that a step waits for nothing
+        self._tokens, self._starts = corpus.tokens.to(device), corpus.starts.to(device)
+        self._lengths, self._answers = corpus.lengths.to(device), corpus.answers.to(device)
+        self.per_epoch = len(self._epoch(0))
+
+    def batches(self, step: int) -> Iterator[Batch]:
+        """From that step on."""
+        while True:
+            epoch, first = divmod(step, self.per_epoch)
+            for rows, width in self._epoch(epoch)[first:]:
+                yield self._batch(rows, width)
+                step += 1
+
+    def _epoch(self, epoch: int) -> list[tuple[Tensor, int]]:
+        """(texts, width) of each of its batches."""
+        random = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+        order = torch.randperm(len(self._widths), generator=random)
+        found = []
+        for width in self._widths.unique().tolist():
+            rows = order[self._widths[order] == width]
+            found += [(part, width) for part in rows.split(max(1, self._batch_tokens // width))]
+        return [found[i] for i in torch.randperm(len(found), generator=random).tolist()]
+
+    def _batch(self, rows: Tensor, width: int) -> Batch:
+        rows, place = rows.to(self._device), torch.arange(width, device=self._device)
+        inside = place < self._lengths[rows, None]
+        index = torch.where(inside, self._starts[rows, None] + place, 0)
+        tokens = torch.where(inside, self._tokens[index], 0).long()
+        return Batch(tokens, inside & (place >= self._answers[rows, None]))

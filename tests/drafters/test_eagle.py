@@ -1,0 +1,542 @@
+"""EAGLE: the head at work says what the head in training says, in torch and in the kernels, in chains and in trees."""
+
+import contextlib
+import functools
+
+import packs
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import (
+    OWN,
+    Markov,
+    assert_rate,
+    eagle_head,
+    family,
+    family_heads,
+    law_by_hand,
+    lesson,
+    new_engine,
+    outputs,
+    parts,
+    plainly,
+    prompts,
+    random_heads,
+    run,
+)
+
+from outrider import drafters
+from outrider.core.dice import Dice
+from outrider.core.errors import OutriderError
+from outrider.core.sampling import SamplingParams
+from outrider.core.sequence import Sequence
+from outrider.drafters.base import Drafter, Parts
+from outrider.drafters.eagle import Eagle, EagleHead
+from outrider.drafters.lesson import ahead
+from outrider.drafters.packed import PackedRunner
+from outrider.drafters.runner import DenseRunner
+from outrider.engine.scheduler import Limits
+from outrider.models.base import Feed
+
+FORMS = {
+    "eagle-3": {},
+    "cut, two layers, normed output": dict(ids=torch.arange(0, 40, 2), depth=2, norm_output=True),
+    "as its authors have it": dict(norm_inputs=False, norm_residual=False),
+    "normed together": dict(norm_inputs=False, norm_joined=True),
+    "two blocks": dict(layers=(0, 2)),
+    "eagle-1": dict(layers=()),
+    "eagle-1 with a bias": dict(layers=(), fc_bias=True),
+    "all its own": dict(own_output=True, own_embedding=True, attention_bias=True),
+}
+
+
+def model():
+    return family("llama")[1]
+
+
+@functools.cache
+def head(form):
+    torch.manual_seed(7)
+    return eagle_head(model(), **FORMS[form]).requires_grad_(False)
+
+
+TEXTS = [torch.randint(40, (18,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(3)]
+ENDS = (9, 12, 5)  # where a draft of each text begins
+STEPS = 4
+
+
+def in_training(head, target, texts=TEXTS):
+    """What each step of the unrolled head says at every place, [b, t, draft vocabulary] per step."""
+    learned = lesson(target, head, texts)
+    embedding = head.embed_tokens.weight if head.config.own_embedding else learned.embedding
+    state = learned.last if head.config.first else head.combine(learned.hidden)
+    pasts, said = [[] for _ in head.layers], []
+    turns = head._turns(len(texts[0]) + STEPS, state.device)
+    for step in range(STEPS):
+        embedded = F.embedding(ahead(learned.tokens, 1 + step), embedding)
+        state, normed = head._step(embedded, state, pasts, turns[:, step : step + len(texts[0])])
+        said.append(F.linear(normed, head._output(learned.output)))
+    return said
+
+
+def at_work(runner, head, target, texts=TEXTS, ends=ENDS):
+    """What the runner says, beginning a draft at each text's end and following the text: [b, vocabulary] per step."""
+    ids, layers = range(len(texts)), head.config.layers or (target.num_layers - 1,)
+    hidden = [output.hidden.clone() for output in target.forward([Feed(-1 - i, texts[i]) for i in ids], layers)]
+    for i in ids:
+        target.free(-1 - i)
+    for part in (slice(0, 3), slice(3, None)):
+        tokens = [texts[i][1 : ends[i] + 2][part] for i in ids]
+        rows = runner.extend(ids, tokens, torch.cat([hidden[i][: ends[i] + 1][part] for i in ids]))
+    said = [rows.logits]
+    for step in range(STEPS - 1):
+        tokens = torch.tensor([texts[i][ends[i] + 2 + step] for i in ids])
+        rows = runner.step(ids, tokens, rows.states, torch.arange(step).expand(len(texts), -1))
+        said.append(rows.logits)
+    return said
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_head_at_work_says_what_it_said_in_training(form):
+    wanted = in_training(head(form), model())
+    said = at_work(DenseRunner(head(form), model()), head(form), model())
+    for step in range(STEPS):
+        expected = torch.stack([wanted[step][i, end] for i, end in enumerate(ENDS)])
+        torch.testing.assert_close(said[step], expected, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("slots", [[3, 0, 7], [5, 6, 7]])
+def test_it_does_not_matter_where_sequences_lie(slots):
+    """Side by side or not, after others have grown the buffers and gone."""
+    runner = DenseRunner(head("eagle-3"), model())
+    wanted = at_work(runner, head("eagle-3"), model())
+    for id in range(3):
+        runner.free(id)
+    hidden = torch.randn(300, 3, 32)
+    for id in range(100, 108):
+        runner.extend([id], [[1] * 300], hidden)
+    for id in sorted(slots, reverse=True):
+        runner.free(100 + id)
+    for step, said in enumerate(at_work(runner, head("eagle-3"), model())):
+        torch.testing.assert_close(said, wanted[step], atol=1e-4, rtol=1e-4)
+
+
+def packed_model():
+    return packs.family("llama", 8)[0]
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_kernels_say_what_torch_says_with_the_same_weights(form, bits):
+    torch.manual_seed(7)
+    options = FORMS[form] | ({"ids": torch.arange(0, 40, 2)} if "ids" in FORMS[form] else {})
+    target, own = packed_model(), eagle_head(packed_model(), **options).requires_grad_(False)
+    packed = PackedRunner(own, target, bits)
+    for weight in (*own.fc.parameters(), *own.layers.parameters()):
+        if weight.dim() == 2:
+            weight.copy_(packs.quant.quantise(weight, bits).dense())
+    dense = DenseRunner(own, target)
+    dense._output = packed._output  # the same rounding
+    wanted = at_work(dense, own, target)
+    for step, said in enumerate(at_work(packed, own, target)):
+        torch.testing.assert_close(said, wanted[step], atol=0.02 * float(wanted[step].abs().max()), rtol=1e-2)
+
+
+def branches(runner, head, target):
+    """A tree of three levels, and the same paths as chains."""
+    layers = head.config.layers
+    texts = TEXTS[:2]
+    hidden = [
+        output.hidden.clone() for output in target.forward([Feed(-1 - i, t) for i, t in enumerate(texts)], layers)
+    ]
+    for i in range(2):
+        target.free(-1 - i)
+
+    def root():
+        return runner.extend([0, 1], [text[1:] for text in texts], torch.cat([states[:-1] for states in hidden]))
+
+    def clear():
+        runner.free(0)
+        runner.free(1)
+
+    rows = root()
+    tree = []
+    first = runner.step([0, 1], torch.tensor([3, 4, 5, 6]), rows.states[[0, 0, 1, 1]], torch.empty(4, 0).long())
+    second = runner.step(
+        [0, 1], torch.tensor([7, 8, 9, 1]), first.states[[1, 1, 2, 3]], torch.tensor([[1], [1], [0], [1]])
+    )
+    trails = torch.tensor([[1, 3], [1, 2], [0, 2], [1, 3]])
+    third = runner.step([0, 1], torch.tensor([2, 3, 4, 5]), second.states[[1, 0, 2, 3]], trails)
+    tree = torch.cat([first.logits, second.logits, third.logits])
+    clear()
+    chains = {}
+    for paths in (([3], [5]), ([4, 7, 3], [5, 9, 4]), ([4, 8, 2], [6, 1, 5])):
+        rows = root()
+        for depth in range(len(paths[0])):
+            tokens = torch.tensor([path[depth] for path in paths])
+            rows = runner.step([0, 1], tokens, rows.states, torch.arange(depth).expand(2, -1))
+            for id, path in enumerate(paths):
+                chains[id, tuple(path[: depth + 1])] = rows.logits[id]
+        clear()
+    order = [(0, (3,)), (0, (4,)), (1, (5,)), (1, (6,))]
+    order += [(0, (4, 7)), (0, (4, 8)), (1, (5, 9)), (1, (6, 1))]
+    order += [(0, (4, 8, 2)), (0, (4, 7, 3)), (1, (5, 9, 4)), (1, (6, 1, 5))]
+    return tree, torch.stack([chains[place] for place in order])
+
+
+def test_a_node_of_a_tree_sees_its_ancestors_and_nothing_else():
+    tree, chains = branches(DenseRunner(head("eagle-3"), model()), head("eagle-3"), model())
+    torch.testing.assert_close(tree, chains, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.native
+def test_so_it_does_in_the_kernels_to_the_bit():
+    own = eagle_head(packed_model()).requires_grad_(False)
+    tree, chains = branches(PackedRunner(own, packed_model(), 4), own, packed_model())
+    assert torch.equal(tree, chains)
+
+
+def accepted(spec, kind="llama", count=24, **params):
+    seqs = [
+        Sequence(i, list(tokens), SamplingParams(max_tokens=count, **params), dice=Dice(i))
+        for i, tokens in enumerate(prompts(8))
+    ]
+    return run(family(kind)[1], drafters.build(spec, parts(kind)), seqs).stats
+
+
+def test_a_tree_keeps_more_than_a_chain():
+    chain, tree = accepted("eagle:head=eagle,length=4"), accepted("eagle:head=eagle,length=4,tree=24,width=8")
+    assert tree.accepted > chain.accepted > 0
+
+
+def test_nodes_hang_where_the_head_is_confident():
+    drafter = drafters.build("eagle:head=eagle,tree=12,width=5,length=4", parts("llama"))
+    with begun(drafter, [Sequence(0, prompts(1)[0], SamplingParams(max_tokens=20))]) as seqs:
+        (draft,) = drafter.propose(seqs, [64])
+    assert len(draft) == 12
+    first = [token for token, parent in zip(draft.tokens, draft.parents, strict=True) if parent < 0]
+    assert len(set(first)) == len(first)
+    assert max(draft.depths()) <= 4
+    assert all(0 < chance < 1 for chance in draft.chances)
+
+
+def test_stop_ends_a_chain_that_is_unlikely_to_be_reached():
+    lengths = {}
+    for stop in (0.0, 0.03, 0.9):
+        drafter = drafters.build(f"eagle:head=eagle,length=6,stop={stop}", parts("llama"))
+        asked = [Sequence(i, tokens, SamplingParams(max_tokens=20)) for i, tokens in enumerate(prompts(8))]
+        with begun(drafter, asked) as seqs:
+            lengths[stop] = [len(draft) for draft in drafter.propose(seqs, [64] * 8)]
+    assert lengths[0.0] == [6] * 8
+    assert sum(lengths[0.9]) < sum(lengths[0.03]) < 48
+    assert min(lengths[0.9]) >= 1
+
+
+def test_chances_of_drawn_tokens_do_not_depend_on_the_draw():
+    """Two sequences that differ in their luck alone: the first token of each has the same chance, whatever it is."""
+    drafter = drafters.build("eagle:head=eagle,length=1", parts("llama"))
+    params = SamplingParams(max_tokens=20, temperature=1.5)
+    with begun(drafter, [Sequence(i, list(TEXTS[0]), params, dice=Dice(3)) for i in range(20)]) as seqs:
+        for i, seq in enumerate(seqs):
+            seq.dice = Dice(i)
+        drafts = drafter.propose(seqs, [5] * 20)
+    assert len({draft.tokens for draft in drafts}) > 3
+    assert len({round(draft.chances[0], 5) for draft in drafts}) == 1
+    assert all(draft.probs is not None for draft in drafts)
+
+
+class Recording(Drafter):
+    """Remembers what the drafter behind it proposed, and what was kept of it."""
+
+    def __init__(self, inner):
+        self.inner, self.layers, self.forget = inner, inner.layers, inner.forget
+        self.last, self.paths = [], []
+
+    def propose(self, seqs, rooms):
+        self.last = self.inner.propose(seqs, rooms)
+        return self.last
+
+    def observe(self, step):
+        self.paths.append(step.verdict.path)
+        self.inner.observe(step)
+
+
+def test_a_draft_begins_from_the_states_of_what_was_kept():
+    """Its first token is what the head in training says after the same text, whatever became of the drafts before."""
+    drafter = Recording(drafters.build("eagle:head=eagle,tree=24,width=8,length=4", parts("llama")))
+    own, engine = family_heads("llama")["eagle"], new_engine(model(), drafter)
+    seqs = [Sequence(i, list(tokens), SamplingParams(max_tokens=20)) for i, tokens in enumerate(prompts(4))]
+    for seq in seqs:
+        engine.add(seq)
+    engine.step()
+    while engine.busy:
+        asked = [seq for seq in seqs if seq.finish is None and seq.left > 1]
+        wanted = [in_training(own, model(), [seq.tokens])[0][0, -2].argmax() for seq in asked]
+        engine.step()
+        assert [draft.tokens[0] for draft in drafter.last if draft] == wanted
+    assert any(path and path != tuple(range(len(path))) for path in drafter.paths)  # else nothing was moved
+
+
+@pytest.mark.parametrize("head", ["eagle", "eagle_cut"])
+def test_drawn_tokens_are_kept_as_often_as_rejection_promises(head):
+    """The sum of min(p, q). A drawn token treated as guessed would stay exact, and be kept less often."""
+    target = Markov(seed=1)
+    drafter = Recording(drafters.build(f"eagle:head={head},length=2", Parts(target, None, heads=random_heads(target))))
+    params = SamplingParams(max_tokens=6, temperature=1.2, top_k=5)
+    seqs = [Sequence(i, [0, 1, 2, 0, 1], params, dice=Dice(500 + i), rule="rejection") for i in range(1500)]
+    engine = new_engine(target, drafter, Limits(batch=10_000, piece=10**6))
+    for seq in seqs:
+        engine.add(seq)
+    engine.step()
+    laws = [law_by_hand(target.logits(seq.tokens), seq.tokens, seq.prompt, params) for seq in seqs]
+    engine.step()
+    kept = [sum(map(min, p, draft.probs[0].tolist())) for p, draft in zip(laws, drafter.last, strict=True)]
+    assert_rate(sum(seq.stats.accepted > 0 for seq in seqs), len(seqs), sum(kept) / len(kept))
+
+
+def test_chains_that_are_looked_at_when_they_are_done_are_the_same(monkeypatch):
+    """As a GPU has them."""
+    drafts, ways = [], (Eagle._chains, Eagle._blind_chains)
+    for stop in (0.0, 0.03):
+        for way in ways:
+            monkeypatch.setattr(Eagle, "_chains", way)
+            drafter = drafters.build(f"eagle:head=eagle,length=5,stop={stop}", parts("llama"))
+            asked = [Sequence(i, tokens, SamplingParams(max_tokens=20)) for i, tokens in enumerate(prompts(6))]
+            with begun(drafter, asked) as seqs:
+                drafts.append([draft.tokens for draft in drafter.propose(seqs, [64, 64, 64, 2, 64, 1])])
+    assert drafts[0] == drafts[1]
+    assert drafts[2] == drafts[3]
+    assert [len(tokens) for tokens in drafts[0]] == [5, 5, 5, 2, 5, 1]
+
+
+@pytest.mark.parametrize("spec", ["eagle:head=eagle,length=4", "eagle:head=eagle,length=4,tree=10"])
+def test_a_text_that_is_not_asked_for_a_while_is_caught_up_with(spec):
+    """The states of skipped steps wait and are taken in later: the draft is the same."""
+    drafts = []
+    for asked in (True, False):
+        drafter = drafters.build(spec, parts("llama"))
+        with begun(InVain(drafter, asked), [Sequence(0, list(TEXTS[0]), SamplingParams(max_tokens=30))], 8) as seqs:
+            drafts += drafter.propose(seqs, [20])
+    assert len(drafts[0]) > 3
+    assert drafts[0].tokens == drafts[1].tokens
+    assert drafts[0].parents == drafts[1].parents
+
+
+@contextlib.contextmanager
+def begun(drafter, seqs, steps=1, limits=Limits()):
+    """The sequences after some steps; afterwards the model, which tests share, forgets them."""
+    engine = new_engine(model(), drafter, limits)
+    for seq in seqs:
+        engine.add(seq)
+    for _ in range(steps):
+        engine.step()
+    try:
+        yield seqs
+    finally:
+        for seq in seqs:
+            engine.cancel(seq.id)
+
+
+class InVain(Drafter):
+    """Shows nothing of what the drafter behind it says, if it asks at all."""
+
+    def __init__(self, inner, asks):
+        self.inner, self.asks, self.layers = inner, asks, inner.layers
+        self.observe, self.forget = inner.observe, inner.forget
+
+    def propose(self, seqs, rooms):
+        if self.asks:
+            self.inner.propose(seqs, rooms)
+        return super().propose(seqs, rooms)
+
+
+def test_a_long_prompt_is_taken_in_piece_by_piece(monkeypatch):
+    """States do not pile up; what the head says is what it says after one piece."""
+    tokens = torch.randint(40, (90,), generator=torch.Generator().manual_seed(1)).tolist()
+    drafts = []
+    for piece in (512, 7):
+        monkeypatch.setattr("outrider.drafters.eagle.PIECE", piece)
+        drafter = drafters.build("eagle:head=eagle,length=5", parts("llama"))
+        with begun(drafter, [Sequence(0, list(tokens), SamplingParams(max_tokens=20))], 9, Limits(piece=11)) as seqs:
+            assert seqs[0].output
+            assert drafter._states[0].waiting == (90 if piece == 512 else 3)
+            drafts += drafter.propose(seqs, [5])
+    assert drafts[0].tokens == drafts[1].tokens
+    assert drafts[0].chances == pytest.approx(drafts[1].chances, abs=1e-4)
+
+
+def test_lookup_is_taken_where_it_promises_more_and_the_head_elsewhere():
+    repeating = [5, 9, 13, 22, 31, 7] * 6
+    seqs = [
+        Sequence(0, list(repeating), SamplingParams(max_tokens=24)),
+        Sequence(1, list(TEXTS[0]), SamplingParams(max_tokens=24)),
+    ]
+    engine = run(model(), drafters.build("eagle:head=eagle,lookup=3", parts("llama")), seqs)
+    plain = [plainly(model(), seq.tokens[: seq.prompt], SamplingParams(max_tokens=24)) for seq in seqs]
+    assert outputs(seqs) == outputs(plain)
+    assert engine.stats.drafted_by_drafter["ngram"] > 0
+    assert engine.stats.drafted_by_drafter["eagle"] > 0
+
+
+def test_several_heads_and_none_share_a_batch():
+    seqs = []
+    engine = new_engine(model(), drafters.build("none", parts("llama")))
+    specs = ["", "eagle:head=eagle,tree=8", "eagle:head=eagle_cut,length=3", "medusa:head=medusa", "eagle:head=eagle_1"]
+    for spec in specs[1:]:
+        engine.drafters[spec] = drafters.build(spec, parts("llama"))
+    for i, tokens in enumerate(prompts(10)):
+        seqs.append(Sequence(i, list(tokens), SamplingParams(max_tokens=20), draft=specs[i % 5]))
+        engine.add(seqs[-1])
+    while engine.busy:
+        engine.step()
+    plain = [plainly(model(), seq.tokens[: seq.prompt], SamplingParams(max_tokens=20)) for seq in seqs]
+    assert outputs(seqs) == outputs(plain)
+    assert {token.drafter for seq in seqs for token in seq.output} >= {None, "eagle", "medusa"}
+
+
+def test_nothing_is_left_of_a_sequence_that_ended():
+    drafter = drafters.build("eagle:head=eagle,lookup=2", parts("llama"))
+    run(model(), drafter, [Sequence(i, tokens, SamplingParams(max_tokens=9)) for i, tokens in enumerate(prompts(8))])
+    assert drafter._states == {}
+    assert drafter._runner._slots.lengths == {}
+    assert drafter._lookup._ngram._states == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("length=-1", "eagle:length must be at least 0"),
+        ("tree=-3", "eagle:tree must be at least 0"),
+        ("width=0", "eagle:width must be at least 1"),
+        ("stop=1.5", "eagle:stop must be at least 0 and below 1"),
+        ("head=nowhere", "no folder nowhere"),
+        ("head=medusa", "medusa:head=medusa"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options, reason):
+    with pytest.raises(OutriderError, match=reason):
+        drafters.build(f"eagle:head=eagle,{options}" if "head" not in options else f"eagle:{options}", parts("llama"))
+
+
+def test_a_target_that_cannot_be_read_is_refused():
+    with pytest.raises(OutriderError, match="llama-like target"):
+        drafters.build("eagle:head=eagle", Parts(family("gpt2")[1], None, heads=random_heads(model())))
+
+
+def test_without_a_shipped_head_the_error_says_how_to_get_one():
+    with pytest.raises(OutriderError, match="outrider train eagle --model tiny --out DIR"):
+        drafters.build("eagle", Parts(model(), None, "tiny"))
+
+
+@pytest.mark.native
+def test_quantised_heads_beside_a_dense_target():
+    packable = packs.saved(packs.reference("llama"), packs.tiny.CPU).model
+    drafter = Eagle(
+        Eagle.Options(head="own", quantize="int8"), Parts(packable, None, heads={"own": eagle_head(packable)})
+    )
+    assert isinstance(drafter._runner, PackedRunner)
+
+
+class TestLoss:
+    """What training rests on."""
+
+    def test_it_falls_and_the_head_learns(self):
+        target = model()
+        learner = EagleHead.fresh(target)
+        learned = lesson(target, learner, TEXTS)
+        optimizer = torch.optim.AdamW(learner.parameters(), 1e-2)
+        losses, hits = [], []
+        for _ in range(25):
+            loss, figures = learner.loss(learned, 3)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(figures["loss"]))
+            hits.append(float(figures["hit3"]))
+        assert losses[-1] < 0.9 * losses[0]
+        assert hits[-1] > hits[0] + 0.2
+
+    def test_only_what_the_mask_counts_counts(self):
+        target, own = model(), head("eagle-3")
+        learned = lesson(target, own, TEXTS)
+        learned.mask[:, :8] = False
+        first, _ = own.loss(learned, 2)
+        learned.tokens[:, -1] = 0  # the last token is predicted by nobody that counts as an input
+        learned.mask[:, -1] = False
+        learned.last[:, -1] = torch.randn_like(learned.last[:, -1])
+        learned.hidden[:, -1] = torch.randn_like(learned.hidden[:, -1])
+        second, _ = own.loss(learned, 2)
+        learned.last[:, -1] *= 5.0
+        third, _ = own.loss(learned, 2)
+        assert float(first) != float(second)
+        assert float(second) == float(third)
+
+    def test_keep_is_the_overlap_of_both_laws_and_hit_that_of_the_likeliest(self):
+        target, own = model(), head("cut, two layers, normed output")
+        learned = lesson(target, own, TEXTS)
+        _, figures = own.loss(learned, STEPS)
+        laws = learned.laws()
+        for step, said in enumerate(in_training(own, target)):
+            until = len(TEXTS[0]) - 2 - step
+            p, q = laws[:, 1 + step : 1 + step + until], torch.softmax(said[:, :until], -1)
+            full = torch.zeros_like(p).index_copy_(2, own.draft_ids, q)
+            keep = torch.minimum(p, full).sum(-1).mean()
+            assert float(figures[f"keep{step + 1}"]) == pytest.approx(float(keep), abs=1e-5)
+            hit = (p.argmax(-1) == full.argmax(-1)).float().mean()
+            assert float(figures[f"hit{step + 1}"]) == pytest.approx(float(hit), abs=1e-6)
+
+    def test_it_works_in_bfloat16(self):
+        target, own = model(), EagleHead.fresh(model(), torch.arange(20))
+        learned = lesson(target, own, TEXTS)
+        exact, _ = own.loss(learned)
+        with torch.autocast("cpu", torch.bfloat16):
+            rough, _ = own.loss(learned)
+        assert float(rough.detach()) == pytest.approx(float(exact.detach()), rel=0.05)
+        rough.backward()
+        assert all(weight.grad is not None for weight in own.parameters())
+
+    @pytest.mark.parametrize("kind", OWN)
+    def test_a_fresh_head_begins_from_the_targets_last_layer(self, kind):
+        target = family(kind)[1]
+        own = EagleHead.fresh(target).requires_grad_(False)
+        assert own.reads == (0, 1, 2)
+        ours, theirs = own.layers[0].mlp.down_proj.weight, target.tensor("model.layers.2.mlp.down_proj.weight")
+        loud = float(theirs.norm() / ours.norm())  # the state is so much quieter than the target's residual
+        torch.testing.assert_close(ours * loud, theirs)
+        gate = target.tensor("model.layers.2.mlp.gate_proj.weight")
+        torch.testing.assert_close(own.layers[0].mlp.gate_proj.weight, gate)
+
+    def test_what_the_layers_add_is_as_loud_beside_the_state_as_in_the_target(self):
+        """Else a head has to unlearn that first."""
+        target = model()
+        # reading this block last, its state is the residual that the last layer reads, normalised
+        own = EagleHead.fresh(target, layers=(0, 1)).requires_grad_(False)
+        learned = lesson(target, own, TEXTS)
+        state = own.combine(learned.hidden)
+        residual = learned.hidden[:, :, -1]
+        mlp = own.layers[0].mlp
+        normed = own.layers[0].post_attention_layernorm(residual)
+        ours = mlp(normed).norm(dim=-1) / state.norm(dim=-1)
+        gate, up, down = (target.tensor(f"model.layers.2.mlp.{name}_proj.weight") for name in ("gate", "up", "down"))
+        theirs = F.linear(F.silu(normed @ gate.T) * (normed @ up.T), down).norm(dim=-1) / residual.norm(dim=-1)
+        assert 0.5 < float((ours / theirs).median()) < 2.0
+
+    def test_blocks_that_the_target_has_not_are_refused(self):
+        with pytest.raises(OutriderError, match="the target has 3 blocks"):
+            EagleHead.fresh(model(), layers=(1, 3))
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_every_weight_of_a_target_can_be_read(kind):
+    """Under its Hugging Face name, dense, as transformers has it."""
+    theirs, ours, _ = family(kind)
+    for name, weight in theirs.state_dict().items():
+        torch.testing.assert_close(ours.tensor(name), weight)
+
+
+@pytest.mark.native
+def test_weights_of_a_packed_target_are_what_was_packed():
+    target = packs.rounded(packs.reference("llama", seed=3), 8)
+    for name in ("model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight"):
+        torch.testing.assert_close(packed_model().tensor(name), target.tensor(name), atol=1e-6, rtol=1e-5)

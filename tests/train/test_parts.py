@@ -1,0 +1,270 @@
+"""The parts of a training run: talks, texts, order, the reading target, the optimiser, files."""
+
+from random import Random
+
+import pytest
+import torch
+from tiny import family
+from torch import nn
+
+from outrider.core.errors import OutriderError
+from outrider.drafters.base import Drafter, Parts
+from outrider.drafters.eagle import EagleHead
+from outrider.engine.engine import Engine
+from outrider.engine.scheduler import Limits
+from outrider.models.base import Feed
+from outrider.models.load import Place, load
+from outrider.train import job as jobs, openers
+from outrider.train.capture import Teacher
+from outrider.train.chat import Chat, trim
+from outrider.train.corpus import Corpus, Note, Shelf
+from outrider.train.files import write_text
+from outrider.train.kinds import calibrate
+from outrider.train.net import DraftNet, spread
+from outrider.train.optimiser import Optimiser, rate
+from outrider.train.order import Batch, Order
+from outrider.train.talks import Text, answer_to, talk
+from outrider.train.write import Writer
+
+WHERE = Place(torch.device("cpu"), torch.float32, 1 << 28)
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_folder):
+    return load(str(tiny_folder), WHERE)
+
+
+def written(loaded, numbers, batch, seed=0):
+    engine = Engine(loaded.model, Drafter(Drafter.Options(), Parts(loaded.model, None)), Limits(batch, 512, 0))
+    chat = Chat.of(loaded.tokenizer)
+    talks = [(number, talk(chat, loaded.ends, Random(number))) for number in numbers]
+    return Writer(engine, loaded.ends, batch, seed).write(talks)
+
+
+def test_a_talk_is_the_same_whatever_runs_beside_it(loaded):
+    together, alone = written(loaded, range(4), 3), [text for n in range(4) for text in written(loaded, [n], 1)]
+    assert together == alone
+    assert written(loaded, range(4), 3, seed=1) != together
+
+
+def test_a_talk_has_a_question_and_an_answer(loaded):
+    chat, texts = Chat.of(loaded.tokenizer), written(loaded, range(6), 6)
+    begin, after = chat.begin(""), list(chat.after)
+    for text in texts:
+        assert list(text.tokens[: len(begin)]) == begin
+        assert list(text.tokens[text.answer - len(after) : text.answer]) == after
+        assert 0 < len(text.tokens) - text.answer <= 256
+        assert not set(text.tokens[text.answer : -1]) & loaded.ends
+
+
+def test_a_given_prompt_is_asked_as_the_template_has_it(loaded):
+    chat = Chat.of(loaded.tokenizer)
+    ask = next(answer_to(chat, "count the stars", Random(0)))
+    said = [{"role": "user", "content": "count the stars"}]
+    whole = loaded.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    assert loaded.tokenizer.decode(ask.tokens) == whole
+
+
+def test_a_model_without_a_template_writes_on(tiny_mute):
+    chat = Chat.of(load(str(tiny_mute), WHERE).tokenizer)
+    assert chat.after == ()
+    assert chat.ask("the sea") == chat.begin("the sea")
+    assert len(chat.begin("")) > 0  # something to go on from
+    with pytest.raises(OutriderError, match="no tokenizer"):
+        Chat.of(None)
+
+
+def test_a_talk_that_outgrows_the_context_ends(tmp_path, monkeypatch, loaded):
+    monkeypatch.setattr(loaded.model, "context", 60)
+    engine = Engine(loaded.model, Drafter(Drafter.Options(), Parts(loaded.model, None)), Limits(2, 512, 0))
+    chat = Chat.of(loaded.tokenizer)
+    talks = [(0, answer_to(chat, "a " * 100, Random(0))), (1, answer_to(chat, "a", Random(0)))]
+    texts = Writer(engine, loaded.ends, 2, 0).write(talks)
+    assert [len(text.tokens) <= 60 for text in texts] == [True]
+
+
+def test_openers_are_filled_in():
+    found = openers.sections()
+    assert len(found["turns"]) > 140
+    assert len(set(found["turns"])) == len(found["turns"])
+    assert all(openers.DOCUMENT in line for line in found["documents"])
+    random = Random(0)
+    for section in ("turns", "sources"):
+        assert not any("{" in openers.pick(section, random) for _ in range(300))
+
+
+CORPUS = Corpus.of([Text(range(1000 * n, 1001 * n), n // 2) for n in (5, 70, 64, 3, 130, 66, 20)])
+
+
+def test_an_epoch_has_every_text_once_and_goes_on_anywhere():
+    order = Order(CORPUS, 192, 1024, 0, torch.device("cpu"))
+    rows = order.batches(0)
+    first = [next(rows) for _ in range(2 * order.per_epoch)]
+    counted = sorted(
+        int((batch.tokens[i] > 0).sum()) for batch in first[: order.per_epoch] for i in range(len(batch.tokens))
+    )
+    assert counted == sorted(CORPUS.lengths.tolist())
+    for step in (1, order.per_epoch, order.per_epoch + 1):
+        assert torch.equal(next(order.batches(step)).tokens, first[step].tokens)
+    epochs = [[batch.tokens.tolist() for batch in first[i : i + order.per_epoch]] for i in (0, order.per_epoch)]
+    assert epochs[0] != epochs[1]
+
+
+def test_a_batch_is_padded_masked_and_cut():
+    for batch in (next(Order(CORPUS, 64, 64, seed, torch.device("cpu")).batches(0)) for seed in range(8)):
+        assert batch.tokens.shape[1] == 64
+        for tokens, mask in zip(batch.tokens, batch.mask, strict=True):
+            held = int((tokens > 0).sum())
+            whole = int(tokens[0]) // 1000
+            assert mask.tolist() == [whole // 2 <= place < held for place in range(64)]
+
+
+def test_the_most_frequent_tokens_of_answers():
+    corpus = Corpus.of([Text([1, 1, 1, 5, 5, 7], 3), Text([2, 2, 5, 7, 7], 2)])
+    assert corpus.frequent(2, 10, ()).tolist() == [5, 7]
+    assert corpus.frequent(2, 10, [9]).tolist() == [9, 5]
+    assert corpus.frequent(4, 10, ()).tolist() == [5, 7, 1, 2]  # then what was only asked
+
+
+@pytest.mark.parametrize("vocab", [300, 100_000])
+def test_texts_come_back_from_the_shelf(tmp_path, vocab):
+    shelf = Shelf(tmp_path)
+    assert shelf.note() is None
+    texts = [Text([1, 65_535 if vocab > 65_536 else 299, 3], 1)]
+    shelf.add(Corpus.of(texts), Note("m", vocab, 0, waves=1))
+    shelf.add(Corpus.of(texts * 2), Note("m", vocab, 0, waves=2))
+    read = shelf.read(shelf.note().waves)
+    assert read.tokens.tolist() == list(texts[0].tokens) * 3
+    assert read.answers.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_the_teacher_reads_what_the_engine_writes(kind):
+    _, model, _ = family(kind)
+    torch.manual_seed(0)
+    tokens = torch.randint(40, (3, 30))
+    lesson = Teacher(model, (0, 2), 64).lesson(Batch(tokens, tokens > 0))
+    for row in range(3):
+        whole = model.forward([Feed(row, tokens[row].tolist())], [0, 2])[0]
+        model.free(row)
+        assert torch.allclose(lesson.hidden[row], whole.hidden, atol=1e-4)
+        assert torch.allclose(lesson.last[row, -1] @ lesson.output.T, whole.logits[0], atol=1e-3)
+
+
+def test_only_dense_llamas_teach():
+    with pytest.raises(OutriderError, match="llama-like"):
+        Teacher(object(), (), 8)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_a_draft_model_of_all_layers_is_the_target(kind, tmp_path):
+    """Same weights, same folder form: what is saved loads and writes what the target writes."""
+    target, model, _ = family(kind)
+    target.save_pretrained(tmp_path / "target")
+    net = DraftNet(model, model.num_layers, 64)
+    net.write(tmp_path / "draft", tmp_path / "target", None)
+    again = load(str(tmp_path / "draft"), WHERE).model
+    tokens = [3, 1, 4, 1, 5, 9, 2, 6]
+    assert torch.equal(again.forward([Feed(0, tokens)])[0].logits, model.forward([Feed(99, tokens)])[0].logits)
+    model.free(99)
+    batch = Batch(torch.tensor([tokens]), torch.ones(1, 8, dtype=torch.bool))
+    _, figures = net.loss(Teacher(model, (), 64).lesson(batch))
+    assert float(figures["hit1"]) == 1.0
+    assert float(figures["keep1"]) == pytest.approx(1.0, abs=1e-4)
+    net.norm.data.zero_()
+    assert float(net.loss(Teacher(model, (), 64).lesson(batch))[1]["keep1"]) < 0.9
+
+
+def test_what_a_fresh_layer_adds_has_the_size_of_its_state():
+    """The target's last layer writes for residuals of its own size; a head's state is normalised."""
+    _, model, _ = family("llama")
+    head = EagleHead.fresh(model)
+    tokens = torch.randint(40, (2, 30), generator=torch.Generator().manual_seed(0))
+    lesson = Teacher(model, head.reads, 64).lesson(Batch(tokens, torch.arange(30).expand(2, -1) >= 10))
+    sizes = sorted(lesson.hidden[:, 10:, -1].reshape(-1, 32).square().mean(-1).sqrt().tolist())
+    before = [
+        weight.clone() for weight in (head.decoder[0].self_attn.o_proj.weight, head.decoder[0].mlp.down_proj.weight)
+    ]
+    calibrate(head, lesson)
+    after = (head.decoder[0].self_attn.o_proj.weight, head.decoder[0].mlp.down_proj.weight)
+    for old, new in zip(before, after, strict=True):
+        assert torch.allclose(old / new, torch.tensor(sizes[19]), rtol=1e-4)
+
+
+def test_layers_are_spread():
+    assert spread(1, 30) == [29]
+    assert spread(2, 30) == [0, 29]
+    assert spread(4, 30) == [0, 10, 19, 29]
+    with pytest.raises(OutriderError, match="1 to 3"):
+        DraftNet(family("llama")[1], 4, 8)
+
+
+def steps(module, optimiser, count, first=0):
+    losses = []
+    for step in range(first, first + count):
+        torch.manual_seed(step)
+        loss = (module(torch.randn(4, 8)) - 1).square().mean()
+        loss.backward()
+        optimiser.step(rate(step, 2, 10))
+        losses.append(loss.item())
+    return losses
+
+
+def test_the_optimiser_goes_on_where_it_was():
+    def new():
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(8, 6), nn.RMSNorm(6), nn.Linear(6, 3))
+        return module, Optimiser(module, 0.02, 0.01)
+
+    module, optimiser = new()
+    whole = steps(module, optimiser, 10)
+    assert whole[-1] < whole[0]
+    module, optimiser = new()
+    assert steps(module, optimiser, 5) == whole[:5]
+    kept = {name: value.clone() for name, value in optimiser.state().items()}
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    module, optimiser = new()
+    module.load_state_dict(weights)
+    optimiser.restore(kept)
+    assert steps(module, optimiser, 5, 5) == whole[5:]
+    module, optimiser = new()
+    module.load_state_dict(weights)  # without its memory it goes elsewhere
+    assert steps(module, optimiser, 5, 5) != whole[5:]
+
+
+def test_the_rate_goes_up_and_down():
+    shares = [rate(step, 5, 50) for step in range(50)]
+    assert shares[:5] == [0.2, 0.4, 0.6, 0.8, 1.0]
+    assert shares[5] == 1.0
+    assert sorted(shares[5:], reverse=True) == shares[5:]
+    assert 0.02 <= shares[-1] < 0.03
+    assert [rate(step, 5, 0) for step in range(4)] == shares[:4]  # before anything is planned
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path):
+    path = tmp_path / "a" / "b.json"
+    write_text(path, "old")
+    write_text(path, "new")
+    assert path.read_text() == "new"
+    assert [p.name for p in path.parent.iterdir()] == ["b.json"]
+
+
+def test_a_job_says_what_is_wrong_with_it():
+    assert jobs.Job("eagle").minutes == 10
+    assert jobs.Job("eagle", tokens=5).minutes == 0
+    assert jobs.Job("eagle").words(300) == 300
+    assert jobs.Job("eagle").words(50_000) == 16_384
+    assert jobs.Job("eagle", draft_vocab=-1).words(50_000) == 50_000
+    with pytest.raises(OutriderError, match="known: eagle, medusa, draft"):
+        jobs.Job("lookahead")
+    with pytest.raises(OutriderError, match="--batch-tokens must be at least 64"):
+        jobs.Job("eagle", batch_tokens=1)
+    stored = jobs.as_dict(jobs.Job("eagle", tokens=5, reads=(1, 2)))
+    assert jobs.resumed("eagle", {"minutes": 3.0, "reads": (1, 2)}, stored).minutes == 3.0
+    with pytest.raises(OutriderError, match="begun with seed 0, not 1"):
+        jobs.resumed("eagle", {"seed": 1}, stored)
+
+
+def test_what_ended_a_turn_is_not_part_of_it():
+    assert trim([1, 2, 9], frozenset([9])) == [1, 2]
+    assert trim([1, 2], frozenset([9])) == [1, 2]

@@ -1,0 +1,263 @@
+"""`outrider train` from end to end on a CPU: it learns, it ends cleanly, and it goes on exactly where it was."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from outrider import LLM, SamplingParams
+from outrider.cli import main
+from outrider.drafters import heads
+from outrider.drafters.medusa import MedusaHead
+from outrider.models.load import Place, load
+from outrider.train import checkpoint, table
+from outrider.train.capture import Teacher
+from outrider.train.corpus import FOLDER
+from outrider.train.order import Batch
+from outrider.train.tune import rates
+
+QUICK = ("--batch-tokens", "512", "--rate", "0.1", "--unroll", "3", "--writers", "16")
+
+
+def train(kind, model, out, *more):
+    args = ["train", kind, "--model", str(model), "--out", str(out), *QUICK, *map(str, more)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["outrider", *args])
+        return main(args)
+
+
+def log(out):
+    return [json.loads(line) for line in (out / FOLDER / "log.jsonl").read_text().splitlines()]
+
+
+def provenance(out):
+    return json.loads((out / "provenance.json").read_text())
+
+
+@pytest.mark.parametrize(("kind", "drafter"), [("eagle", "eagle:head="), ("medusa", "medusa:head=")])
+def test_a_head_learns(kind, drafter, calm_folder, prompt_file, tmp_path, capsys):
+    out = tmp_path / "head"
+    assert train(kind, calm_folder, out, "--tokens", 2000, "--epochs", 10, "--prompts", prompt_file) == 0
+    losses = [line["loss"] for line in log(out)]
+    assert sum(losses[-5:]) / 5 < 0.9 * losses[0]
+    said = provenance(out)
+    untrained, trained = said["figures"]["live"][0][1], said["figures"]["tokens_per_pass"]
+    first = next(iter(trained.values()))["all"]["tokens_per_pass"]
+    assert first > untrained + 0.1
+    assert said["steps"] == said["planned_steps"] == len(losses)
+    assert str(tmp_path) not in json.dumps(said)  # no paths of this machine
+    assert f"train {kind} --model calm --out head" in said["command"]
+    shown = capsys.readouterr().out
+    assert f"{first:.2f}" in shown
+    assert f"{first:.2f}" in (out / f"{table.NAME}.md").read_text()
+    with LLM(str(calm_folder), draft=f"{drafter}{out}", pace=False) as llm:
+        asked = [["the red fox", "the blue fox and the sea", "count the stars, one, two", "a river"]]
+        speculative, plain = (
+            llm.generate(*asked, SamplingParams(max_tokens=40), **more) for more in ({}, {"draft": "none"})
+        )
+    assert [result.token_ids for result in speculative] == [result.token_ids for result in plain]
+    assert sum(result.stats.accepted for result in speculative) > 0
+
+
+def test_a_draft_model_learns(tiny_folder, prompt_file, tmp_path):
+    out = tmp_path / "draft"
+    more = ("--tokens", 3000, "--epochs", 8, "--layers", 1, "--rate", 0.03, "--prompts", prompt_file)
+    assert train("draft", tiny_folder, out, *more) == 0
+    losses, live = [line["loss"] for line in log(out)], provenance(out)["figures"]["live"]
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    assert provenance(out)["figures"]["tokens_per_pass"]["chain 5"]["all"]["tokens_per_pass"] > live[0][1]
+    assert json.loads((out / "config.json").read_text())["num_hidden_layers"] == 1
+    with LLM(str(out), draft="none") as llm:  # a model like any other
+        assert llm.generate("the red fox", SamplingParams(max_tokens=4)).token_ids
+
+
+STEPS = ("--tokens", "1000", "--epochs", "6", "--save-every", "3")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(calm_folder, prompt_file, tmp_path_factory):
+    """The log of a run that nobody disturbed, and its weights."""
+    out = tmp_path_factory.mktemp("whole")
+    assert train("eagle", calm_folder, out, *STEPS, "--prompts", prompt_file) == 0
+    return log(out), (out / "model.safetensors").read_bytes()
+
+
+def resume(out):
+    """Everything else it knows."""
+    return main(["train", "eagle", "--out", str(out), "--resume", "--save-every", "3"])
+
+
+def test_killed_and_resumed_it_goes_on_exactly(calm_folder, prompt_file, tmp_path, uninterrupted):
+    out, (whole, weights) = tmp_path / "head", uninterrupted
+    command = [sys.executable, "-m", "outrider", "train", "eagle", "--model", calm_folder, "--out", out, *QUICK, *STEPS]
+    process = subprocess.Popen([*map(str, command), "--prompts", str(prompt_file)], stderr=subprocess.PIPE)
+    wait_for(lambda: (out / FOLDER / "checkpoint.safetensors").exists(), process)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    before = len(log(out))
+    assert 0 < before < len(whole)
+    assert resume(out) == 0
+    assert log(out) == whole
+    assert (out / "model.safetensors").read_bytes() == weights
+    assert provenance(out)["interrupted"] is False
+
+
+def wait_for(ready, process, seconds=100):
+    end = time.monotonic() + seconds
+    while not ready():
+        assert process.poll() is None, process.stderr.read().decode()
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.02)
+
+
+def test_interrupted_it_saves_and_goes_on(calm_folder, prompt_file, tmp_path, uninterrupted):
+    out, (whole, weights) = tmp_path / "head", uninterrupted
+
+    def interrupt():
+        while not (out / FOLDER / "checkpoint.safetensors").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert train("eagle", calm_folder, out, *STEPS, "--prompts", prompt_file) == 130
+    thread.join()
+    assert 0 < len(log(out)) < len(whole)
+    assert provenance(out)["interrupted"] is True
+    assert resume(out) == 0
+    assert log(out) == whole
+    assert (out / "model.safetensors").read_bytes() == weights
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(calm_folder, prompt_file, tmp_path, capsys, uninterrupted):
+    """No file may grow beyond a limit, as on a full disk: the run ends with one line and goes on later."""
+    out = tmp_path / "head"
+    path, limits = out / FOLDER / "checkpoint.safetensors", resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill():
+        while not path.exists():
+            time.sleep(0.02)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    try:
+        code = train("eagle", calm_folder, out, *STEPS, "--prompts", prompt_file)
+        thread.join()
+        error = capsys.readouterr().err
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 2
+    assert "File too large" in error
+    assert "Traceback" not in error
+    assert sorted(each.name for each in path.parent.iterdir() if each.name.startswith(".")) == []
+    assert 0 < checkpoint.begin(out, resume=True).step < len(uninterrupted[0])
+    assert resume(out) == 0
+    assert log(out) == uninterrupted[0]
+
+
+def test_a_time_limit_is_kept(calm_folder, prompt_file, tmp_path):
+    out = tmp_path / "head"
+    begin = time.monotonic()
+    assert train("medusa", calm_folder, out, "--minutes", 0.2, "--prompts", prompt_file) == 0
+    assert time.monotonic() - begin < 20
+    said = provenance(out)
+    assert said["steps"] > 0
+    assert said["figures"]["data"]["seconds"] < 8
+
+
+def test_texts_of_another_run_are_learned_from(calm_folder, prompt_file, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert train("medusa", calm_folder, first, "--tokens", 600, "--prompts", prompt_file) == 0
+    assert train("medusa", calm_folder, second, "--data", first, "--tokens", 600, "--draft-vocab", 64) == 0
+    assert not list((second / FOLDER).glob("data*"))
+    assert len(log(second)) == len(log(first))
+    assert json.loads((second / "config.json").read_text())["truncated_vocab_size"] == 64
+
+
+def test_a_tree_is_grown_from_what_the_heads_get_right(calm_folder, prompt_file, tmp_path, capsys):
+    out = tmp_path / "head"
+    assert train("medusa", calm_folder, out, "--tokens", 1000, "--epochs", 6, "--prompts", prompt_file) == 0
+    more = ("--model", calm_folder, "--prompts", prompt_file, "--tokens", "800", "--nodes", "12")
+    assert main(["tune-tree", "--head", str(out), *map(str, more)]) == 0
+    shown = capsys.readouterr()
+    assert "12 nodes" in shown.err
+    paths = json.loads((out / "config.json").read_text())["medusa_choices"]
+    assert len(paths) == 12
+    assert all(path[:-1] in paths[:place] for place, path in enumerate(paths) if len(path) > 1)  # parents first
+    model = load(str(calm_folder), Place(torch.device("cpu"), torch.float32, 1 << 28)).model
+    head = heads.read(out, model)
+    assert [list(path) for path in head.tree] == paths
+    again = rates(head, [lesson(model, head)])
+    assert all(sum(row) <= 1.0 + 1e-6 for row in again)
+
+
+def lesson(model, head):
+    tokens = torch.randint(2, 300, (2, 40), generator=torch.Generator().manual_seed(0))
+    return Teacher(model, head.reads, 64).lesson(Batch(tokens, torch.ones(2, 40, dtype=torch.bool)))
+
+
+def test_ranks_are_counted_against_the_target(calm_folder):
+    """A head that passes the state on says what the target says one place earlier; counted by hand."""
+    model = load(str(calm_folder), Place(torch.device("cpu"), torch.float32, 1 << 28)).model
+    head = MedusaHead.fresh(model, None, 2)
+    given = lesson(model, head)
+    best = (given.last @ given.output.T).topk(10).indices
+    for index, row in enumerate(rates(head, [given])):
+        said, truth = best[:, : 38 - index], best[:, 1 + index : 39, 0]
+        for rank, share in enumerate(row):
+            assert share == pytest.approx(float((said[:, :, rank] == truth).float().mean()), abs=1e-4)
+
+
+def refused(capsys, *args):
+    capsys.readouterr()
+    assert main(["train", *map(str, args)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, error
+    return error
+
+
+def test_what_cannot_be_trained_is_refused(calm_folder, tiny_stranger, prompt_file, tmp_path, capsys):
+    out = tmp_path / "out"
+    model = ("--model", calm_folder, "--out", out)
+    assert "known: eagle, medusa, draft" in refused(capsys, "lookahead", *model)
+    assert "no run to go on with" in refused(capsys, "eagle", "--out", out, "--resume")
+    assert "--reads takes" in refused(capsys, "eagle", *model, "--reads", "a")
+    assert "--draft-vocab takes" in refused(capsys, "eagle", *model, "--draft-vocab", "some")
+    few = tmp_path / "few.txt"
+    few.write_text("a\nb\n")
+    assert "too few" in refused(capsys, "eagle", *model, "--prompts", few)
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"question": "?"}\n')
+    assert "line 1" in refused(capsys, "eagle", *model, "--prompts", broken)
+    assert "cannot be read" in refused(capsys, "eagle", *model, "--prompts", tmp_path / "none.txt")
+    assert "has no texts" in refused(capsys, "eagle", *model, "--data", tmp_path)
+    file = tmp_path / "file"
+    file.write_text("")
+    assert "cannot write" in refused(capsys, "eagle", "--model", calm_folder, "--out", file / "out")
+
+
+def test_a_run_is_not_written_over(calm_folder, tiny_stranger, prompt_file, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert train("medusa", calm_folder, out, "--tokens", 600, "--prompts", prompt_file) == 0
+    assert "already holds" in refused(capsys, "medusa", "--model", calm_folder, "--out", out)
+    assert "leave out --prompts" in refused(capsys, "medusa", "--out", out, "--resume", "--prompts", prompt_file)
+    assert "begun with seed 0, not 1" in refused(capsys, "medusa", "--out", out, "--resume", "--seed", "1")
+    other = ("--out", tmp_path / "other", "--data", out, "--tokens", "600")
+    assert "were written by calm" in refused(capsys, "medusa", "--model", tiny_stranger, *other)
+
+
+def test_only_llamas_are_trained_for(tmp_path, capsys):
+    from tiny import reference
+
+    reference("opt").save_pretrained(tmp_path / "opt")
+    error = refused(capsys, "eagle", "--model", tmp_path / "opt", "--out", tmp_path / "out")
+    assert "llama-like" in error
