@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 OK     := import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell $(p) -c '$(OK)' 2>/dev/null && echo $(p))))
 
-.PHONY: help venv demo test lint clean
+.PHONY: help venv demo vllm test lint clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -26,6 +26,10 @@ demo: venv ## pull the default model and see it speculate
 	@$(BIN)/outrider pull smollm2-135m
 	@$(BIN)/outrider demo
 
+vllm: ## set up .venv-vllm: vLLM for CPUs, and outrider with it
+	@test -n "$(PYTHON)" || { echo "no usable Python was found: name one with PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) scripts/vllm_env.py .venv-vllm
+
 lint: venv ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -34,6 +38,6 @@ lint: venv ## ruff and mypy
 test: lint ## lint, then every test that needs no GPU
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n auto --dist loadfile
 
-clean: ## remove .venv, caches and builds
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## remove .venv, clients of others, caches and builds
+	rm -rf $(VENV) .venv-clients build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

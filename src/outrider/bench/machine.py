@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,17 @@ def describe() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "outrider": version("outrider"),
+        "outrider": _version(),
         "commit": _commit(),
     }
+
+
+def _version() -> str | None:
+    """None where it runs out of a folder and is not installed."""
+    try:
+        return version("outrider")
+    except PackageNotFoundError:
+        return None
 
 
 def _cpu() -> str:

@@ -6,15 +6,17 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from outrider import drafters
+from outrider.backends import speculation
 from outrider.bench import machine, workloads
 from outrider.bench.peers import OURS, TABLE, Peer, choose
 from outrider.bench.workloads import Prompt
 from outrider.core.errors import OutriderError
-from outrider.settings import Settings
+from outrider.settings import BACKENDS, Settings
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Plan:
     python: dict[str, str]  # engine -> interpreter
     draft_model: str | None = None
     dtype: str = "auto"  # of our own engine
+    speculation: dict[str, dict[str, Any]] = field(default_factory=dict)  # mode of vLLM -> its speculative_config
 
     def __post_init__(self) -> None:
         for name, least in (("rounds", 1), ("max_tokens", 2), ("threads", 1)):
@@ -57,15 +60,19 @@ def make(
     draft_model: str | None,
     output: Path,
     dtype: str = "auto",
+    backends: Sequence[str] = (),
 ) -> Plan:
     for spec in drafts:
         drafters.parse(spec)
-    if not any(spec in (OURS, "all") for spec in engines) and (drafts or dtype != "auto"):
+    engines = [*engines, *(engine for engine in map(_engine, backends) if engine not in engines)]
+    ours = any(spec in (OURS, "all") for spec in engines)
+    if not ours and (dtype != "auto" or (drafts and "vllm" not in backends)):
         raise OutriderError(f"--draft and --dtype are for our own engine: add --engine {OURS} or leave them out")
+    wanted = drafts or default_drafts()
     known = workloads.built_in() if prompts is None else workloads.read_jsonl(prompts)
     plan = Plan(
         model=model,
-        peers=tuple(choose(engines, drafts or default_drafts(), draft_model)),
+        peers=tuple(_as_drafted(choose(engines, wanted, draft_model), wanted if "vllm" in backends else ())),
         prompts=tuple(workloads.select(known, kinds, limit)),
         output=output,
         rounds=rounds,
@@ -76,6 +83,7 @@ def make(
         python=_interpreters(python),
         draft_model=draft_model,
         dtype=Settings(dtype=dtype).dtype,
+        speculation=_speculation(wanted) if "vllm" in backends else {},
     )
     claim(output)
     return plan
@@ -85,9 +93,30 @@ def default_drafts() -> list[str]:
     return [Settings().draft]
 
 
+def _engine(backend: str) -> str:
+    if backend not in BACKENDS:
+        raise OutriderError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
+    return OURS if backend == "local" else backend
+
+
+def _speculation(drafts: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Our drafters as vLLM has them."""
+    configs = {spec: speculation.to_vllm(spec) for spec in drafts}
+    return {spec: config for spec, config in configs.items() if config is not None}
+
+
+def _as_drafted(peers: Sequence[Peer], drafts: Sequence[str]) -> list[Peer]:
+    """As a backend of ours, vLLM has the drafters that are asked for as its modes."""
+    modes = tuple(dict.fromkeys(spec for spec in drafts if spec != "none"))
+    return [replace(peer, modes=modes) if drafts and peer.name == "vllm" else peer for peer in peers]
+
+
 def _interpreters(given: Sequence[str]) -> dict[str, str]:
     """ENGINE=PATH, ... -> the interpreter of every engine; ours where none is named."""
     found = dict.fromkeys(TABLE, sys.executable)
+    own = Path(os.environ.get("OUTRIDER_VLLM_PYTHON") or ".venv-vllm/bin/python")  # as `make vllm` sets it up
+    if own.is_file():
+        found["vllm"] = os.path.abspath(own)
     for item in given:
         name, equals, path = item.partition("=")
         if name not in TABLE or not equals:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.export import export
 from outrider.bench.peers import Peer
 from outrider.bench.workloads import Prompt
 from outrider.core.errors import OutriderError
 from outrider.models import sources, tokenizer as tokenizers
+from outrider.models.export import export
 from outrider.models.gguf import GGUFFile
 
 

@@ -37,8 +37,8 @@ def assemble(plan: Plan, outcome: Outcome, command: str) -> Report:
         "command": command,
         "machine": machine.describe(),
         "settings": {
-            "model": _name(plan.model),
-            "draft_model": None if plan.draft_model is None else _name(plan.draft_model),
+            "model": name_of(plan.model),
+            "draft_model": None if plan.draft_model is None else name_of(plan.draft_model),
             "prompts": len(plan.prompts),
             "rounds": plan.rounds,
             "max_tokens": plan.max_tokens,
@@ -106,19 +106,23 @@ def write(report: Report, folder: Path) -> list[str]:
 
 def markdown(report: Report) -> str:
     parts = [f"# {report['settings']['model']}: outrider bench", _facts(report)]
-    parts += [_markdown_table(table) for table in (*tables(report), *peer_tables(report))]
+    parts += [markdown_table(table) for table in (*tables(report), *peer_tables(report))]
     parts += ["\n".join(f"- {note}" for note in notes(report))]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def show(report: Report) -> None:
+    show_tables(tables(report), notes(report))
+
+
+def show_tables(tables: Sequence[Table], notes: Sequence[str]) -> None:
     """The tables on stdout, the notes under them."""
     from rich import box
     from rich.console import Console
     from rich.table import Table as Grid
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    for table in tables(report):
+    for table in tables:
         console.print(f"\n[bold]{table.title}[/]")
         grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
         for number, name in enumerate(table.columns):
@@ -126,11 +130,11 @@ def show(report: Report) -> None:
         for row in table.rows:
             grid.add_row(*(_STRUCK.sub(r"[strike dim]\1[/]", cell.replace("[", r"\[")) for cell in row))
         console.print(grid)
-    for note in notes(report):
+    for note in notes:
         console.print(f"· {note}", markup=False, soft_wrap=True)
 
 
-def _name(model: str) -> str:
+def name_of(model: str) -> str:
     """A path says more about the machine than about the model."""
     return Path(model).name if Path(model).exists() else model
 
@@ -154,13 +158,13 @@ def _facts(report: Report) -> str:
 
 def _overall(rows: Sequence[Report]) -> Table:
     columns = ("engine", "mode", "tok/s", "speed-up", "kept", "tok/step")
-    body = [(row["engine"], row["mode"], _speed(row), _speed_up(row), *_drafting(row)) for row in rows]
+    body = [(row["engine"], row["mode"], speed(row), speed_up(row), *drafting(row)) for row in rows]
     return Table("Decoding speed over all prompts", columns, body, 2)
 
 
 def _by_kind(title: str, rows: Sequence[Report]) -> Table:
     columns = ("mode", "kind", "tok/s", "speed-up", "kept", "tok/step")
-    body = [(row["mode"], row["kind"], _speed(row), _speed_up(row), *_drafting(row)) for row in rows]
+    body = [(row["mode"], row["kind"], speed(row), speed_up(row), *drafting(row)) for row in rows]
     return Table(title, columns, body, 2)
 
 
@@ -171,11 +175,11 @@ def _against(rows: Sequence[Report]) -> Table:
     return Table("Our plain decoding against the peers' plain decoding", columns, body, 2)
 
 
-def _speed(row: Report) -> str:
+def speed(row: Report) -> str:
     return "–" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:.1f}"
 
 
-def _speed_up(row: Report) -> str:
+def speed_up(row: Report) -> str:
     if row["plain"]:
         return "1 (plain)"
     if row["void"]:
@@ -192,12 +196,12 @@ def _times(ratio: Report | None) -> str:
     return f"{ratio['value']:.2f}× [{ratio['low']:.2f}–{ratio['high']:.2f}]"
 
 
-def _drafting(row: Report) -> tuple[str, str]:
+def drafting(row: Report) -> tuple[str, str]:
     rate, per_step = row["acceptance_rate"], row["tokens_per_step"]
     return "" if rate is None else f"{rate:.0%}", "" if per_step is None else f"{per_step:.2f}"
 
 
-def _markdown_table(table: Table) -> str:
+def markdown_table(table: Table) -> str:
     rules = ["---"] * table.texts + ["--:"] * (len(table.columns) - table.texts)
     lines = [table.columns, tuple(rules), *table.rows]
     return f"## {table.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +15,12 @@ from outrider.bench.peers import Peer
 from outrider.bench.plan import Plan
 from outrider.bench.process import Missing, Worker, WorkerError
 from outrider.core.errors import OutriderError
+from outrider.models import sources
+from outrider.models.export import as_folder
 
 LOAD_TIMEOUT = 900.0  # vLLM compiles for minutes
 WARM_UP_TOKENS = 16
+_UNSAFE = re.compile(r"[^\w.=-]")  # in the name of a file
 Show = Callable[[str, int, int], None]  # (what, done, of how many)
 
 
@@ -114,6 +118,7 @@ class Bench:
             "threads": self._plan.threads,
             "dtype": self._plan.dtype,
             "context": context,
+            "speculation": self._speculation(modes) if peer.name == "vllm" else {},
         }
         worker = Worker(self._plan.python[peer.name], peer.path, config, self._plan.threads, self._log(peer, modes[0]))
         self._seats += [Seat(peer, mode, worker) for mode in modes]
@@ -124,10 +129,18 @@ class Bench:
             return f"missing: {peer.install}" if isinstance(error, Missing) else f"failed: {error}"
         return "ok"
 
+    def _speculation(self, modes: Sequence[str]) -> dict[str, Any]:
+        """What vLLM is told; a draft model is named by the folder that it can read."""
+        told = {mode: dict(config) for mode, config in self._plan.speculation.items() if mode in modes}
+        for config in told.values():
+            if "model" in config:
+                config["model"] = str(as_folder(sources.resolve(config["model"])))
+        return told
+
     def _log(self, peer: Peer, mode: str) -> Path:
         folder = self._plan.output / "logs"
         folder.mkdir(exist_ok=True)
-        return folder / f"{peer.name}{'' if peer.one_process else '-' + mode}.log"
+        return folder / f"{peer.name}{'' if peer.one_process else '-' + _UNSAFE.sub('_', mode)}.log"
 
     def _warm_up(self, task: prepare.Task) -> None:
         for number, seat in enumerate(list(self._seats)):

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from outrider import __version__
-from outrider.cli import audit, bench, chat, demo, generate, models, profile
+from outrider.cli import audit, bench, chat, config, demo, generate, models, profile, serve, train, tune_tree
 from outrider.cli.screen import paint
 from outrider.core.errors import OutriderError
 
@@ -20,14 +20,18 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptio
 for command in (
     generate.generate,
     chat.chat,
+    serve.serve,
     audit.audit,
-    bench.bench,
     profile.profile,
+    train.train,
+    tune_tree.tune_tree,
     models.pull,
     models.models,
     demo.demo,
 ):
     app.command()(command)
+app.add_typer(bench.app, name="bench")
+app.add_typer(config.app, name="config")
 
 
 def _version(wanted: bool) -> None:

@@ -11,14 +11,17 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from outrider.backends import speculation
 from outrider.bench import plan as plans, report as reports
 from outrider.bench.peers import TABLE
 from outrider.bench.run import run
 from outrider.bench.workloads import KINDS
-from outrider.cli import options
+from outrider.cli import bench_serve, options
 from outrider.cli.options import DEFAULT
 from outrider.cli.screen import bar, note
+from outrider.core.errors import OutriderError
 from outrider.models import sources
+from outrider.settings import BACKENDS
 
 WHAT = "What is measured"
 
@@ -30,10 +33,23 @@ class Size(NamedTuple):
 
 
 FULL, QUICK = Size(None, 3, 128), Size(1, 1, 48)
+app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+app.command("serve")(bench_serve.serve)
 
 
+@app.callback(invoke_without_command=True)
 def bench(
+    ctx: typer.Context,
+    config: options.ConfigFile = None,
     model: options.Model = DEFAULT.model,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"One of {', '.join(BACKENDS)}, with the same drafters. Repeatable: both, side by side.",
+            show_default=DEFAULT.backend,
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
     engine: Annotated[
         list[str] | None,
         typer.Option(
@@ -97,11 +113,19 @@ def bench(
     [dim]$[/] outrider bench --quick
     [dim]$[/] outrider bench --draft ngram --draft layer_skip --kind edit --kind code
     [dim]$[/] outrider bench --engine all --python vllm=/path/to/python
+    [dim]$[/] outrider bench --backend local --backend vllm --draft ngram:length=5
+    [dim]$[/] outrider bench serve --streams 1,4,16,32
     """
+    if ctx.invoked_subcommand is not None:
+        _refuse_options(ctx)
+        return
+    if config is not None:
+        model, backend, draft, dtype, threads = _said(ctx, config)
     size = QUICK if quick else FULL
     plan = plans.make(
         model=model,
-        engines=engine or ["outrider"],
+        engines=engine or ([] if backend else ["outrider"]),
+        backends=backend or [],
         drafts=draft or [],
         prompts=prompts,
         kinds=kind or [],
@@ -127,3 +151,30 @@ def bench(
     for line in [*told, f"written to {plan.output}"]:
         note(line)
     raise typer.Exit(130 if outcome.interrupted else 0)
+
+
+def _refuse_options(ctx: typer.Context) -> None:
+    """What stands before the name of another command would be ignored."""
+    for name in ctx.params:
+        source = ctx.get_parameter_source(name)
+        if source is not None and not source.name.startswith("DEFAULT"):
+            flag = "--" + name.replace("_", "-")
+            raise OutriderError(f"{flag} stands before {ctx.invoked_subcommand}; write it after")
+
+
+def _said(ctx: typer.Context, file: Path) -> tuple[str, list[str] | None, list[str], str, int]:
+    """Model, backends, drafters, dtype and threads of a config file, and what was given on the command line over it."""
+    lists = {name: ctx.params.pop(name) for name in ("backend", "draft")}
+    said = options.chosen(ctx, file)
+    for line in said.notes:
+        note(line)
+    settings = said.settings
+    if settings.speculative_config is not None and not lists["draft"]:
+        lists["draft"] = [speculation.to_draft(settings.speculative_config)]
+    return (
+        settings.model,
+        lists["backend"] or [settings.backend],
+        lists["draft"] or [settings.draft],
+        settings.dtype if settings.backend == "local" else "auto",
+        settings.threads,
+    )

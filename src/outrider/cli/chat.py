@@ -27,15 +27,25 @@ HELP = """\
 /quit          leave (so does Ctrl-D); Ctrl-C stops an answer"""
 
 
+ANSWER = SamplingParams(max_tokens=512)
+
+
 def chat(
+    ctx: typer.Context,
+    config: options.ConfigFile = None,
     model: options.Model = DEFAULT.model,
     draft: options.Draft = DEFAULT.draft,
+    backend: options.Backend = DEFAULT.backend,
+    speculative_config: options.SpeculativeConfig = None,
     device: options.Device = DEFAULT.device,
     dtype: options.Dtype = DEFAULT.dtype,
     quantize: options.Quantize = DEFAULT.quantize,
     threads: options.Threads = DEFAULT.threads,
     cache_memory: options.CacheMemory = DEFAULT.cache_memory,
-    max_tokens: options.MaxTokens = 512,
+    tensor_parallel_size: options.TensorParallelSize = DEFAULT.tensor_parallel_size,
+    pipeline_parallel_size: options.PipelineParallelSize = DEFAULT.pipeline_parallel_size,
+    data_parallel_size: options.DataParallelSize = DEFAULT.data_parallel_size,
+    max_tokens: options.MaxTokens = ANSWER.max_tokens,
     temperature: options.Temperature = PLAIN.temperature,
     top_k: options.TopK = PLAIN.top_k,
     top_p: options.TopP = PLAIN.top_p,
@@ -50,21 +60,12 @@ def chat(
 
     [dim]$[/] outrider chat
     [dim]$[/] outrider chat --temperature 0.7 --system "Answer in one sentence."
+    [dim]$[/] outrider chat --config c.yaml
     [dim]$[/] printf 'Hello!\\n/stats\\n' | outrider chat --draft layer_skip
     """
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        repetition_penalty=repetition_penalty,
-    )
-    with options.opened(
-        model, draft, device=device, dtype=dtype, quantize=quantize, threads=threads, cache_memory=cache_memory
-    ) as llm:
-        conversation = Conversation(llm, draft, params, system)
+    said = options.chosen(ctx, config, ANSWER)
+    with options.opened_as(said.settings, said.notes) as llm:
+        conversation = Conversation(llm, said.params, system)
         for line in _lines():
             if not conversation.take(line):
                 break
@@ -88,8 +89,9 @@ def _lines() -> Iterator[str]:
 
 
 class Conversation:
-    def __init__(self, llm: LLM, draft: str, params: SamplingParams, system: str | None = None) -> None:
-        self._llm, self._draft, self._params = llm, draft, params
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
+        self._llm, self._params = llm, params
+        self._draft = ""  # the one that the model was opened with
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self._turns: list[dict[str, str]] = []  # user and assistant by turns
         self._stats = Stats()
@@ -123,7 +125,7 @@ class Conversation:
         if draft:
             self._llm.backend.prepare(draft)
             self._draft = draft
-        print(f"draft: {self._draft}", flush=True)
+        print(f"draft: {self._draft or options.draft_of(self._llm.settings)}", flush=True)
 
     def _show_stats(self) -> None:
         print(self._stats)
@@ -134,10 +136,10 @@ class Conversation:
     def _answer(self, text: str) -> None:
         turns = self._fit([*self._turns, {"role": "user", "content": text}])
         messages = [*self._system, *turns]
-        room = self._llm.backend.engine.model.context - len(self._render(turns))
+        room = self._llm.backend.context - len(self._render(turns))
         params = replace(self._params, max_tokens=max(1, min(self._params.max_tokens, room)))
         # the drafter `prediction` takes the answer before this one as what is expected: "now the same, but ..."
-        predicts = self._draft.partition(":")[0] == "prediction"
+        predicts = (self._draft or self._llm.settings.draft).partition(":")[0] == "prediction"
         expected = self._turns[-1]["content"] if predicts and self._turns else None
         result = self._show(self._llm.stream(messages, params, draft=self._draft, prediction=expected or None))
         if result.finish_reason == "error":
@@ -159,7 +161,7 @@ class Conversation:
 
     def _fit(self, turns: list[dict[str, str]]) -> list[dict[str, str]]:
         """The turns without the oldest ones, so that the answer has room in the model's context."""
-        context = self._llm.backend.engine.model.context
+        context = self._llm.backend.context
         most = context - min(self._params.max_tokens, context // 2)
         dropped = 0
         while len(turns) > 1 and len(self._render(turns)) > most:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -21,21 +23,29 @@ def pull(
     print(options.pull(name))
 
 
-def models(as_json: options.Json = False) -> None:
-    """List the known models, and those in the Hugging Face cache. Folders and GGUF files work by their path.
+def models(
+    registry: Annotated[
+        Path | None, typer.Option(help="The server's names, in YAML.", show_default="registry.yaml")
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """List the known models, those in the Hugging Face cache, and the names that you gave to others for the server.
 
     [dim]$[/] outrider models
     [dim]$[/] outrider models --json
     """
-    found = sources.installed()
+    from outrider.server.registry import BUILT_IN, load
+
+    found, known = sources.installed(), load(registry)
+    named = [entry for entry in known.entries if entry not in BUILT_IN.entries]
     if as_json:
         rows = [{"name": m.name, "size": m.size, "path": None if m.path is None else str(m.path)} for m in found]
-        print(json.dumps({"models": rows}))
+        print(json.dumps({"models": rows, "registry": [*map(asdict, named)], "heads": [*map(asdict, known.heads)]}))
     else:
-        _print_table(found)
+        _print_table(found, [*named, *known.heads])
 
 
-def _print_table(found: list[sources.Installed]) -> None:
+def _print_table(found: list[sources.Installed], named: list[Any]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -46,4 +56,7 @@ def _print_table(found: list[sources.Installed]) -> None:
     for model in found:
         where = str(model.path) if model.path else f"not here yet: outrider pull {model.name}"
         table.add_row(model.name, f"{model.size / 1e6:.0f} MB", where)
+    for each in named:
+        size = getattr(each, "size", None)
+        table.add_row(each.name, f"{size:g} B" if size else "", each.source)
     Console().print(table, highlight=False)

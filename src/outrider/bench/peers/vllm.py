@@ -44,6 +44,8 @@ def load(config: dict[str, Any]) -> Any:
 
 
 def _speculation(mode: str, config: dict[str, Any]) -> dict[str, Any] | None:
+    if mode in config["speculation"]:
+        return dict(config["speculation"][mode])
     if mode == "ngram":
         lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
         return {"method": "ngram", "num_speculative_tokens": _GUESSES, **lookup}

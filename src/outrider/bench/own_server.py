@@ -1,0 +1,77 @@
+"""A server of our own for the time of a benchmark: a process, any free port, and its log."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+from outrider.core.errors import OutriderError
+
+START_TIMEOUT = 900.0
+STOP_TIMEOUT = 20.0
+_MAIN = "import sys; from outrider.cli import main; sys.exit(main())"
+_READY = re.compile(r"^listening on (http\S+)", re.MULTILINE)
+
+
+class OwnServer:
+    """`outrider serve` with room for that many streams at once; everything it says goes into the log."""
+
+    def __init__(self, model: str, draft: str, streams: int, threads: int, log: Path) -> None:
+        command = [sys.executable, "-c", _MAIN, "serve", "--model-id", model, "--draft", draft, "--port", "0"]
+        command += ["--threads", str(threads), "--max-batch", str(streams), "--max-queue", str(2 * streams)]
+        command += ["--grace", "1", "--log-level", "warning"]
+        env = {key: value for key, value in os.environ.items() if key != "OUTRIDER_API_KEY"}
+        self.url, self._log = "", log
+        with log.open("wb") as file:  # a session of its own: Ctrl-C is ours to handle
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=env, start_new_session=True
+            )
+
+    def __enter__(self) -> OwnServer:
+        try:
+            self.url = self._wait()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """SIGTERM, and what does not go then is killed."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _wait(self) -> str:
+        """Where it listens, once its model is loaded."""
+        deadline = time.monotonic() + START_TIMEOUT
+        while time.monotonic() < deadline:
+            ended, said = self._process.poll() is not None, self._said()
+            if found := _READY.search(said):
+                return found[1]
+            if ended:
+                raise OutriderError(f"the server ended while it started: {_last_line(said)}")
+            time.sleep(0.1)
+        raise OutriderError(f"the server was not ready after {START_TIMEOUT:.0f} s; see {self._log}")
+
+    def _said(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+
+def _last_line(said: str) -> str:
+    lines = [line.removeprefix("error: ") for line in said.splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing"

@@ -1,0 +1,228 @@
+"""What speculation does to a server under load: the same prompts with and without it, so many streams at once."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from outrider import drafters
+from outrider.bench import workloads
+from outrider.bench.load import Answer, Load
+from outrider.bench.own_server import OwnServer
+from outrider.bench.plan import claim
+from outrider.bench.workloads import Prompt
+from outrider.core.errors import OutriderError
+
+PLAIN = "none"
+WARM_UP_TOKENS = 16
+MOST_STREAMS = 1024
+Show = Callable[[str, int, int], None]  # (what, done, of how many)
+
+
+@dataclass(frozen=True)
+class Plan:
+    model: str  # with a url: the name that requests carry, "" where there is only one
+    url: str  # "": a server of our own
+    key: str
+    drafts: tuple[str, ...]
+    streams: tuple[int, ...]
+    prompts: tuple[Prompt, ...]
+    rounds: int
+    max_tokens: int
+    temperature: float
+    threads: int
+    seed: int
+    timeout: float
+    output: Path
+
+    def __post_init__(self) -> None:
+        for name, least in (("rounds", 1), ("max_tokens", 2), ("threads", 0), ("temperature", 0)):
+            if not getattr(self, name) >= least:
+                raise OutriderError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        if not self.timeout > 0:
+            raise OutriderError(f"timeout must be more than 0 seconds, not {self.timeout:g}")
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        return (PLAIN, *self.drafts)
+
+
+@dataclass
+class Run:
+    """One answer to one client. `prompt` and `round` pair it with the same request in another mode."""
+
+    streams: int
+    mode: str
+    prompt: str  # "edit-1", or "edit-1 #2" where a wave asks it twice
+    question: str  # "edit-1" in both cases
+    kind: str
+    round: int
+    tokens: int
+    first_s: float
+    decode_s: float
+    pauses: list[float]
+    text: str
+    stats: dict[str, Any]
+    error: str
+
+
+@dataclass
+class Wave:
+    """All prompts once, `streams` at a time."""
+
+    streams: int
+    mode: str
+    round: int
+    tokens: int
+    seconds: float
+    errors: int
+
+
+@dataclass
+class Outcome:
+    waves: list[Wave] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    interrupted: bool = False
+
+
+def make(
+    *,
+    model: str,
+    url: str,
+    key: str,
+    drafts: Sequence[str],
+    streams: str,
+    prompts: str | None,
+    kinds: Sequence[str],
+    limit: int | None,
+    rounds: int,
+    max_tokens: int,
+    temperature: float,
+    threads: int,
+    seed: int,
+    timeout: float,
+    output: Path,
+) -> Plan:
+    """Everything that a user can get wrong is refused here."""
+    for spec in drafts:
+        drafters.parse(spec)
+    known = workloads.built_in() if prompts is None else workloads.read_jsonl(prompts)
+    plan = Plan(
+        model=model,
+        url=url,
+        key=key,
+        drafts=tuple(dict.fromkeys(spec for spec in drafts if spec != PLAIN)),
+        streams=parse_streams(streams),
+        prompts=tuple(workloads.select(known, kinds, limit)),
+        rounds=rounds,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        threads=threads,
+        seed=seed,
+        timeout=timeout,
+        output=output,
+    )
+    if url:
+        Load(url)
+    claim(output)
+    return plan
+
+
+def parse_streams(text: str) -> tuple[int, ...]:
+    """ "1,4,16" -> (1, 4, 16), ascending."""
+    try:
+        counts = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        counts = [0]
+    if not 1 <= counts[0] <= counts[-1] <= MOST_STREAMS:
+        raise OutriderError(f"--streams takes whole numbers from 1 to {MOST_STREAMS} with commas between, not {text!r}")
+    return tuple(counts)
+
+
+def speculative(mode: str) -> dict[str, Any]:
+    """ "ngram:length=8" as the field that a request carries."""
+    if mode == PLAIN:
+        return {"off": True}
+    name, _, options = mode.partition(":")
+    pairs = (item.partition("=") for item in options.split(",") if item)
+    return {"method": name, **{key.strip(): value.strip() for key, _, value in pairs}}
+
+
+def run(plan: Plan, show: Show) -> Outcome:
+    """Run the plan. Ctrl-C ends it early and keeps the waves that were complete."""
+    outcome = Outcome()
+    try:
+        if plan.url:
+            _measure(plan, plan.url, outcome, show)
+        else:
+            show(f"starting a server with {plan.model}", 0, 0)
+            draft = plan.drafts[0] if plan.drafts else PLAIN
+            with OwnServer(plan.model, draft, max(plan.streams), plan.threads, plan.output / "server.log") as server:
+                _measure(plan, server.url, outcome, show)
+    except KeyboardInterrupt:
+        outcome.interrupted = True
+    return outcome
+
+
+def _measure(plan: Plan, url: str, outcome: Outcome, show: Show) -> None:
+    load = Load(url, plan.key, plan.timeout)
+    load.get("/v1/models")
+    _warm_up(plan, load, show)
+    order, done = random.Random(plan.seed), itertools.count(1)
+    total = plan.rounds * len(plan.modes) * sum(len(asked(plan, streams)) for streams in plan.streams)
+    for streams, number in itertools.product(plan.streams, range(1, plan.rounds + 1)):
+        for mode in order.sample(plan.modes, len(plan.modes)):
+            what = f"{streams} at once, {mode}, round {number}"
+            _wave(plan, load, streams, mode, number, outcome, partial(_tick, show, what, done, total))
+
+
+def _tick(show: Show, what: str, done: Iterator[int], total: int) -> None:
+    show(what, next(done), total)
+
+
+def _warm_up(plan: Plan, load: Load, show: Show) -> None:
+    for number, mode in enumerate(plan.modes):
+        show(f"warming up {mode}", number, len(plan.modes))
+        answer = load.ask({**body(plan, mode, 0), "max_completion_tokens": WARM_UP_TOKENS})
+        if answer.error:
+            raise OutriderError(f"the server refused a request with the drafter {mode}: {answer.error}")
+
+
+def asked(plan: Plan, streams: int) -> list[int]:
+    """Which prompts a wave asks: each once, and from the first on again until every stream has one."""
+    return [index % len(plan.prompts) for index in range(max(len(plan.prompts), streams))]
+
+
+def body(plan: Plan, mode: str, index: int) -> dict[str, Any]:
+    said = {
+        "model": plan.model if plan.url else "",
+        "messages": [{"role": "user", "content": plan.prompts[index].text}],
+        "max_completion_tokens": plan.max_tokens,
+        "temperature": plan.temperature,
+        "speculative": speculative(mode),
+    }
+    # with a seed of its own each answer is the same whoever drafts
+    return {**said, "seed": plan.seed + index} if plan.temperature > 0 else said
+
+
+def _wave(
+    plan: Plan, load: Load, streams: int, mode: str, number: int, outcome: Outcome, done: Callable[[], None]
+) -> None:
+    places = asked(plan, streams)
+    answers, seconds = load.wave([body(plan, mode, place) for place in places], streams, done)
+    tokens, errors = sum(a.tokens for a in answers), sum(bool(a.error) for a in answers)
+    outcome.waves.append(Wave(streams, mode, number, tokens, seconds, errors))
+    seen: dict[int, int] = {}
+    for place, answer in zip(places, answers, strict=True):
+        copy = seen[place] = seen.get(place, 0) + 1
+        outcome.runs.append(_run(plan.prompts[place], copy, streams, mode, number, answer))
+
+
+def _run(prompt: Prompt, copy: int, streams: int, mode: str, number: int, answer: Answer) -> Run:
+    name = prompt.id if copy == 1 else f"{prompt.id} #{copy}"
+    return Run(streams, mode, name, prompt.id, prompt.kind, number, **asdict(answer))

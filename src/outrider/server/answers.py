@@ -1,0 +1,171 @@
+"""Answers that end with their readers: a client that goes away, or waits too long, stops its sequence."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import traceback
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from outrider.core.errors import OutriderError
+from outrider.core.request import Request, Result
+from outrider.server.access import Access
+from outrider.server.errors import Failed, Timeout, body_of
+from outrider.server.fleet import Fleet
+from outrider.server.log import log
+from outrider.server.registry import Registry
+from outrider.server.workers import ServerStream
+
+T = TypeVar("T")
+VERSION = version("outrider")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `outrider serve` was told, as far as requests are concerned."""
+
+    api_key: str = ""  # "": everybody may ask
+    max_body: int = 4 << 20  # bytes
+    timeout: float = 600.0  # seconds that a request may take
+    cors: tuple[str, ...] = ()  # origins whose pages may ask
+    folders: tuple[Path, ...] = ()  # what requests may open
+    hub: bool = False  # whether requests may name hub ids
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of launches over REST: device, max_batch, ...
+
+
+@dataclass(frozen=True)
+class Server:
+    """What every route works with: `server_of(request)`."""
+
+    fleet: Fleet
+    options: Options
+    access: Access
+    registry: Registry
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+def server_of(request: HttpRequest) -> Server:
+    server: Server = request.app.state.server
+    return server
+
+
+def id_of(request: HttpRequest) -> str:
+    """The request's own, in the log and in the header x-request-id."""
+    return str(request.state.request_id)
+
+
+async def submit(
+    request: HttpRequest, name: str, asked: Request, pieces: bool = False, clip: bool = False, truncate: int = 0
+) -> ServerStream:
+    """`Fleet.submit`, unless the client goes away or waits too long before the worker has taken the request in."""
+    async with _patience(request):
+        work = server_of(request).fleet.submit(name, asked, pieces, clip, truncate)
+        return await _unless_gone(request.receive, work)
+
+
+async def result_of(request: HttpRequest, stream: ServerStream) -> Result:
+    """The whole answer; an error of the engine's is raised."""
+    try:
+        async with _patience(request):
+            result = await _unless_gone(request.receive, stream.result())
+    finally:
+        stream.cancel()
+    return checked(result)
+
+
+def checked(result: Result) -> Result:
+    for sample in result.samples:
+        if sample.finish_reason == "error":
+            raise (Failed if sample.error.startswith("the pass failed") else OutriderError)(sample.error)
+    return result
+
+
+class Cancellable(Protocol):
+    def cancel(self) -> None: ...
+
+
+class EventStream(Response):
+    """Server-sent events: each item is the data of one, as text or as an object. `stream` ends with the client.
+
+    What goes wrong on the way becomes an event in the shape of the path's face, and the last one.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        request: HttpRequest,
+        stream: Cancellable,
+        events: AsyncGenerator[str | Mapping[str, Any]],
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self._request, self._stream, self._events = request, stream, events
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            await _unless_gone(receive, self._write(send))
+        except ClientGone:
+            log("client gone", request_id=id_of(self._request))
+        finally:
+            self._stream.cancel()
+
+    async def _write(self, send: Send) -> None:
+        try:
+            async with _patience(self._request), contextlib.aclosing(self._events) as events:
+                async for event in events:
+                    await send({"type": "http.response.body", "body": _event(event), "more_body": True})
+        except Exception as error:
+            if not isinstance(error, OutriderError):
+                log("failed", level="error", request_id=id_of(self._request), trace=traceback.format_exc())
+            _, body, _ = body_of(self._request.url.path, error)
+            await send({"type": "http.response.body", "body": _event(body), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _event(data: str | Mapping[str, Any]) -> bytes:
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {text}\n\n".encode("utf-8", "replace")
+
+
+@contextlib.asynccontextmanager
+async def _patience(request: HttpRequest) -> AsyncIterator[None]:
+    limit = server_of(request).options.timeout
+    try:
+        async with asyncio.timeout(limit):
+            yield
+    except TimeoutError:
+        raise Timeout(f"the answer took longer than {limit:g} s and was stopped; ask for fewer tokens") from None
+
+
+async def _unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """The work's outcome; when the client goes away the work is cancelled, and ClientGone raised."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,107 @@
+"""What goes wrong in the server, as a status and a line; each face says it in its own shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from outrider.core.errors import OutriderError
+
+
+class ServerError(OutriderError):
+    """An error with an HTTP status. A plain OutriderError is a 400: the request asks for what cannot be."""
+
+    status, kind = 500, "server_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, headers: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.param, self.headers = param, headers or {}
+
+
+class Bad(ServerError):
+    """A field of the body is wrong, or asks for what cannot be."""
+
+    status, kind = 400, "invalid_request_error"
+
+
+class Unauthorised(ServerError):
+    status, kind, code = 401, "authentication_error", "invalid_api_key"
+
+
+class Forbidden(ServerError):
+    """A file or model outside of what the server may open for a request."""
+
+    status, kind, code = 403, "permission_error", "not_allowed"
+
+
+class Unknown(ServerError):
+    status, kind, code = 404, "invalid_request_error", "model_not_found"
+
+
+class Timeout(ServerError):
+    status, kind, code = 408, "timeout_error", "timeout"
+
+
+class Exists(ServerError):
+    status, kind, code = 409, "invalid_request_error", "already_launched"
+
+
+class TooLarge(ServerError):
+    status, kind, code = 413, "invalid_request_error", "body_too_large"
+
+
+class Busy(ServerError):
+    status, kind, code = 429, "rate_limit_error", "queue_full"
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(message, headers={"retry-after": str(retry_after)})
+
+
+class Gone(ServerError):
+    """The model's worker has died, or the server is about to end."""
+
+    status, kind, code = 503, "server_error", "unavailable"
+
+    def __init__(self, message: str, retry_after: int = 2) -> None:
+        super().__init__(message, headers={"retry-after": str(retry_after)})
+
+
+class Failed(ServerError):
+    """Something of ours went wrong inside a worker; the request is lost, the worker goes on."""
+
+    status, kind, code = 500, "server_error", "worker_error"
+
+
+# (status, kind, code, param, message) -> the body of the answer
+Shape = Callable[[int, str, str | None, str | None, str], dict[str, Any]]
+
+
+def openai_shape(status: int, kind: str, code: str | None, param: str | None, message: str) -> dict[str, Any]:
+    """OpenAI's; `detail` is what Xinference's client reads."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}, "detail": message}
+
+
+def lorax_shape(status: int, kind: str, code: str | None, param: str | None, message: str) -> dict[str, Any]:
+    """What lorax-client turns into its own exceptions."""
+    return {"error": message, "error_type": LORAX_TYPES.get(status, "generation")}
+
+
+LORAX_TYPES = {**dict.fromkeys((400, 403, 404, 413, 422), "validation"), 429: "overloaded"}
+LORAX_PATHS = ("/", "/generate", "/generate_stream", "/info", "/tokenize")
+
+
+def shape_of(path: str) -> Shape:
+    """The face that a path belongs to says how errors look."""
+    return lorax_shape if path in LORAX_PATHS else openai_shape
+
+
+def body_of(path: str, error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Status, body and headers of the answer to a request that failed; also the data of an error event in a stream."""
+    if isinstance(error, ServerError):
+        shaped = shape_of(path)(error.status, error.kind, error.code, error.param, str(error))
+        return error.status, shaped, error.headers
+    if isinstance(error, OutriderError):
+        return 400, shape_of(path)(400, "invalid_request_error", None, None, str(error)), {}
+    reason = "the server failed; the log has the reason under this request id"
+    return 500, shape_of(path)(500, "server_error", None, None, reason), {}

@@ -1,0 +1,130 @@
+"""Bodies of the LoRAX face, and what they mean to the engine."""
+
+from __future__ import annotations
+
+import random
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from outrider.core.request import Request
+from outrider.core.sampling import SamplingParams
+from outrider.server.errors import ServerError
+
+MAX_BEST_OF = 16
+MAX_STOP = 64
+MANY = 2**31 - 1  # tokens: as many as there is room for
+Json = dict[str, Any]
+Positive = Annotated[int, Field(gt=0, le=MANY)]
+Share = Annotated[float, Field(gt=0, lt=1)]
+
+
+class Invalid(ServerError):
+    """LoRAX's status for a request that cannot be."""
+
+    status, kind = 422, "invalid_request_error"
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Parameters(Strict):
+    adapter_id: str | None = None
+    adapter_source: Literal["hub", "local", "s3", "pbase"] | None = None
+    merged_adapters: Json | None = None
+    api_token: str | None = None
+    best_of: Annotated[int, Field(gt=0, le=MAX_BEST_OF)] | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    top_k: Positive | None = None
+    top_p: Share | None = None
+    typical_p: Share | None = None
+    do_sample: bool = False
+    max_new_tokens: Positive | None = None
+    ignore_eos_token: bool = False
+    return_full_text: bool | None = None
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOP)] = []
+    truncate: Positive | None = None
+    watermark: bool = False
+    details: bool = False
+    decoder_input_details: bool = False
+    return_k_alternatives: Annotated[int, Field(gt=0, le=20)] | None = None
+    apply_chat_template: bool = False
+    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+    response_format: Json | None = None
+
+    @property
+    def samples(self) -> bool:
+        """Whether anything asks for sampling, as LoRAX has it: a temperature of 1 alone does not, and 0 forbids it."""
+        warped = self.temperature not in (None, 0.0, 1.0) or self.top_k or self.top_p or self.typical_p
+        return bool(self.do_sample or warped) and self.temperature != 0.0
+
+    @property
+    def count(self) -> int:
+        return self.best_of or 1
+
+    @property
+    def wants_details(self) -> bool:
+        return self.details or self.decoder_input_details
+
+    def chosen_seed(self) -> int | None:
+        """The one that is given, or one that can be told, so that it gives the text again. None for several samples:
+        each has a luck of its own, and no seed would give one of them again."""
+        if self.seed is not None or not self.samples or self.count > 1:
+            return self.seed
+        return random.getrandbits(63)
+
+    def refuse(self) -> None:
+        """What LoRAX has and we have not, and what cannot go together."""
+        for given, reason in (
+            (self.merged_adapters is not None, "merged_adapters are not served; choose one adapter_id"),
+            (self.api_token, "api_token is not used: the server asks the hub under its own login; leave it out"),
+            (self.watermark, "watermark would change the model's own law, and it is not built in; leave it out"),
+            (self.response_format is not None, "response_format needs grammars, and there are none yet; leave it out"),
+            (self.count > 1 and not self.samples, "best_of above 1 needs sampling: set do_sample or a temperature"),
+            (self.count > 1 and self.seed is not None, "best_of above 1 and a seed exclude each other"),
+        ):
+            if given:
+                raise Invalid(reason)
+
+    def refuse_for_streams(self) -> None:
+        if self.count > 1:
+            raise Invalid("best_of above 1 needs all of the text first, so it cannot be streamed; use /generate")
+        if self.decoder_input_details:
+            raise Invalid("decoder_input_details is not for streams; use /generate")
+
+    def params(self, seed: int | None, stream: bool) -> SamplingParams:
+        shown = stream or self.wants_details or self.count > 1
+        return SamplingParams(
+            max_tokens=self.max_new_tokens or MANY,
+            temperature=0.0 if not self.samples else 1.0 if self.temperature is None else self.temperature,
+            top_k=self.top_k or 0,
+            top_p=self.top_p or 1.0,
+            typical_p=self.typical_p or 1.0,
+            seed=seed,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            stop=self.stop,
+            ignore_eos=self.ignore_eos_token,
+            logprobs=(self.return_k_alternatives or 0) if shown else None,
+            n=self.count,
+        )
+
+
+class Body(Strict):
+    inputs: Annotated[str, Field(min_length=1)]
+    parameters: Parameters | None = None
+
+    @property
+    def asked(self) -> Parameters:
+        return self.parameters or Parameters()
+
+    def request(self, seed: int | None, draft: str, stream: bool) -> Request:
+        params = self.asked.params(seed, stream)
+        if self.asked.apply_chat_template:
+            return Request(None, [{"role": "user", "content": self.inputs}], params, draft, stream=stream)
+        return Request(self.inputs, None, params, draft, stream=stream)
+
+
+class StreamableBody(Body):
+    stream: bool = False

@@ -1,0 +1,313 @@
+"""The OpenAI face: chat and completions, whole or as a stream of events.
+
+Beside OpenAI's own fields a request may say who drafts for it (`speculative`), and an answer says what became of the
+drafts (`metrics`). With `"outrider": {"tokens": true}` each choice of each streamed chunk carries
+`"outrider": {"tokens": [{"id", "text", "drafter", "depth", "logprob", "special"}]}`: `drafter` is null and `depth` 0
+for the target's own tokens, `logprob` is null unless log-probabilities are asked for; the last event brings usage and
+metrics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, Request as HttpRequest, Response
+from fastapi.responses import JSONResponse
+
+from outrider.core.request import Chunk, Request, Result
+from outrider.core.sequence import Token
+from outrider.core.stats import Stats
+from outrider.server.adapters import select
+from outrider.server.answers import VERSION, EventStream, checked, id_of, result_of, server_of, submit
+from outrider.server.openai_bodies import Body, ChatBody, CompletionBody
+from outrider.server.workers import ServerStream
+
+router = APIRouter(prefix="/v1", tags=["openai"])
+Json = dict[str, Any]
+
+
+@router.post("/chat/completions", response_class=JSONResponse)
+async def chat_completions(request: HttpRequest, body: ChatBody) -> Response:
+    """Answer a conversation."""
+    server = server_of(request)
+    model, adapter = await select(server, body.model)
+    asked, clip = body.request(server.access, adapter or model.spec.settings.draft)
+    asked = replace(asked, draft=asked.draft or adapter)
+    stream = await submit(request, model.uid, asked, _shows(body, asked), clip)
+    return await _answer(request, body, Chat(request, body, [stream]))
+
+
+@router.post("/completions", response_class=JSONResponse)
+async def completions(request: HttpRequest, body: CompletionBody) -> Response:
+    """Continue a prompt, or each of several."""
+    server = server_of(request)
+    model, adapter = await select(server, body.model)
+    streams: list[ServerStream] = []
+    try:
+        for asked in body.requests(server.access, adapter or model.spec.settings.draft):
+            asked = replace(asked, draft=asked.draft or adapter)
+            streams.append(await submit(request, model.uid, asked, _shows(body, asked)))
+    except BaseException:  # one was refused: the others run for nobody
+        for stream in streams:
+            stream.cancel()
+        raise
+    return await _answer(request, body, Completion(request, body, streams))
+
+
+def _shows(body: Body, asked: Request) -> bool:
+    return body.wants_tokens or asked.params.logprobs is not None
+
+
+async def _answer(request: HttpRequest, body: Body, face: Face) -> Response:
+    if body.stream:
+        return EventStream(request, face, face.events())
+    try:
+        results = await asyncio.gather(*(result_of(request, stream) for stream in face.streams))
+    finally:
+        face.cancel()
+    return JSONResponse(face.whole(results))
+
+
+class Face:
+    """How an answer is written; chat and completions differ in names and in the shape of a choice."""
+
+    kind = piece_kind = prefix = ""
+
+    def __init__(self, request: HttpRequest, body: Body, streams: Sequence[ServerStream]) -> None:
+        self.streams, self._body = streams, body
+        self._head = {
+            "id": f"{self.prefix}-{id_of(request)}",
+            "created": int(time.time()),
+            "model": streams[0].uid,
+            "system_fingerprint": f"outrider-{VERSION}",
+        }
+        self._offsets: dict[int, int] = {}  # choice -> characters written so far
+
+    def cancel(self) -> None:
+        for stream in self.streams:
+            stream.cancel()
+
+    def whole(self, results: Sequence[Result]) -> Json:
+        """The answer to a request that does not stream."""
+        pairs = [(sample, at) for at, result in enumerate(results) for sample in result.samples]
+        choices = [self.choice(index, sample, self.streams[at]) for index, (sample, at) in enumerate(pairs)]
+        return {**self._head, "object": self.kind, "choices": choices, **self._totals(results)}
+
+    async def events(self) -> AsyncGenerator[Json | str]:
+        for index in range(sum(stream.samples for stream in self.streams)):
+            for first in self.opening(index):
+                yield self._event([first])
+        results: list[Result | None] = [None] * len(self.streams)
+        async for place, item in _merged(self.streams):
+            if isinstance(item, Result):
+                results[place] = checked(item)
+            elif choice := self._piece(place, item):
+                yield self._event([choice])
+        if self._body.wants_usage:
+            yield {**self._event([]), **self._totals([result for result in results if result is not None])}
+        yield "[DONE]"
+
+    def _event(self, choices: list[Json]) -> Json:
+        usage = {"usage": None} if self._body.wants_usage else {}
+        return {**self._head, "object": self.piece_kind, "choices": choices, **usage}
+
+    def _piece(self, place: int, chunk: Chunk) -> Json | None:
+        """A chunk as a choice; None when there is nothing to say yet."""
+        stream = self.streams[place]
+        index = sum(other.samples for other in self.streams[:place]) + chunk.index
+        shows = bool(chunk.tokens) and (self._body.wants_tokens or self._wants_logprobs)
+        if not chunk.text and chunk.finish_reason is None and not shows:
+            return None
+        choice = self.delta(index, chunk, stream)
+        if self._body.wants_tokens:
+            choice["outrider"] = {"tokens": [_told(token, stream) for token in chunk.tokens]}
+        return choice
+
+    def _totals(self, results: Sequence[Result]) -> Json:
+        samples = [sample for result in results for sample in result.samples]
+        stats = sum((sample.stats for sample in samples), Stats())
+        prompt = sum(len(result.prompt_token_ids) for result in results)
+        written = sum(len(sample.token_ids) for sample in samples)
+        usage: Json = {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+        if self._body.prediction is not None:
+            drafted, kept = stats.drafted_by_drafter["prediction"], stats.accepted_by_drafter["prediction"]
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": kept,
+                "rejected_prediction_tokens": drafted - kept,
+            }
+        return {"usage": usage, "metrics": metrics(stats, self.streams[0].estimated_speedup(samples))}
+
+    @property
+    def _wants_logprobs(self) -> bool:
+        return self._body.logprobs not in (None, False)  # type: ignore[attr-defined]
+
+    def opening(self, index: int) -> Iterable[Json]:
+        """What comes before the first token of a choice."""
+        return ()
+
+    def choice(self, index: int, sample: Result, stream: ServerStream) -> Json:
+        raise NotImplementedError
+
+    def delta(self, index: int, chunk: Chunk, stream: ServerStream) -> Json:
+        raise NotImplementedError
+
+
+class Chat(Face):
+    kind, piece_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def opening(self, index: int) -> Iterable[Json]:
+        delta = {"role": "assistant", "content": ""}
+        yield {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def choice(self, index: int, sample: Result, stream: ServerStream) -> Json:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": sample.text, "refusal": None},
+            "logprobs": self._logprobs(sample.tokens, stream),
+            "finish_reason": _finish(sample.finish_reason),
+        }
+
+    def delta(self, index: int, chunk: Chunk, stream: ServerStream) -> Json:
+        return {
+            "index": index,
+            "delta": {"content": chunk.text} if chunk.text or chunk.finish_reason is None else {},
+            "logprobs": self._logprobs(chunk.tokens, stream),
+            "finish_reason": _finish(chunk.finish_reason),
+        }
+
+    def _logprobs(self, tokens: Iterable[Token], stream: ServerStream) -> Json | None:
+        if not self._wants_logprobs:
+            return None
+        return {"content": [_with_logprob(token, stream) for token in tokens if not stream.special(token.id)]}
+
+
+class Completion(Face):
+    kind = piece_kind = "text_completion"
+    prefix = "cmpl"
+
+    def choice(self, index: int, sample: Result, stream: ServerStream) -> Json:
+        return {
+            "index": index,
+            "text": sample.text,
+            "logprobs": self._logprobs(index, sample.tokens, stream),
+            "finish_reason": _finish(sample.finish_reason),
+        }
+
+    def delta(self, index: int, chunk: Chunk, stream: ServerStream) -> Json:
+        return {
+            "index": index,
+            "text": chunk.text,
+            "logprobs": self._logprobs(index, chunk.tokens, stream),
+            "finish_reason": _finish(chunk.finish_reason),
+        }
+
+    def _logprobs(self, index: int, tokens: Iterable[Token], stream: ServerStream) -> Json | None:
+        """The shape of the older interface: four lists, and the place of each token in the text."""
+        if not self._wants_logprobs:
+            return None
+        lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token in tokens:
+            if stream.special(token.id):
+                continue
+            text, offset = _text(token.id, stream), self._offsets.get(index, 0)
+            lists["tokens"].append(_key(token.id, stream))
+            lists["token_logprobs"].append(_finite(token.logprob))
+            lists["top_logprobs"].append({_key(id, stream): _finite(logprob) for id, logprob in token.top})
+            lists["text_offset"].append(offset)
+            self._offsets[index] = offset + len(text)
+        return lists
+
+
+def metrics(stats: Stats, speedup: float | None) -> Json:
+    """What became of the drafts of a request."""
+    return {
+        "drafts": stats.drafts,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "acceptance_rate": round(stats.acceptance_rate, 4),
+        "mean_accepted_length": round(1 + stats.accepted / stats.drafts, 4) if stats.drafts else 1.0,
+        "tokens": stats.tokens,
+        "steps": stats.steps,
+        "tokens_per_step": round(stats.tokens_per_step, 4),
+        "estimated_speedup": speedup,
+        "by_depth": {str(depth): counts for depth, counts in stats.by_depth.items()},
+        "by_drafter": stats.by_drafter,
+        "seconds": {phase: round(seconds, 6) for phase, seconds in stats.seconds.items()},
+    }
+
+
+async def _merged(streams: Sequence[ServerStream]) -> AsyncIterator[tuple[int, Chunk | Result]]:
+    """The chunks of the streams as they come, and the result of each."""
+    if len(streams) == 1:
+        async for chunk in streams[0]:
+            yield 0, chunk
+        yield 0, await streams[0].result()
+        return
+    news: asyncio.Queue[tuple[int, Chunk | Result | Exception]] = asyncio.Queue()
+
+    async def follow(place: int, stream: ServerStream) -> None:
+        try:
+            async for chunk in stream:
+                news.put_nowait((place, chunk))
+            news.put_nowait((place, await stream.result()))
+        except Exception as error:
+            news.put_nowait((place, error))
+
+    tasks = [asyncio.create_task(follow(place, stream)) for place, stream in enumerate(streams)]
+    try:
+        left = len(streams)
+        while left:
+            place, item = await news.get()
+            if isinstance(item, Exception):
+                raise item
+            left -= isinstance(item, Result)
+            yield place, item
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _finish(reason: str | None) -> str | None:
+    return "stop" if reason == "cancelled" else reason
+
+
+def _told(token: Token, stream: ServerStream) -> Json:
+    return {
+        "id": token.id,
+        "text": _text(token.id, stream),
+        "drafter": token.drafter,
+        "depth": token.depth,
+        "logprob": _finite(token.logprob),
+        "special": stream.special(token.id),
+    }
+
+
+def _with_logprob(token: Token, stream: ServerStream) -> Json:
+    top = [_piece_of(id, logprob, stream) for id, logprob in token.top]
+    return {**_piece_of(token.id, token.logprob, stream), "top_logprobs": top}
+
+
+def _piece_of(id: int, logprob: float | None, stream: ServerStream) -> Json:
+    return {"token": _text(id, stream), "logprob": _finite(logprob), "bytes": list(stream.piece(id))}
+
+
+def _text(id: int, stream: ServerStream) -> str:
+    return stream.piece(id).decode(errors="replace")
+
+
+def _key(id: int, stream: ServerStream) -> str:
+    """Parts of characters look alike as text, so they are told apart by their bytes, as OpenAI writes them."""
+    piece = stream.piece(id)
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+def _finite(logprob: float | None) -> float | None:
+    """JSON has no infinity; OpenAI writes this for what can never be."""
+    return logprob if logprob is None else max(logprob, -9999.0)

@@ -1,0 +1,316 @@
+"""Bodies of the OpenAI face, and what they mean to the engine.
+
+Every field is honoured, refused with the reason, or harmless (it cannot change the answer). Unknown ones are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+
+from outrider import drafters
+from outrider.core.request import Message, Prompt, Request
+from outrider.core.sampling import SamplingParams
+from outrider.server.access import Access
+from outrider.server.errors import Bad
+
+MOST_TOKENS = 2048  # of a chat answer that says no limit, if the context has the room
+MOST_SAMPLES, MOST_PROMPTS, MOST_STOPS, MOST_TOP = 128, 256, 16, 20
+MOST_WORDS, MOST_BIASES, MOST_EXPECTED = (
+    256,
+    1024,
+    100_000,
+)  # looked through for every token; characters of a prediction
+
+
+def _encodable(text: str) -> str:
+    """JSON can write half of a surrogate pair, which is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half of a surrogate pair, which is not text") from None
+    return text
+
+
+Text = Annotated[str, StringConstraints(strict=True), AfterValidator(_encodable)]
+Stop = Annotated[Text, Field(max_length=1000)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: Text
+
+
+class ChatMessage(Strict):
+    role: Text
+    content: Text | list[TextPart] | None = None
+    name: Text | None = None
+    refusal: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: None = None
+    audio: None = None
+    annotations: Any = None
+
+    def as_message(self) -> Message:
+        """`developer` is OpenAI's newer word for `system`."""
+        role = "system" if self.role == "developer" else self.role
+        said: dict[str, Any] = {"role": role, "content": _joined(self.content)}
+        return {**said, "name": self.name} if self.name is not None else said
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class Prediction(Strict):
+    """The output that the caller expects; it is drafted as it stands."""
+
+    type: Literal["content"]
+    content: Text | list[TextPart]
+
+
+class Speculative(BaseModel):
+    """Who drafts for this request: `method` and its options as in --draft, or `off`."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    method: Text | None = None
+    off: bool = False
+
+
+class Extras(Strict):
+    """Ours: `tokens` adds to each streamed chunk who wrote each token."""
+
+    tokens: bool = False
+
+
+class Body(Strict):
+    """What chat and completions share."""
+
+    model: Text = ""
+    max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    n: int | None = Field(None, ge=1, le=MOST_SAMPLES)
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MOST_BIASES)] | None = None
+    speculative: Speculative | None = None
+    prediction: Prediction | None = None
+    outrider: Extras | None = None
+    # As vLLM has them:
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    typical_p: float | None = Field(None, gt=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0)
+    min_tokens: int | None = Field(None, ge=0)
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST_BIASES)] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    bad_words: Annotated[list[Text], Field(max_length=MOST_WORDS)] | None = None
+    gamma: int | None = Field(None, ge=1, le=64)  # Xinference's: the length of a draft
+    # Harmless: they cannot change the answer.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+    def params(self, logprobs: int | None, max_tokens: int) -> SamplingParams:
+        """OpenAI's default temperature is 1. A number that is left out is ours."""
+        given = {
+            "top_p": self.top_p,
+            "n": self.n,
+            "seed": self.seed,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "min_p": self.min_p,
+            "typical_p": self.typical_p,
+            "repetition_penalty": self.repetition_penalty,
+            "min_tokens": self.min_tokens,
+            "stop_token_ids": self.stop_token_ids,
+            "allowed_token_ids": self.allowed_token_ids,
+            "ignore_eos": self.ignore_eos,
+            "bad_words": self.bad_words,
+            "stop": self.stop or None,
+        }
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=max(self.top_k or 0, 0),  # -1 is vLLM's "off"
+            logit_bias=_bias(self.logit_bias),
+            logprobs=logprobs,
+            **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
+        )
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage) or self.wants_tokens
+
+    @property
+    def wants_tokens(self) -> bool:
+        return bool(self.outrider and self.outrider.tokens)
+
+    def expected(self) -> str | None:
+        if self.prediction is None:
+            return None
+        text = _joined(self.prediction.content)
+        if len(text) > MOST_EXPECTED:
+            raise Bad(
+                f"the prediction has {len(text)} characters; at most {MOST_EXPECTED} are read", param="prediction"
+            )
+        return text
+
+    def draft(self, access: Access, own: str) -> str:
+        """The drafter that the request asks for, as a spec; "": the model's own, whose spec is `own`."""
+        asked, expects = self.speculative, self.prediction is not None
+        if self.gamma is not None:
+            if asked is not None or expects:
+                raise Bad("gamma goes with neither speculative nor prediction; leave out one of them", param="gamma")
+            return access.vary(own, {"length": self.gamma})
+        if asked is None or (asked.method is None and not asked.off and not asked.model_extra):
+            return _for_prediction(own) if expects else ""
+        options = dict(asked.model_extra or {})
+        if asked.off:
+            return _refuse_off(asked.method, options, expects)
+        method = asked.method or ("prediction" if expects else own.partition(":")[0])
+        reads = drafters.find(method).expects
+        if expects and not reads:
+            raise Bad(
+                f"a prediction is given, but the method {method} does not read it; leave out one of the two",
+                param="speculative",
+            )
+        if reads and not expects:
+            raise Bad(f"the method {method} drafts from `prediction`, and none is given; add it", param="prediction")
+        if asked.method is None and not expects:
+            return access.vary(own, options)
+        return access.draft(method, options, own)
+
+    def refuse(self, refused: dict[str, tuple[tuple[Any, ...], str]]) -> None:
+        for name, (neutral, why) in refused.items():
+            if not any(getattr(self, name) == value for value in neutral):
+                raise Bad(f"{name} is not supported: {why}; leave it out", param=name)
+        if self.stream_options is not None and not self.stream:
+            raise Bad("stream_options is for streams; add stream: true or leave it out", param="stream_options")
+        if self.wants_tokens and not self.stream:
+            raise Bad("outrider.tokens is for streams; add stream: true or leave it out", param="outrider")
+
+
+class ChatBody(Body):
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    functions: Any = None
+    function_call: Any = None
+    response_format: Any = None
+    modalities: Any = None
+    audio: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+    def request(self, access: Access, own: str) -> tuple[Request, bool]:
+        """The request, and whether its length is cut to what the context holds."""
+        self.refuse(_CHAT_REFUSED)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise Bad("top_logprobs needs logprobs: true; add it or leave it out", param="top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise Bad("max_tokens and max_completion_tokens differ; leave out the older max_tokens", param="max_tokens")
+        most = self.max_completion_tokens or self.max_tokens
+        params = self.params((self.top_logprobs or 0) if self.logprobs else None, most or MOST_TOKENS)
+        messages = [message.as_message() for message in self.messages]
+        draft, stream = self.draft(access, own), bool(self.stream)
+        return Request(None, messages, params, draft, self.expected(), stream), most is None
+
+
+class CompletionBody(Body):
+    prompt: (
+        Text
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MOST_PROMPTS)]
+    )
+    logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+    echo: Any = None
+    best_of: Any = None
+    suffix: Any = None
+
+    def requests(self, access: Access, own: str) -> list[Request]:
+        self.refuse(_COMPLETION_REFUSED)
+        if self.best_of not in (None, 1) and self.best_of != (self.n or 1):
+            raise Bad("best_of beyond n is not supported: all n samples are returned; leave it out", param="best_of")
+        params = self.params(self.logprobs, self.max_tokens or 16)
+        draft, expected, stream = self.draft(access, own), self.expected(), bool(self.stream)
+        return [Request(prompt, None, params, draft, expected, stream) for prompt in self.prompts()]
+
+    def prompts(self) -> list[Prompt]:
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+
+# Fields that would change the answer and are not honoured: the values that ask for nothing, and why it is refused.
+_CHAT_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "tools": ((None, []), "the model is not asked to call tools"),
+    "tool_choice": ((None, "none", "auto"), "there are no tools"),
+    "parallel_tool_calls": ((None, True, False), "there are no tools"),
+    "functions": ((None, []), "the model is not asked to call functions"),
+    "function_call": ((None, "none", "auto"), "there are no functions"),
+    "response_format": ((None, {"type": "text"}), "the answer cannot be held to a grammar yet"),
+    "modalities": ((None, ["text"]), "only text is written"),
+    "audio": ((None,), "only text is written"),
+    "reasoning_effort": ((None,), "the model has no such setting"),
+    "verbosity": ((None,), "the model has no such setting"),
+    "web_search_options": ((None,), "nothing is searched"),
+}
+_COMPLETION_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "echo": ((None, False), "the prompt is not written again"),
+    "suffix": ((None, ""), "the model does not fill in the middle"),
+}
+
+
+def _joined(content: str | list[TextPart] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.text for part in content)
+
+
+def _bias(given: dict[str, float] | None) -> dict[int, float]:
+    bias = {}
+    for token, value in (given or {}).items():
+        if not (token.isascii() and token.isdigit()) or not -100 <= value <= 100:
+            raise Bad("logit_bias maps token ids to numbers from -100 to 100", param="logit_bias")
+        bias[int(token)] = value
+    return bias
+
+
+def _for_prediction(own: str) -> str:
+    """The model's own drafter if it reads predictions, else the one that does."""
+    return "" if drafters.find(own.partition(":")[0]).expects else "prediction"
+
+
+def _refuse_off(method: str | None, options: dict[str, Any], expects: bool) -> str:
+    if method not in (None, "none") or options:
+        raise Bad("speculative: off goes with no method and no options; leave them out", param="speculative")
+    if expects:
+        raise Bad(
+            "a prediction is a draft, and speculative: off wants none; leave out one of the two", param="prediction"
+        )
+    return "none"

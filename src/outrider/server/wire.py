@@ -1,0 +1,120 @@
+"""What server and worker say to each other: frames of JSON behind their length. Nothing is unpickled.
+
+To the worker: {"settings": {...}} first, then {"submit": id, "request": {...}, "fit": {...}} and {"cancel": id}.
+To the server: {"ready": {...}} or {"failed": reason}, then frames with "load" {running, waiting, row_seconds} and any
+of "accepted" [[id, null]], "refused" [[id, reason]], "chunks" [[id, chunk]], "results" [[id, result]], "failed"
+[[id, reason]], "pieces" {token id: text or bytes} and "special" [token id].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.core.errors import OutriderError
+from outrider.core.request import Chunk, Request, Result
+from outrider.core.sampling import SamplingParams
+from outrider.core.sequence import Token
+from outrider.core.stats import Stats
+
+LENGTH = struct.Struct(">I")
+Json = dict[str, Any]
+
+
+def pack(message: Mapping[str, Any]) -> bytes:
+    body = json.dumps(message, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+    return LENGTH.pack(len(body)) + body
+
+
+def unpack(body: bytes) -> Json:
+    said = json.loads(body.decode("utf-8", "surrogatepass"))
+    assert isinstance(said, dict)
+    return said
+
+
+def request_to_json(request: Request) -> Json:
+    if request.params.processors:
+        raise OutriderError("processors are functions and cannot be sent to a worker; leave them out")
+    said = {f.name: getattr(request, f.name) for f in dataclasses.fields(request) if f.name != "params"}
+    params = {f.name: getattr(request.params, f.name) for f in dataclasses.fields(request.params)}
+    params["logit_bias"] = list(request.params.logit_bias.items())  # JSON has no whole numbers as keys
+    del params["processors"]
+    return {**said, "params": params}
+
+
+def request_from_json(said: Mapping[str, Any]) -> Request:
+    params = dict(said["params"])
+    params["logit_bias"] = dict(params["logit_bias"])
+    params["bad_words"] = [word if isinstance(word, str) else tuple(word) for word in params["bad_words"]]
+    return Request(**{**said, "params": SamplingParams(**params)})
+
+
+def _token_to_json(token: Token) -> list[Any]:
+    """[id, drafter, depth, logprob, top], without the end that says nothing."""
+    if token.logprob is not None:
+        return [token.id, token.drafter, token.depth, token.logprob, token.top]
+    return [token.id, token.drafter, token.depth] if token.drafter is not None else [token.id]
+
+
+def _token_from_json(said: list[Any]) -> Token:
+    if len(said) < 5:
+        return Token(*said)
+    id, drafter, depth, logprob, top = said
+    return Token(id, drafter, depth, logprob, tuple((other, score) for other, score in top))
+
+
+def chunk_to_json(chunk: Chunk) -> list[Any]:
+    return [chunk.text, [_token_to_json(token) for token in chunk.tokens], chunk.index, chunk.finish_reason]
+
+
+def chunk_from_json(said: list[Any]) -> Chunk:
+    text, tokens, index, finish = said
+    return Chunk(text, tuple(map(_token_from_json, tokens)), index, finish)
+
+
+def stats_to_json(stats: Stats) -> Json:
+    return {each.name: getattr(stats, each.name) for each in dataclasses.fields(stats)}
+
+
+def stats_from_json(said: Mapping[str, Any]) -> Stats:
+    """JSON made the depths into text."""
+    values = dict(said)
+    for key in ("drafted_by_depth", "accepted_by_depth"):
+        values[key] = Counter({int(depth): count for depth, count in said[key].items()})
+    for key in ("drafted_by_drafter", "accepted_by_drafter"):
+        values[key] = Counter(said[key])
+    return Stats(**values)
+
+
+def result_to_json(result: Result) -> Json:
+    """Token ids and log-probabilities are in the tokens already."""
+    return {
+        "text": result.text,
+        "finish_reason": result.finish_reason,
+        "logprobs": result.logprobs is not None,
+        "stats": stats_to_json(result.stats),
+        "prompt": result.prompt_token_ids,
+        "tokens": [_token_to_json(token) for token in result.tokens],
+        "error": result.error,
+        "others": [result_to_json(other) for other in result.others],
+    }
+
+
+def result_from_json(said: Mapping[str, Any]) -> Result:
+    tokens = tuple(map(_token_from_json, said["tokens"]))
+    logprobs = [{token.id: token.logprob or 0.0, **dict(token.top)} for token in tokens] if said["logprobs"] else None
+    return Result(
+        said["text"],
+        [token.id for token in tokens],
+        said["finish_reason"],
+        logprobs,
+        stats_from_json(said["stats"]),
+        said["prompt"],
+        tokens,
+        said["error"],
+        tuple(map(result_from_json, said["others"])),
+    )

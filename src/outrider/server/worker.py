@@ -1,0 +1,272 @@
+"""What runs inside a worker process: one backend, and a socket to the server.
+
+    python -m outrider.server.worker FD
+
+A thread reads what the server says, a few take requests in, the main one sends: whatever came since the last frame goes
+into one. When the server is gone the process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, Protocol
+
+from outrider import build, drafters
+from outrider.backends.base import Stream
+from outrider.core.errors import OutriderError
+from outrider.core.request import Request
+from outrider.core.sequence import Token
+from outrider.server import wire
+from outrider.server.pieces import Pieces
+from outrider.settings import from_mapping
+
+BEAT = 1.0  # seconds between signs of life
+TAKERS = 4  # threads that tokenize and check new requests: one that loads a draft model holds nobody up
+
+
+class Link:
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock, self._file = sock, sock.makefile("rb")
+
+    def read(self) -> wire.Json | None:
+        """The next message; None when the server is gone."""
+        head = self._file.read(wire.LENGTH.size)
+        if len(head) < wire.LENGTH.size:
+            return None
+        (length,) = wire.LENGTH.unpack(head)
+        body = self._file.read(length)
+        return wire.unpack(body) if len(body) == length else None
+
+    def send(self, message: wire.Json) -> None:
+        self._sock.sendall(wire.pack(message))
+
+
+class Sender(Protocol):
+    def send(self, message: wire.Json) -> None: ...
+
+
+class Session:
+    """The requests of one worker."""
+
+    def __init__(self, link: Sender, backend: Any) -> None:
+        self._link, self._backend = link, backend
+        self._news: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
+        self._streams: dict[int, Stream] = {}
+        self._coming: set[int] = set()  # requests that are being taken in
+        self._cancelled: set[int] = set()  # those of them that nobody wants any more
+        self._showing: set[int] = set()  # requests that want the text of every token
+        self._takers = ThreadPoolExecutor(TAKERS, "outrider-taker")
+        self._pieces = Pieces(getattr(backend, "tokenizer", None))
+        self._shown: set[int] = set()  # tokens whose text the server has
+        self._lock = threading.Lock()
+
+    def hear(self, said: wire.Json) -> None:
+        """One message of the server's; called by the reading thread."""
+        if "submit" in said:
+            with self._lock:
+                self._coming.add(said["submit"])
+            self._takers.submit(self._take, said["submit"], said["request"], said["fit"])
+        elif "cancel" in said:
+            self._cancel(said["cancel"])
+
+    def send(self) -> None:
+        """Wait for news, and send all there are as one frame; without any, a sign of life."""
+        news = self._wait()
+        frame: dict[str, Any] = {"load": self._load()}
+        for kind, id, content in news:
+            if kind != "woken":
+                frame.setdefault(kind, []).append([id, content])
+        for id in dict.fromkeys(id for kind, id, _ in news if kind == "woken"):
+            self._empty(id, frame)
+        self._link.send(frame)
+
+    def _wait(self) -> list[tuple[str, int, Any]]:
+        news = []
+        with contextlib.suppress(queue.Empty):
+            news.append(self._news.get(timeout=BEAT))
+            while True:
+                news.append(self._news.get_nowait())
+        return news
+
+    def _take(self, id: int, said: wire.Json, fit: wire.Json) -> None:
+        try:
+            stream = self._backend.submit(self._fitted(wire.request_from_json(said), fit))
+        except OutriderError as error:
+            self._came(id)
+            self._news.put(("refused", id, str(error)))
+        except Exception as error:
+            self._came(id)
+            traceback.print_exc()
+            self._news.put(("failed", id, _line(error)))
+        else:
+            self._accept(id, stream, fit["pieces"])
+
+    def _fitted(self, request: Request, fit: wire.Json) -> Request:
+        """The prompt cut to its last tokens, and max_tokens to the room there is, where that is wanted."""
+        if not fit["clip"] and not fit["truncate"]:
+            return request
+        ids = self._ids(request)[-fit["truncate"] :]
+        request = replace(request, prompt=ids, messages=None)
+        if not fit["clip"]:
+            return request
+        most = max(1, min(request.params.max_tokens, self._most - len(ids)))
+        params = replace(request.params, max_tokens=most, min_tokens=min(request.params.min_tokens, most))
+        return replace(request, params=params)
+
+    def _ids(self, request: Request) -> list[int]:
+        if request.messages is not None:
+            return list(self._backend.render(request.messages))
+        assert request.prompt is not None
+        return list(self._backend.encode(request.prompt))
+
+    @property
+    def _most(self) -> int:
+        """Tokens that a sequence can have."""
+        engine = getattr(self._backend, "engine", None)
+        if engine is None:
+            return int(self._backend.context)
+        return min(engine.model.context, engine.model.capacity - engine.scheduler.limits.room)
+
+    def _accept(self, id: int, stream: Stream, pieces: bool) -> None:
+        with self._lock:
+            self._streams[id] = stream
+            if pieces:
+                self._showing.add(id)
+        cancelled = self._came(id)
+        self._news.put(("accepted", id, None))
+        stream.watch(lambda: self._news.put(("woken", id, None)))
+        if cancelled:
+            stream.cancel()
+
+    def _came(self, id: int) -> bool:
+        """The request is taken in, or refused; whether it was cancelled meanwhile."""
+        with self._lock:
+            cancelled = id in self._cancelled
+            self._cancelled.discard(id)
+            self._coming.discard(id)
+        return cancelled
+
+    def _cancel(self, id: int) -> None:
+        with self._lock:
+            stream = self._streams.get(id)
+            if id in self._coming:
+                self._cancelled.add(id)
+        if stream is not None:
+            stream.cancel()
+
+    def _empty(self, id: int, frame: dict[str, Any]) -> None:
+        """All that a stream has."""
+        stream = self._streams.get(id)
+        if stream is None:
+            return
+        ended = stream.done  # looked at first: what came before the end is in the chunks
+        chunks = stream.take()
+        if id in self._showing:
+            self._show((token for chunk in chunks for token in chunk.tokens), frame)
+        frame.setdefault("chunks", []).extend([id, wire.chunk_to_json(chunk)] for chunk in chunks)
+        if ended:
+            self._end(id, stream, frame)
+
+    def _end(self, id: int, stream: Stream, frame: dict[str, Any]) -> None:
+        try:
+            result = stream.result()
+        except Exception as error:
+            frame.setdefault("failed", []).append([id, str(error)])
+        else:
+            if id in self._showing:
+                self._show(map(Token, result.prompt_token_ids), frame)
+                self._show((token for sample in result.samples for token in sample.tokens), frame)
+            frame.setdefault("results", []).append([id, wire.result_to_json(result)])
+        with self._lock:
+            del self._streams[id]
+            self._showing.discard(id)
+
+    def _show(self, tokens: Any, frame: dict[str, Any]) -> None:
+        """The bytes of tokens that the server has not seen yet: valid text as text, parts of characters as numbers."""
+        ids = {id for token in tokens for id in (token.id, *(other for other, _ in token.top))} - self._shown
+        self._shown |= ids
+        pieces = frame.setdefault("pieces", {})
+        frame.setdefault("special", []).extend(filter(self._pieces.special, ids))
+        for id in ids:
+            piece = self._pieces(id)
+            try:
+                pieces[id] = piece.decode()
+            except UnicodeDecodeError:
+                pieces[id] = list(piece)
+
+    def _load(self) -> wire.Json:
+        engine = getattr(self._backend, "engine", None)
+        if engine is None:
+            return {"running": len(self._streams), "waiting": 0}
+        pace = engine.pace
+        return {
+            "running": len(engine.scheduler.running),
+            "waiting": len(engine.scheduler.waiting),
+            "cache": engine.scheduler.reserved / engine.model.capacity,
+            "row_seconds": 0.0 if pace is None else pace.cost.line()[1],
+        }
+
+
+def describe(backend: Any) -> wire.Json:
+    """What the server wants to know of the model."""
+    tokenizer = getattr(backend, "tokenizer", None)
+    said: wire.Json = {
+        "pid": os.getpid(),
+        "notes": list(getattr(backend, "notes", ())),
+        "chat": bool(getattr(tokenizer, "chat_template", None)),
+        "text": tokenizer is not None,
+        "context": backend.context,
+        "drafters": drafters.names(),
+    }
+    engine = getattr(backend, "engine", None)
+    if engine is not None:
+        said |= {"vocab_size": engine.model.vocab_size, "num_layers": engine.model.num_layers}
+    return said
+
+
+def main(fd: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then says goodbye
+    link = Link(socket.socket(fileno=fd))
+    first = link.read()
+    if first is None:
+        return
+    opened: Future[Session] = Future()
+    threading.Thread(target=_read, args=(link, opened), name="outrider-reader", daemon=True).start()
+    try:
+        backend = build.backend(from_mapping(first["settings"]))
+    except Exception as error:
+        if not isinstance(error, OutriderError):
+            traceback.print_exc()
+        link.send({"failed": str(error) if isinstance(error, OutriderError) else _line(error)})
+        return
+    session = Session(link, backend)
+    opened.set_result(session)
+    link.send({"ready": describe(backend)})
+    while True:
+        session.send()
+
+
+def _read(link: Link, opened: Future[Session]) -> None:
+    """Ends the process with its server, even while a model is being loaded."""
+    while (said := link.read()) is not None:
+        opened.result().hear(said)
+    os._exit(0)
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        main(int(sys.argv[1]))
+    os._exit(0)

@@ -1,0 +1,443 @@
+"""The server's end of a worker process: start it, talk to it, and start it again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from outrider.core.errors import OutriderError
+from outrider.core.request import Chunk, Request, Result
+from outrider.server import wire
+from outrider.server.errors import Busy, Failed, Gone
+from outrider.server.log import log
+from outrider.server.metrics import Metrics
+from outrider.server.spec import LaunchSpec, settings_as_dict
+from outrider.server.speedup import estimated_speedup
+
+
+@dataclass(frozen=True)
+class Limits:
+    queue: int = 256  # sequences that may wait for a place in a model's batch
+    load: float = 1800.0  # seconds that loading may take
+    silence: float = 30.0  # seconds without a sign of life after which a worker counts as dead
+    first_wait: float = 0.5  # seconds before a dead worker is started again; doubled each time it dies soon after
+    longest_wait: float = 30.0
+    steady: float = 60.0  # a worker that has lived so long starts again at once
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a worker does for a request beside running it."""
+
+    pieces: bool = False  # send the text of every token
+    clip: bool = False  # cut max_tokens to what the context holds beside the prompt
+    truncate: int = 0  # keep only so many of the prompt's last tokens; 0: all
+
+
+class ServerStream:
+    """The answer to one request, as it comes from the worker: iterate over its chunks, or wait for its result."""
+
+    def __init__(self, worker: Worker, id: int, samples: int) -> None:
+        self._worker, self.id, self.samples = worker, id, samples
+        self._chunks: deque[Chunk] = deque()
+        self._changed = asyncio.Event()
+        self._result: Result | None = None
+        self._error: Exception | None = None
+        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.begun, self.last = time.perf_counter(), 0.0  # when it came in, and when it was last heard of
+
+    @property
+    def done(self) -> bool:
+        return self._result is not None or self._error is not None
+
+    @property
+    def uid(self) -> str:
+        return self._worker.uid
+
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        while True:
+            while self._chunks:
+                yield self._chunks.popleft()
+            if self.done:
+                break
+            self._changed.clear()
+            await self._changed.wait()
+        self._outcome()
+
+    async def result(self) -> Result:
+        """Wait for the end. Chunks that nobody took are dropped."""
+        while not self.done:
+            self._changed.clear()
+            await self._changed.wait()
+        return self._outcome()
+
+    def cancel(self) -> None:
+        """Stop writing; its place in the batch is free within a step."""
+        if not self.done:
+            self._worker.cancel(self)
+
+    def piece(self, token: int) -> bytes:
+        """The bytes of a token, if the request was submitted with `pieces`."""
+        return self._worker.pieces.get(token, b"")
+
+    def special(self, token: int) -> bool:
+        """Whether a token stands for no text (the end of an answer, say)."""
+        return token in self._worker.special
+
+    def estimated_speedup(self, samples: Iterable[Result]) -> float | None:
+        """Over plain decoding, of all samples together."""
+        return estimated_speedup([sample.stats for sample in samples], self._worker.row_seconds)
+
+    def put(self, chunk: Chunk) -> None:
+        self._chunks.append(chunk)
+        self._changed.set()
+
+    def finish(self, outcome: Result | Exception) -> None:
+        if self.done:
+            return
+        if isinstance(outcome, Result):
+            self._result = outcome
+        else:
+            self._error = outcome
+        if not self.accepted.done():
+            self.accepted.set_result(None)
+        self._changed.set()
+
+    def _outcome(self) -> Result:
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+
+class Process:
+    """One life of a worker process, and the socket to it."""
+
+    def __init__(self, uid: str, child: subprocess.Popen[bytes], reader: Any, writer: Any) -> None:
+        self.uid, self.child, self._reader, self._writer = uid, child, reader, writer
+        self.heard = time.monotonic()
+        self.printed: deque[str] = deque(maxlen=20)  # the last lines on its stderr
+        self._listener = asyncio.create_task(self._listen())
+
+    @classmethod
+    async def spawn(cls, uid: str, settings: Mapping[str, Any]) -> Process:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "outrider.server.worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                process_group=0,  # Ctrl-C is for the server alone
+            )
+        reader, writer = await asyncio.open_connection(sock=ours)
+        process = cls(uid, child, reader, writer)
+        process.send({"settings": dict(settings)})
+        return process
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(wire.pack(message))
+
+    async def receive(self) -> wire.Json | None:
+        """The next message; None when the process is gone."""
+        try:
+            head = await self._reader.readexactly(wire.LENGTH.size)
+            body = await self._reader.readexactly(wire.LENGTH.unpack(head)[0])
+        except (asyncio.IncompleteReadError, OSError):
+            return None
+        self.heard = time.monotonic()
+        return wire.unpack(body)
+
+    async def ready(self, timeout: float) -> wire.Json:
+        """Wait until the model is loaded; what the worker says of it."""
+        try:
+            said = await asyncio.wait_for(self.receive(), timeout)
+        except TimeoutError:
+            raise OutriderError(f"{self.uid} was not loaded within {timeout:g} s") from None
+        if said is None:
+            raise OutriderError(f"the worker of {self.uid} ended while it loaded: {await self.how_it_ended()}")
+        if "ready" not in said:
+            raise OutriderError(said.get("failed", "the worker talks nonsense"))
+        return dict(said["ready"])
+
+    async def how_it_ended(self) -> str:
+        """It has closed its socket, so it has ended or is about to."""
+        await asyncio.wait({self._listener}, timeout=2)
+        try:
+            code = await asyncio.to_thread(self.child.wait, 2)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            code = await asyncio.to_thread(self.child.wait)
+        how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        return f"{how}: {self.printed[-1]}" if self.printed else how
+
+    async def close(self) -> None:
+        """End it now."""
+        self._writer.close()
+        self.kill()
+        await asyncio.to_thread(self.child.wait)
+        self._listener.cancel()
+        await asyncio.gather(self._listener, return_exceptions=True)
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+    def kill(self) -> None:
+        """With all that it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended by itself
+            os.killpg(self.child.pid, signal.SIGKILL)
+
+    async def _listen(self) -> None:
+        """Whatever it prints goes into the log."""
+        assert self.child.stdout is not None
+        loop, lines = asyncio.get_running_loop(), asyncio.StreamReader(limit=1 << 16)
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), self.child.stdout)
+        try:
+            while line := await _line(lines):
+                self.printed.append(line)
+                log("worker", level="warning", model=self.uid, line=line)
+        finally:
+            transport.close()
+
+
+async def _line(lines: asyncio.StreamReader) -> str:
+    """The next line that is not empty; "" at the end."""
+    while True:
+        try:
+            raw = await lines.readline()
+        except ValueError:  # longer than the limit: skipped
+            continue
+        line = raw.decode(errors="replace").strip()
+        if line or not raw:
+            return line
+
+
+class Worker:
+    """A launched model, through all lives of its process."""
+
+    def __init__(self, spec: LaunchSpec, limits: Limits, metrics: Metrics) -> None:
+        self.spec, self._limits, self._metrics = spec, limits, metrics
+        self.uid, self.status, self.reason = spec.uid, "loading", ""
+        self.created, self.restarts = int(time.time()), 0
+        self.info: dict[str, Any] = {}
+        self.running = self.waiting = 0
+        self.row_seconds = 0.0  # what one more row costs in a pass
+        self.cache = 0.0  # the share of keys and values that is spoken for
+        self.pieces: dict[int, bytes] = {}
+        self.special: set[int] = set()
+        self._process: Process | None = None
+        self._streams: dict[int, ServerStream] = {}
+        self._samples = 0  # of all requests under way
+        self._next = 0
+        self._pace = 1.0  # seconds that a request takes, a moving average
+        self._supervisor: asyncio.Task[None] | None = None
+        self._emptied = asyncio.Event()
+        self._emptied.set()
+
+    async def start(self) -> None:
+        """Load the model; from then on the process is watched, and started again when it dies."""
+        await self._load()
+        self._supervisor = asyncio.create_task(self._supervise())
+
+    async def submit(self, request: Request, fit: Fit) -> ServerStream:
+        if self._process is None or self.status != "ready":
+            raise Gone(f"the model {self.uid} is {self.status}: {self.reason or 'not ready yet'}; try again soon")
+        self._refuse_when_full(request.params.n)
+        said = wire.request_to_json(request)
+        stream = self._open(request.params.n)
+        self._process.send({"submit": stream.id, "request": said, "fit": asdict(fit)})
+        return await self._taken_in(stream)
+
+    def _open(self, samples: int) -> ServerStream:
+        stream = ServerStream(self, self._next, samples)
+        self._next += 1
+        self._streams[stream.id] = stream
+        self._samples += stream.samples
+        self._emptied.clear()
+        return stream
+
+    async def _taken_in(self, stream: ServerStream) -> ServerStream:
+        """The stream, when the engine has taken its request in; an error says why it did not."""
+        try:
+            await stream.accepted
+        except asyncio.CancelledError:
+            stream.cancel()
+            raise
+        if stream.done and stream._error is not None:
+            raise stream._error
+        return stream
+
+    def cancel(self, stream: ServerStream) -> None:
+        if self._process is not None:
+            self._process.send({"cancel": stream.id})
+
+    async def idle(self, seconds: float) -> None:
+        """Wait until nothing runs any more, but not for long."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._emptied.wait(), seconds)
+
+    async def close(self) -> None:
+        self.status, self.reason = "closed", "it was terminated"
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._supervisor
+        await self._end("it was terminated")
+        self._metrics.forget(self.uid)
+
+    def _refuse_when_full(self, samples: int) -> None:
+        most = self._limits.queue + self._places
+        if self._samples + samples > most:
+            wait = math.ceil(self._pace * max(1.0, self._samples / self._places) / 2)
+            raise Busy(
+                f"the queue of {self.uid} is full ({self._samples} of {most} sequences); try again later",
+                retry_after=min(max(wait, 1), 60),
+            )
+
+    @property
+    def _places(self) -> int:
+        """Sequences that run at once."""
+        return self.spec.settings.max_batch
+
+    async def _load(self) -> None:
+        self.status = "loading" if not self.restarts else "restarting"
+        self._process = await Process.spawn(self.uid, settings_as_dict(self.spec.settings))
+        try:
+            self.info = await self._process.ready(self._limits.load)
+        except BaseException:
+            await self._end("it could not be loaded")
+            raise
+        self.status, self.reason, self.pieces = "ready", "", {}
+        self._metrics.up.labels(self.uid).set(1)
+        log("ready", model=self.uid, pid=self._process.child.pid, notes=self.info.get("notes"))
+
+    async def _supervise(self) -> None:
+        wait = self._limits.first_wait
+        while True:
+            began = time.monotonic()
+            if self.status == "ready":
+                await self._end(await self._serve())
+            if time.monotonic() - began > self._limits.steady:
+                wait = self._limits.first_wait
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, self._limits.longest_wait)
+            self.restarts += 1
+            self._metrics.restarts.labels(self.uid).inc()
+            try:
+                await self._load()
+            except (OutriderError, OSError) as error:
+                self.reason = str(error)
+                log("restart failed", level="error", model=self.uid, reason=self.reason)
+
+    async def _serve(self) -> str:
+        """Listen until the process is gone; how it ended."""
+        assert self._process is not None
+        watchdog = asyncio.create_task(self._watch(self._process))
+        try:
+            while (said := await self._process.receive()) is not None:
+                self._hear(said)
+        except Exception as error:  # a worker that talks nonsense is as good as dead
+            log("nonsense", level="error", model=self.uid, reason=f"{type(error).__name__}: {error}")
+            self._process.kill()
+        finally:
+            watchdog.cancel()
+        self.status = "restarting"
+        self.drop("its worker has died")
+        return await self._process.how_it_ended()
+
+    async def _watch(self, process: Process) -> None:
+        """A process that says nothing for long hangs: end it, and the rest follows."""
+        while time.monotonic() - process.heard < self._limits.silence:
+            await asyncio.sleep(self._limits.silence / 10)
+        process.printed.append(f"no sign of life for {self._limits.silence:g} s")
+        process.kill()
+
+    def _hear(self, said: wire.Json) -> None:
+        self._note(said["load"])
+        for token, piece in said.get("pieces", {}).items():
+            self.pieces[int(token)] = piece.encode() if isinstance(piece, str) else bytes(piece)
+        self.special.update(said.get("special", ()))
+        for id, _ in said.get("accepted", ()):
+            if id in self._streams and not self._streams[id].accepted.done():
+                self._streams[id].accepted.set_result(None)
+        for id, chunk in said.get("chunks", ()):
+            self._chunk(id, wire.chunk_from_json(chunk))
+        for id, result in said.get("results", ()):
+            self._finish(id, wire.result_from_json(result))
+        for id, reason in said.get("refused", ()):
+            self._finish(id, OutriderError(reason))
+        for id, reason in said.get("failed", ()):
+            self._finish(id, Failed(reason))
+
+    def _note(self, load: Mapping[str, Any]) -> None:
+        """How full it is."""
+        self.running, self.waiting = load["running"], load["waiting"]
+        self.row_seconds, self.cache = load.get("row_seconds", 0.0), load.get("cache", 0.0)
+        self._metrics.running.labels(self.uid).set(self.running)
+        self._metrics.waiting.labels(self.uid).set(self.waiting)
+        self._metrics.cache.labels(self.uid).set(self.cache)
+
+    def _chunk(self, id: int, chunk: Chunk) -> None:
+        stream = self._streams.get(id)
+        if stream is None:
+            return
+        now = time.perf_counter()
+        if not stream.last:
+            self._metrics.first_token.labels(self.uid).observe(now - stream.begun)
+        elif chunk.tokens:
+            self._metrics.gap.labels(self.uid).observe((now - stream.last) / len(chunk.tokens))
+        stream.last = now
+        stream.put(chunk)
+
+    def _finish(self, id: int, outcome: Result | Exception) -> None:
+        stream = self._streams.pop(id, None)
+        if stream is None:
+            return
+        self._samples -= stream.samples
+        if not self._streams:
+            self._emptied.set()
+        stream.finish(outcome)
+        if isinstance(outcome, Result):
+            seconds = time.perf_counter() - stream.begun
+            self._pace += 0.1 * (seconds - self._pace)
+            self._record(stream, outcome, seconds)
+
+    def _record(self, stream: ServerStream, result: Result, seconds: float) -> None:
+        self._metrics.duration.labels(self.uid).observe(seconds)
+        self._metrics.prompt_tokens.labels(self.uid).inc(len(result.prompt_token_ids))
+        self._metrics.requests.labels(self.uid, result.finish_reason).inc()
+        for sample in result.samples:
+            self._metrics.record(self.uid, sample.stats)
+        speedup = stream.estimated_speedup(result.samples)
+        if speedup is not None:
+            self._metrics.speedup.labels(self.uid).observe(speedup)
+
+    async def _end(self, how: str) -> None:
+        """The process is over, one way or the other; whoever waits for it hears so."""
+        process, self._process = self._process, None
+        self.running = self.waiting = 0
+        self.cache = 0.0
+        if process is not None:
+            await process.close()
+        if self.status == "restarting":
+            self.reason = f"its worker died ({how})"
+            log("worker died", level="error", model=self.uid, reason=how)
+        self._metrics.up.labels(self.uid).set(0)
+        self.drop(how)
+
+    def drop(self, why: str) -> None:
+        """End all requests under way; whoever waits for one hears why."""
+        for id in list(self._streams):
+            self._finish(id, Gone(f"the model {self.uid} stopped while it answered: {why}; try again"))

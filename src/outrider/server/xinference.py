@@ -1,0 +1,260 @@
+"""Xinference's face: models and speculative pairs, launched, listed and terminated over REST."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request as HttpRequest
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
+
+from outrider import drafters
+from outrider.core.errors import OutriderError
+from outrider.models import sources
+from outrider.server.answers import Server, server_of
+from outrider.server.errors import Bad
+from outrider.server.fleet import Description
+from outrider.server.registry import Choice
+from outrider.server.spec import LaunchSpec
+from outrider.settings import from_mapping
+
+router = APIRouter(tags=["Xinference"])
+
+GAMMA = 4  # tokens of a draft, unless a request says otherwise
+Json = dict[str, Any]
+Size = float | str | None
+Uid = Annotated[str, Field(max_length=128)]
+
+# What Xinference can be asked for and is not offered here; None, False and the default are fine.
+NOT_OFFERED = {
+    "replica": "one worker serves a model here, with all of its requests in one batch",
+    "n_worker": "one worker serves a model here",
+    "peft_model_config": "LoRA adapters are not served yet",
+    "request_limits": "the queue is bounded for all models alike (serve --max-queue)",
+    "worker_ip": "there is one machine here",
+    "replica_config": "one worker serves a model here",
+    "enable_thinking": "it is for the chat template of each request, not for a launch",
+    "enable_virtual_env": "a worker runs in the server's own environment",
+    "virtual_env_packages": "a worker runs in the server's own environment",
+    "virtual_env_find_links": "a worker runs in the server's own environment",
+    "envs": "a worker runs in the server's own environment",
+}
+
+
+class Place(BaseModel):
+    """Where a model is to run."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model_uid: Uid | None = None
+    n_gpu: StrictInt | Literal["auto"] | None = "auto"
+
+
+class Launch(Place):
+    model_name: str
+    model_type: Literal["LLM"] | None = "LLM"
+    model_engine: str | None = None
+    model_size_in_billions: Size = None
+    model_format: str | None = None
+    quantization: str | None = None
+    model_path: str | None = None
+    gpu_idx: StrictInt | list[StrictInt] | None = None
+    replica: StrictInt | None = 1
+    n_worker: StrictInt | None = 1
+    peft_model_config: Json | None = None
+    request_limits: StrictInt | None = None
+    worker_ip: str | None = None
+    replica_config: list[Json] | None = None
+    enable_thinking: StrictBool | None = None
+    enable_virtual_env: StrictBool | None = None
+    virtual_env_packages: list[str] | None = None
+    virtual_env_find_links: list[str] | None = None
+    envs: dict[str, str] | None = None
+    # Ours: how the model is run.
+    draft: str | None = None
+    dtype: str | None = None
+    rule: str | None = None
+    pace: StrictBool | None = None
+    max_batch: StrictInt | None = None
+    cache_memory: float | None = None
+    threads: StrictInt | None = None
+
+
+class Pair(Place):
+    model_name: str
+    model_size_in_billions: Size = None
+    quantization: str | None = None
+    draft_model_name: str
+    draft_model_size_in_billions: Size = None
+    draft_quantization: str | None = None
+
+
+@router.get("/v1/models")
+async def list_models(request: HttpRequest) -> Json:
+    """What is launched, for OpenAI's clients and Xinference's alike."""
+    return {"object": "list", "data": [shown(model) for model in server_of(request).fleet.list()]}
+
+
+@router.post("/v1/models")
+async def launch_model(request: HttpRequest, body: Launch, wait_ready: Annotated[bool, Query()] = True) -> Json:
+    """Launch a model; the answer comes when it is ready."""
+    server = server_of(request)
+    if not wait_ready:
+        raise Bad("wait_ready=false is not offered: the answer comes when the model is ready", param="wait_ready")
+    _refuse(body)
+    name = body.model_path or body.model_name
+    choice = _choose(server, name, body.model_size_in_billions, body.quantization)
+    _check_format(choice, body.model_format)
+    settings = _settings(server, choice, device=_device(body.n_gpu, body.gpu_idx), backend=_backend(body.model_engine))
+    for field in ("dtype", "rule", "pace", "max_batch", "cache_memory", "threads"):
+        if (value := getattr(body, field)) is not None:
+            settings[field] = value
+    if body.draft is not None:
+        settings["draft"] = _draft(server, body.draft)
+    return await _launch(server, body, settings, choice, body.model_name)
+
+
+@router.post("/experimental/speculative_llms")
+async def launch_speculative_llm(request: HttpRequest, body: Pair) -> Json:
+    """Launch a model together with a smaller one that drafts for it."""
+    server = server_of(request)
+    choice = _choose(server, body.model_name, body.model_size_in_billions, body.quantization)
+    draft = _choose(server, body.draft_model_name, body.draft_model_size_in_billions, body.draft_quantization)
+    settings = _settings(server, choice, device=_device(body.n_gpu))
+    settings["draft"] = _pair(draft)
+    family = {
+        "draft_model_name": draft.name,
+        "draft_model_size_in_billions": draft.size,
+        "draft_quantization": draft.quantization,
+    }
+    return await _launch(server, body, settings, choice, body.model_name, **family)
+
+
+@router.get("/v1/models/instances")
+async def instances(request: HttpRequest, model_name: str = "", model_uid: str = "") -> list[Json]:
+    """The workers of the launched models, one for each."""
+    models = [shown(model) for model in server_of(request).fleet.list()]
+    return [
+        {"model_uid": model["id"], "model_name": model["model_name"], "replica": 1, "status": model["status"]}
+        for model in models
+        if model_name in ("", model["model_name"]) and model_uid in ("", model["id"])
+    ]
+
+
+@router.get("/v1/models/{uid:path}")
+async def describe_model(request: HttpRequest, uid: str) -> Json:
+    return shown(server_of(request).fleet.describe(uid))
+
+
+@router.delete("/v1/models/{uid:path}")
+async def terminate_model(request: HttpRequest, uid: str) -> Json:
+    """End a model's worker. What it is answering ends with an error."""
+    await server_of(request).fleet.terminate(uid)
+    return {}
+
+
+@router.get("/v1/model_registrations/{model_type}")
+async def registrations(request: HttpRequest, model_type: Literal["LLM"], detailed: bool = False) -> list[Json]:
+    """The registry."""
+    entries = server_of(request).registry.entries
+    return [
+        {"model_name": each.name, "model_size_in_billions": each.size, "quantization": each.quantization}
+        for each in entries
+    ]
+
+
+@router.get("/v1/cluster/auth")
+async def cluster_auth(request: HttpRequest) -> Json:
+    """Whether a key is needed; asked by Xinference's client before anything else."""
+    return {"auth": bool(server_of(request).options.api_key)}
+
+
+def shown(model: Description) -> Json:
+    """A launched model, as OpenAI's clients and Xinference's expect it."""
+    spec, info = model.spec, model.info
+    return {
+        "id": model.uid,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "outrider",
+        "model_type": "LLM",
+        "model_name": Path(spec.settings.model).name if _is_path(spec.settings.model) else spec.settings.model,
+        "model_ability": ["generate", "chat"] if info.get("chat") else ["generate"],
+        "model_format": "ggufv2" if _is_gguf(spec.settings.model) else "pytorch",
+        "model_size_in_billions": None,
+        "quantization": spec.settings.quantize,
+        "context_length": info.get("context"),
+        "replica": 1,
+        "status": model.status,
+        "reason": model.reason,
+        "draft": spec.settings.draft,
+        **spec.family,
+    }
+
+
+async def _launch(server: Server, body: Place, settings: Json, choice: Choice, name: str, **family: Any) -> Json:
+    said = {**choice.family(), "model_name": name, **family}
+    spec = LaunchSpec(from_mapping(settings), body.model_uid or "", (name,), said)
+    return {"model_uid": await server.fleet.launch(spec)}
+
+
+def _choose(server: Server, name: str, size: Size, quantization: str | None) -> Choice:
+    return server.registry.choose(name, size, quantization, server.access.source)
+
+
+def _settings(server: Server, choice: Choice, **more: str | None) -> Json:
+    given = {key: value for key, value in more.items() if value is not None}
+    return {**server.options.defaults, "model": choice.source, "quantize": choice.quantize, **given}
+
+
+def _refuse(body: Launch) -> None:
+    for field, reason in NOT_OFFERED.items():
+        if getattr(body, field) not in (None, False, Launch.model_fields[field].default):
+            raise Bad(f"{field} cannot be chosen: {reason}; leave it out", param=field)
+
+
+def _device(n_gpu: int | str | None, index: int | list[int] | None = None) -> str | None:
+    """None: as the server decides."""
+    indices = [index] if isinstance(index, int) else index or []
+    if len(indices) > 1 or (isinstance(n_gpu, int) and n_gpu not in (0, 1)):
+        raise Bad("a model runs on one device here; give n_gpu of 0, 1 or auto, and one gpu_idx", param="n_gpu")
+    if indices:
+        return f"cuda:{indices[0]}"
+    return {"auto": None, None: "cpu", 0: "cpu", 1: "cuda"}[n_gpu]
+
+
+def _backend(engine: str | None) -> str | None:
+    if engine is None or engine.lower() in ("outrider", "local"):
+        return None
+    if engine.lower() == "vllm":
+        return "vllm"
+    raise Bad(f"there is no engine {engine[:80]!r} here; leave it out, or say outrider or vllm", param="model_engine")
+
+
+def _check_format(choice: Choice, said: str | None) -> None:
+    if said is not None and said.lower().startswith(("gguf", "ggml")) != _is_gguf(choice.source):
+        kind = "a GGUF file" if _is_gguf(choice.source) else "safetensors"
+        raise Bad(f"{choice.name} is {kind}, not {said[:80]}; leave out model_format", param="model_format")
+
+
+def _is_gguf(source: str) -> bool:
+    return source in sources.KNOWN or source.lower().endswith(".gguf")
+
+
+def _is_path(source: str) -> bool:
+    return source.startswith((".", "/", "~"))
+
+
+def _draft(server: Server, spec: str) -> str:
+    """A spec that came over REST: what it names must be allowed."""
+    drafters.parse(spec)
+    method, _, text = spec.strip().partition(":")
+    given = (item.partition("=") for item in text.split(",") if item)
+    return server.access.draft(method, {key.strip(): value.strip() for key, _, value in given})
+
+
+def _pair(draft: Choice) -> str:
+    if "," in draft.source:
+        raise OutriderError(f"the path of the draft model {draft.name} has a comma; rename it")
+    spec = f"draft_model:model={draft.source},length={GAMMA}"
+    return spec if draft.quantize == "none" else f"{spec},quantize={draft.quantize}"

@@ -1,0 +1,76 @@
+"""`outrider bench --backend local --backend vllm`: the same drafters on both."""
+
+import sys
+
+import pytest
+
+from outrider.bench import plan as plans
+from outrider.cli import main
+from outrider.core.errors import OutriderError
+
+
+def make(tmp_path, **given):
+    usual = dict(
+        model="m",
+        engines=[],
+        drafts=[],
+        prompts=None,
+        kinds=[],
+        limit=1,
+        rounds=1,
+        max_tokens=4,
+        threads=1,
+        seed=0,
+        timeout=9.0,
+        python=[],
+        draft_model=None,
+        output=tmp_path / "out",
+    )
+    return plans.make(**{**usual, **given})
+
+
+def test_both_have_the_drafters_that_are_asked_for(tmp_path):
+    plan = make(tmp_path, backends=["local", "vllm"], drafts=["none", "ngram:length=7"])
+    assert {peer.name: peer.modes for peer in plan.peers} == {
+        "outrider": ("ngram:length=7",),
+        "vllm": ("ngram:length=7",),
+    }
+    assert plan.speculation["ngram:length=7"]["num_speculative_tokens"] == 7
+
+
+def test_vllm_alone_and_by_default_with_ngrams(tmp_path):
+    plan = make(tmp_path, backends=["vllm"])
+    assert [(peer.name, peer.modes) for peer in plan.peers] == [("vllm", ("ngram",))]
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"backends": ["cluster"]}, "unknown backend 'cluster'; known: local, vllm"),
+        ({"backends": ["local", "vllm"], "drafts": ["layer_skip"]}, "vLLM has no drafter 'layer_skip'"),
+        ({"backends": ["vllm"], "dtype": "float32"}, "for our own engine"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(tmp_path, given, reason):
+    with pytest.raises(OutriderError, match=reason):
+        make(tmp_path, **given)
+
+
+def test_vllms_interpreter(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OUTRIDER_VLLM_PYTHON", raising=False)
+    assert make(tmp_path).python["vllm"] == sys.executable
+    own = tmp_path / ".venv-vllm" / "bin" / "python"
+    own.parent.mkdir(parents=True)
+    own.touch()
+    assert make(tmp_path).python["vllm"] == str(own)
+    assert make(tmp_path, python=[f"vllm={sys.executable}"]).python["vllm"] == sys.executable
+
+
+def test_a_config_file_says_model_and_drafter(tmp_path, capsys, tiny_folder):
+    file = tmp_path / "c.yaml"
+    file.write_text(f"model: {tiny_folder}\ndraft: ngram:min_n=1\nthreads: 1\n")
+    args = ("--kind", "edit", "--limit", 1, "--rounds", 1, "--max-tokens", 4, "--output", tmp_path / "out")
+    assert main(["bench", "--config", *map(str, (file, *args))]) == 0
+    said = capsys.readouterr().out
+    assert "ngram:min_n=1" in said

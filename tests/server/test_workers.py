@@ -1,0 +1,298 @@
+"""Worker processes: what goes over the wire, and what happens when one dies."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import pytest
+
+from outrider import LLM, OutriderError, SamplingParams
+from outrider.core.request import Chunk, Request, Result
+from outrider.core.sequence import Token
+from outrider.core.stats import Stats
+from outrider.server import wire
+from outrider.server.errors import Gone
+from outrider.server.pieces import Pieces
+from outrider.server.speedup import estimated_speedup
+from outrider.server.workers import Limits
+
+
+def over_the_wire(message):
+    packed = wire.pack(message)
+    (length,) = wire.LENGTH.unpack(packed[: wire.LENGTH.size])
+    assert len(packed) == wire.LENGTH.size + length
+    return wire.unpack(packed[wire.LENGTH.size :])
+
+
+class TestWire:
+    def test_a_request_arrives_as_it_was(self):
+        params = SamplingParams(
+            7, 0.5, 3, 0.9, seed=-5, logit_bias={3: -1.5}, bad_words=["fox", (1, 2)], stop=["\n"], logprobs=2, n=2
+        )
+        request = Request("the ✓ fox", None, params, "ngram:length=3", [1, 2], stream=True)
+        assert wire.request_from_json(over_the_wire(wire.request_to_json(request))) == request
+        request = Request(messages=[{"role": "user", "content": "x"}], params=params)
+        assert wire.request_from_json(over_the_wire(wire.request_to_json(request))) == request
+
+    def test_functions_cannot_go(self):
+        request = Request("x", params=SamplingParams(processors=[lambda tokens, logits: logits]))
+        with pytest.raises(OutriderError, match="processors"):
+            wire.request_to_json(request)
+
+    def test_chunks_and_results_arrive_as_they_were(self):
+        tokens = (Token(1), Token(2, "ngram", 3), Token(3, None, 0, -0.5, ((3, -0.5), (9, -2.0))))
+        chunk = Chunk("half \ud83d", tokens, 1, "stop")
+        assert wire.chunk_from_json(over_the_wire({"c": wire.chunk_to_json(chunk)})["c"]) == chunk
+        stats = Stats(5, 3, 2, 4, 2, Counter({1: 2, 2: 2}), Counter({1: 1}), seconds={"draft": 0.25})
+        stats.drafted_by_drafter["ngram"], stats.accepted_by_drafter["ngram"] = 4, 2
+        scored = tuple(Token(id, None, 0, -1.0, ((id, -1.0),)) for id in (1, 2))
+        other = Result("b", [1, 2], "length", None, Stats(), [4], (Token(1), Token(2)))
+        result = Result("a", [1, 2], "error", [{1: -1.0}, {2: -1.0}], stats, [4], scored, "why", (other,))
+        back = wire.result_from_json(over_the_wire(wire.result_to_json(result)))
+        assert back == result
+        assert back.stats.drafted_by_depth[7] == 0  # a Counter again
+
+
+class TestPieces:
+    def test_bytes_of_tokens_add_up_to_the_text(self, tiny_folder):
+        with LLM(str(tiny_folder), threads=1, cache_memory=0.1) as llm:
+            pieces = Pieces(llm.tokenizer)
+            text = "the fox — naïve ✓ 狐\n\t"
+            ids = llm.tokenizer.encode(text)
+            assert b"".join(map(pieces, ids)).decode() == text
+            end = llm.tokenizer.eos_token_id
+            assert (pieces(end), pieces.special(end), pieces.special(ids[0])) == (b"<|im_end|>", True, False)
+
+    def test_sentencepiece(self):
+        from tokenizers import Tokenizer, decoders, models
+        from transformers import PreTrainedTokenizerFast
+
+        words = {"<unk>": 0, "▁fox": 1, "<0xE2>": 2, "x": 3}
+        backend = Tokenizer(models.BPE(words, [], unk_token="<unk>", byte_fallback=True))
+        backend.decoder = decoders.Metaspace()
+        pieces = Pieces(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>"))
+        assert [pieces(id) for id in (1, 2, 3)] == [b" fox", b"\xe2", b"x"]
+
+    def test_no_tokenizer(self):
+        assert Pieces(None)(3) == b""
+
+
+class TestSpeedup:
+    def test_time_of_drafts_and_their_rows_counts_against_it(self):
+        stats = Stats(tokens=30, steps=10, drafts=10, drafted=40, accepted=20)
+        stats.seconds, stats.first_seconds = {"draft": 0.1, "target": 1.9, "verify": 0.0}, 1.0
+        # 3 tokens a step; of 1 s after the first step 0.1 s went into drafting and 40 rows of 5 ms into the passes
+        assert estimated_speedup([stats], 0.005) == pytest.approx(3 * 0.7)
+        assert estimated_speedup([stats], 0.0) == pytest.approx(3 * 0.9)
+        assert estimated_speedup([stats], 1.0) == 0.0
+
+    def test_one_step_says_nothing(self):
+        assert estimated_speedup([Stats(tokens=1, steps=1)], 0.0) is None
+        assert estimated_speedup([Stats()], 0.0) is None
+
+    def test_stats_know_the_time_of_the_prompt(self, tiny_folder):
+        with LLM(str(tiny_folder), threads=1, cache_memory=0.1) as llm:
+            stats = llm.generate("the fox " * 100, SamplingParams(max_tokens=20)).stats
+        assert 0 < stats.first_seconds < sum(stats.seconds.values())
+
+
+class TestLaunching:
+    @pytest.mark.parametrize(
+        ("model", "draft", "reason"),
+        [
+            ("/nowhere", "ngram", "no such file or folder"),
+            (None, "teapot", "unknown drafter"),
+            (None, "draft_model:model=/nowhere", "no such file or folder"),
+        ],
+    )
+    def test_what_cannot_be_loaded_says_why(self, server, quick, model, draft, reason):
+        with pytest.raises(OutriderError, match=reason):
+            server.launch(model or quick, draft, uid="other")
+        assert [model.uid for model in server.fleet.list()] == ["tiny"]
+
+    def test_a_uid_is_taken_once(self, server, quick):
+        with pytest.raises(OutriderError, match="already launched as 'tiny'"):
+            server.launch(quick, uid="tiny")
+        with pytest.raises(OutriderError, match="no uid"):
+            server.launch(quick, uid="../tiny")
+
+    def test_uids_are_made_from_names(self, serve, quick):
+        server = serve()
+        assert [server.launch(quick) for _ in range(2)] == ["quick.gguf", "quick.gguf-2"]
+        assert server.fleet.describe("quick.gguf-2").info["context"] == 8192
+        answer = server.post("/v1/completions", {"model": str(quick), "prompt": "the"})
+        assert (answer.status_code, "several" in answer.text) == (404, True)
+        server.call(server.fleet.terminate("quick.gguf-2"))
+        assert server.post("/v1/completions", {"prompt": "the", "max_tokens": 1}).json()["model"] == "quick.gguf"
+
+    def test_killed_while_loading(self, serve, quick):
+        server = serve()
+        launching = threading.Thread(target=_suppressed, args=(server.launch, quick, "ngram", "tiny"))
+        launching.start()
+        server.wait_for(lambda: server.fleet._workers and server.fleet._workers["tiny"]._process)
+        assert server.get("/health").json()["models"]["tiny"]["status"] == "loading"
+        assert server.post("/v1/completions", {"prompt": "x"}).status_code == 503
+        server.fleet._workers["tiny"]._process.child.kill()
+        launching.join(20)
+        assert server.fleet.list() == []
+
+
+def _suppressed(work, *args):
+    with contextlib.suppress(OutriderError):
+        work(*args)
+
+
+class Reader(threading.Thread):
+    """Asks for a long stream and notes when each event came."""
+
+    def __init__(self, server, model, tokens=4000):
+        super().__init__(daemon=True)
+        self.server, self.model, self.tokens = server, model, tokens
+        self.times, self.events = [], []
+        self.start()
+
+    def run(self):
+        body = {"model": self.model, "prompt": "the red fox", "max_tokens": self.tokens, "temperature": 0}
+        body |= {"stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{self.server.url}/v1/completions", json=body, timeout=30) as answer:
+            self.status = answer.status_code
+            for line in answer.iter_lines():
+                if line.startswith("data: "):
+                    self.times.append(time.monotonic())
+                    self.events.append(line.removeprefix("data: "))
+
+    @property
+    def finished(self):
+        return self.events[-1] == "[DONE]"
+
+    def longest_pause(self, since):
+        late = [at for at in self.times if at > since]
+        return max(after - before for before, after in zip([since, *late], late, strict=False))
+
+    @property
+    def error(self):
+        return json.loads(self.events[-1]).get("error")
+
+
+def crowding():
+    """Where more processes want to run than there are cores, each waits its turn: 1 on a machine that is ours alone."""
+    return max(1.0, os.getloadavg()[0] / os.cpu_count())
+
+
+def test_a_worker_is_killed_under_load(serve, quick):
+    """Its clients hear of it within 2 s, the other model's streams go on, and it comes back."""
+    server = serve()
+    server.launch(quick, uid="a")
+    server.launch(quick, uid="b")
+    hit, others = [Reader(server, "a") for _ in range(6)], [Reader(server, "b") for _ in range(3)]
+    for reader in (*hit, *others):
+        server.wait_for(lambda reader=reader: len(reader.events) > 3)
+    killed = time.monotonic()
+    os.kill(server.pid("a"), signal.SIGKILL)
+    for reader in hit:
+        reader.join(5)
+        assert reader.times[-1] - killed < 2 * crowding()
+        assert reader.error["code"] == "unavailable"
+    assert server.get("/health").json()["models"]["a"]["status"] == "restarting"
+    assert server.get("/health").status_code == 503
+    server.wait_for(lambda: "signal 9" in server.get("/health").text)
+    refused = server.post("/v1/completions", {"model": "a", "prompt": "x"})
+    assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+    assert "signal 9" in refused.json()["error"]["message"]
+    for reader in others:
+        reader.join(30)
+        assert reader.finished
+        assert reader.longest_pause(since=killed) < 1 * crowding()
+    server.wait_for(lambda: server.get("/health").status_code == 200)
+    assert server.post("/v1/completions", {"model": "a", "prompt": "the", "max_tokens": 2}).status_code == 200
+    assert 'outrider_worker_restarts_total{model_name="a"} 1.0' in server.get("/metrics").text
+
+
+def test_a_worker_that_hangs_is_ended(serve, quick):
+    server = serve(limits=Limits(first_wait=0.05, silence=2.0))
+    server.launch(quick, uid="tiny")
+    reader = Reader(server, "tiny")
+    server.wait_for(lambda: len(reader.events) > 3)
+    os.kill(server.pid("tiny"), signal.SIGSTOP)
+    reader.join(10)
+    assert reader.error["code"] == "unavailable"
+    server.wait_for(lambda: server.get("/health").status_code == 200)
+
+
+def test_a_worker_that_cannot_come_back_is_tried_again(serve, quick, tmp_path):
+    file = Path(shutil.copy(quick, tmp_path / "tiny.gguf"))
+    server = serve()
+    server.launch(file, uid="tiny")
+    file.rename(tmp_path / "away")
+    os.kill(server.pid("tiny"), signal.SIGKILL)
+    server.wait_for(lambda: "no such file" in server.get("/health").json()["models"]["tiny"]["reason"])
+    (tmp_path / "away").rename(file)
+    server.wait_for(lambda: server.get("/health").status_code == 200)
+    assert server.fleet.describe("tiny").restarts >= 2
+
+
+def test_terminating_ends_what_runs(serve, quick):
+    server = serve()
+    server.launch(quick, uid="tiny")
+    pid = server.pid("tiny")
+    reader = Reader(server, "tiny")
+    server.wait_for(lambda: len(reader.events) > 3)
+    server.call(server.fleet.terminate("tiny"))
+    reader.join(5)
+    assert "terminated" in reader.error["message"]
+    assert not Path(f"/proc/{pid}").exists()
+    assert server.get("/health").json() == {"status": "ok", "models": {}}
+    assert 'worker_up{model_name="tiny"}' not in server.get("/metrics").text
+
+
+def test_a_worker_ends_with_its_server(quick):
+    """Even when the server is killed and can say nothing."""
+    code = (
+        "import asyncio, time\n"
+        "from outrider.server.fleet import Fleet\n"
+        "from outrider.server.spec import LaunchSpec\n"
+        "from outrider.settings import Settings\n"
+        "async def main():\n"
+        "    fleet = Fleet()\n"
+        f"    uid = await fleet.launch(LaunchSpec(Settings(model={str(quick)!r}, cache_memory=0.1)))\n"
+        "    print(fleet.describe(uid).info['pid'], flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        pid = int(parent.stdout.readline())
+        parent.kill()
+    end = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and "State:\tZ" not in Path(f"/proc/{pid}/status").read_text():
+        assert time.monotonic() < end, "the worker lives on"
+        time.sleep(0.05)
+
+
+def test_a_stream_that_nobody_waits_for_is_cancelled_before_it_is_accepted(server):
+    """The client goes away while the request is on its way to the worker."""
+
+    async def submit_and_leave():
+        request = Request("the fox", params=SamplingParams(max_tokens=4000, ignore_eos=True))
+        task = asyncio.create_task(server.fleet.submit("tiny", request))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    for _ in range(5):
+        server.call(submit_and_leave())
+    server.wait_for(lambda: server.fleet._workers["tiny"]._samples == 0, 5)
+
+
+def test_gone_says_when_to_come_back():
+    assert Gone("x", retry_after=7).headers == {"retry-after": "7"}
