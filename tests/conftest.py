@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ TEXT = "the red fox and the blue fox count the stars, one, two, three; a river e
 CONTEXT = 1024
 
 
-def save_tiny(folder: Path, text: str = TEXT, layers: int = 3, seed: int = 0, chat: bool = True) -> Path:
+def save_tiny(
+    folder: Path, text: str = TEXT, layers: int = 3, seed: int = 0, chat: bool = True, head_dim: int = 8
+) -> Path:
     """A random Llama and the tokenizer learned from `text`."""
     import torch
     import transformers
@@ -31,6 +34,7 @@ def save_tiny(folder: Path, text: str = TEXT, layers: int = 3, seed: int = 0, ch
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=head_dim,
         max_position_embeddings=CONTEXT,
         initializer_range=0.25,  # peaky: drafts are sometimes right, and a greedy choice is rarely a near tie
         bos_token_id=None,
@@ -67,6 +71,35 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A smaller model with the same vocabulary."""
     return save_tiny(tmp_path_factory.mktemp("models") / "draft", layers=1)
+
+
+@pytest.fixture(scope="session")
+def tiny_twin(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+    """tiny_folder with every weight a little off: as a draft model it is often right, and sometimes wrong."""
+    return save_twin(tiny_folder, tmp_path_factory.mktemp("models") / "twin")
+
+
+def save_twin(original: Path, folder: Path) -> Path:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(original, folder)
+    noise = torch.Generator().manual_seed(1)
+    weights = load_file(folder / "model.safetensors")
+    off = {name: w * (1 + 0.03 * torch.randn(w.shape, generator=noise)) for name, w in weights.items()}
+    save_file(off, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads of 32: the kernels of others know none that are narrower."""
+    return save_tiny(tmp_path_factory.mktemp("models") / "wide", head_dim=32)
+
+
+@pytest.fixture(scope="session")
+def wide_twin(tmp_path_factory: pytest.TempPathFactory, wide_folder: Path) -> Path:
+    return save_twin(wide_folder, tmp_path_factory.mktemp("models") / "wide-twin")
 
 
 @pytest.fixture(scope="session")

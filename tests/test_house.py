@@ -20,9 +20,10 @@ ORDER: list[set[str]] = [
     {"settings", "prompts"},
     {"build"},
     {"llm", "server", "bench", "train", "compat"},
-    {"audit", "profile"},
+    {"audit", "profile", "config", "gpubench"},
     {""},
-    {"cli", "__main__"},
+    {"cli"},
+    {"__main__"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 
@@ -35,7 +36,14 @@ HEAVY_HOMES = {
     "models/transformers.py": {"transformers"},
     "compat/functions.py": {"transformers"},
     "server/app.py": {"fastapi"},
+    "server/answers.py": {"fastapi"},
+    "server/openai.py": {"fastapi"},
+    "server/lorax.py": {"fastapi"},
+    "server/xinference.py": {"fastapi"},
+    "server/playground.py": {"fastapi"},
     "backends/vllm.py": {"vllm"},
+    "server/ray.py": {"fastapi", "ray"},
+    "server/ray_fleet.py": {"ray"},
 }
 
 

@@ -2,24 +2,88 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
 from outrider import drafters
+from outrider.backends import speculation
+from outrider.backends.base import Backend
 from outrider.backends.local import Local
 from outrider.core.errors import OutriderError
-from outrider.drafters.base import Drafter, Parts
+from outrider.drafters.base import Drafter, Foreign, Parts
 from outrider.engine.engine import Engine
 from outrider.engine.pace import Pace
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Model
-from outrider.models.load import Loaded, available_memory, load
+from outrider.models.export import as_folder
+from outrider.models.load import Loaded, available_memory, load, read_tokenizer, words_of
+from outrider.models.sources import resolve
+from outrider.models.tokenizer import Tokenizer
 from outrider.models.weights import Place
 from outrider.settings import Settings
 
 GIB = 1 << 30
 BITS = {"none": 0, "int8": 8, "int4": 4}
+_PARALLEL = ("tensor", "pipeline", "data")
+_NOT_ON_VLLM = {
+    "quantize": "name a quantised model, or write engine_args: {quantization: ...}",
+    "rule": "it verifies drafts by rejection",
+    "piece": "write engine_args: {max_num_batched_tokens: ...}",
+    "max_draft_batch": "write num_speculative_tokens_per_batch_size into speculative_config",
+}
+
+
+def backend(settings: Settings) -> Backend:
+    """Whoever answers requests under these settings."""
+    check(settings)
+    return vllm(settings) if settings.backend == "vllm" else local(settings)
+
+
+def check(settings: Settings) -> None:
+    """Refuse what can be refused before anything is loaded."""
+    if settings.backend == "local":
+        drafters.parse(settings.draft)
+        return
+    for name, why in _NOT_ON_VLLM.items():
+        if getattr(settings, name) != getattr(Settings(), name):
+            raise OutriderError(f"{name} cannot be chosen on the backend vllm: {why}")
+    _speculation(settings)
+    if importlib.util.find_spec("vllm") is None:
+        from outrider.backends.vllm import INSTALL
+
+        raise OutriderError(f"vLLM is not installed for this Python: {INSTALL}")
+
+
+def vllm(settings: Settings) -> Backend:
+    """vLLM for these settings. It reads folders, so a GGUF file is written out as one."""
+    from outrider.backends.vllm import VLLM
+
+    config = _speculation(settings)
+    folder = as_folder(resolve(settings.model))
+    if config is not None and "model" in config:
+        config["model"] = str(as_folder(resolve(config["model"])))
+    args = {"dtype": settings.dtype, "max_num_seqs": settings.max_batch}
+    args |= {f"{kind}_parallel_size": getattr(settings, f"{kind}_parallel_size") for kind in _PARALLEL}
+    if settings.cache_memory:
+        args["kv_cache_memory_bytes"] = int(settings.cache_memory * GIB)
+    if settings.threads:
+        cores = sorted(os.sched_getaffinity(0))[: settings.threads]
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+    return VLLM(
+        str(folder), settings.draft, settings.device, config, {**args, **settings.engine_args}, *words_of(folder)
+    )
+
+
+def _speculation(settings: Settings) -> dict[str, Any] | None:
+    """How vLLM is to speculate, in its own words."""
+    if settings.speculative_config is None:
+        return speculation.to_vllm(settings.draft)
+    return dict(settings.speculative_config)
 
 
 def local(settings: Settings) -> Local:
@@ -29,49 +93,72 @@ def local(settings: Settings) -> Local:
         torch.set_num_threads(settings.threads)
     where = place(settings)
     loaded = load(settings.model, where)
+    draft_models: WeakValueDictionary[tuple[str, str, str], Model] = WeakValueDictionary()  # while a drafter has them
+    foreign: WeakKeyDictionary[Model, Tokenizer] = WeakKeyDictionary()  # those of another vocabulary
+    notes = list(loaded.notes)
 
-    def draft_model(name: str, quantize: str) -> Model:
-        other = load(name, replace(where, bits=BITS[quantize]))
-        check_vocabularies(loaded, other, name)
-        return other.model
+    def draft_model(name: str, quantize: str, tokenizer: str = "") -> Model | Foreign:
+        """One copy serves all drafters that name it: what it caches goes by sequence."""
+        model = draft_models.get((name, quantize, tokenizer))
+        if model is None:
+            other = load(name, replace(where, bits=BITS[quantize]))
+            if tokenizer:
+                other = replace(other, tokenizer=read_tokenizer(tokenizer))
+            if other.tokenizer is not None and differing(loaded, other):
+                foreign[other.model] = other.tokenizer
+                notes.append(f"{name} has another vocabulary than {settings.model}: it guesses through text")
+            else:
+                check_vocabularies(loaded, other, name)
+            model = draft_models[name, quantize, tokenizer] = other.model
+        if model in foreign and loaded.tokenizer is not None:
+            return Foreign(model, foreign[model], loaded.tokenizer)
+        return model
 
     def drafter(spec: str) -> Drafter:
-        return drafters.build(spec, Parts(loaded.model, draft_model))
+        return drafters.build(spec, Parts(loaded.model, draft_model, settings.model))
 
     engine = Engine(
         loaded.model,
         drafter(settings.draft),
-        Limits(settings.max_batch, settings.piece),
+        Limits(settings.max_batch, settings.piece, drafting=settings.max_draft_batch),
         Pace() if settings.pace else None,
     )
     engine.drafters[settings.draft] = engine.drafters[""]  # a request that names it gets the same one
-    return Local(engine, drafter, loaded.tokenizer, loaded.ends, settings.rule, loaded.notes)  # type: ignore[arg-type]
+    return Local(engine, drafter, loaded.tokenizer, loaded.ends, settings.rule, notes)  # type: ignore[arg-type]
 
 
 def place(settings: Settings) -> Place:
-    device = _device(settings.device)
+    where = device(settings.device)
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    return Place(device, dtype, _memory(settings, device), BITS[settings.quantize])
+    return Place(where, dtype, _memory(settings, where), BITS[settings.quantize])
 
 
 def check_vocabularies(target: Loaded, draft: Loaded, name: str) -> None:
     """A draft model must mean the same by every token id; sizes may differ by padding."""
-    if target.tokenizer is not None and draft.tokenizer is not None:
-        words, others = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
-        differ = sum(others.get(word) != id for word, id in words.items())
-        if differ:
-            raise OutriderError(
-                f"the draft model {name} has another vocabulary than the target ({differ} of {len(words)} tokens "
-                "differ); use a draft model of the target's own family"
-            )
-    elif target.model.vocab_size != draft.model.vocab_size:
+    differ = differing(target, draft)
+    if differ:
+        raise OutriderError(
+            f"the draft model {name} has another vocabulary than the target ({differ} tokens differ); "
+            "use a draft model of the target's own family"
+        )
+    if None not in (target.tokenizer, draft.tokenizer):
+        return
+    if target.model.vocab_size != draft.model.vocab_size:
         raise OutriderError(
             f"the draft model {name} has {draft.model.vocab_size} tokens and the target {target.model.vocab_size}, and "
             "without tokenizers they cannot be compared; save the tokenizer in both folders"
         )
 
 
-def _device(name: str) -> torch.device:
+def differing(target: Loaded, draft: Loaded) -> int:
+    """How many of the target's tokens are others to the draft model; 0 where it cannot be told."""
+    if target.tokenizer is None or draft.tokenizer is None:
+        return 0
+    others = draft.tokenizer.get_vocab()
+    return sum(others.get(word) != id for word, id in target.tokenizer.get_vocab().items())
+
+
+def device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():

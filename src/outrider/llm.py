@@ -8,9 +8,11 @@ from typing import Any
 
 from outrider import build
 from outrider.backends.base import Stream
+from outrider.backends.local import Local
 from outrider.core.errors import OutriderError
 from outrider.core.request import Message, Prompt, Request, Result
 from outrider.core.sampling import SamplingParams
+from outrider.engine.engine import Engine
 from outrider.settings import Settings, from_mapping
 
 MANY = 8  # prompts from which on a terminal shows a progress bar
@@ -23,7 +25,8 @@ class LLM:
     >>> llm.chat([{"role": "user", "content": "Name three rivers."}]).text
 
     `model` is a known name, a folder, a hub id or a GGUF file; `draft` is "NAME" or "NAME:key=value,...". Other
-    settings go by name: quantize, rule, pace, max_batch, piece, cache_memory, threads (of the whole process).
+    settings go by name: backend (local or vllm), quantize, rule, pace, max_batch, piece, cache_memory, threads (of the
+    whole process).
     """
 
     def __init__(
@@ -45,7 +48,14 @@ class LLM:
 
     def _open(self, settings: Settings) -> None:
         self.settings = settings
-        self.backend = build.local(settings)
+        self.backend = build.backend(settings)
+
+    @property
+    def engine(self) -> Engine:
+        """Our own engine, for those who look inside."""
+        if not isinstance(self.backend, Local):
+            raise OutriderError(f"this looks into our own engine; the backend is {self.settings.backend}, use local")
+        return self.backend.engine
 
     @property
     def tokenizer(self) -> Any:
@@ -96,9 +106,14 @@ class LLM:
         prediction: Prompt | None = None,
     ) -> Stream:
         """Start writing. Iterate over the chunks (`for` or `async for`); `.result()` waits, `.cancel()` stops."""
-        kind = "prompt" if _is_prompt(prompt) else "messages"
-        values: dict[str, Any] = {kind: prompt, "draft": draft, "prediction": prediction, "stream": True}
-        return self.backend.submit(Request(params=params or SamplingParams(), **values))
+        return self.submit(prompt, params, draft=draft, prediction=prediction, stream=True)
+
+    def submit(
+        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None, **request: Any
+    ) -> Stream:
+        """Start one request, a prompt or messages, without waiting for it; `request`: its other fields by name."""
+        kind: dict[str, Any] = {"prompt" if _is_prompt(prompt) else "messages": prompt}
+        return self.backend.submit(Request(params=params or SamplingParams(), **kind, **request))
 
     def close(self) -> None:
         """Stop the engine. What runs is cancelled."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from outrider.backends import speculation
 from outrider.core.errors import OutriderError
+from outrider.core.sampling import SamplingParams
 
+BACKENDS = ("local", "vllm")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 QUANTIZE = ("none", "int8", "int4")
@@ -19,41 +23,136 @@ RULES = ("rejection", "coupled")
 class Settings:
     model: str = "smollm2-135m"  # name, folder, hub id or GGUF file
     draft: str = "ngram"  # NAME or NAME:key=value,...
+    backend: str = "local"  # who speculates: our engine, or vLLM with its own
     device: str = "auto"
     dtype: str = "auto"  # auto: on a CPU a file's own 4 or 8 bits, or float32; on a GPU bfloat16
     quantize: str = "none"  # dense weights, rounded on loading
     rule: str = "rejection"  # how drafts are verified when a request samples without a seed
     pace: bool = True  # draft as much as pays here and now; False: always as much as the drafter can
     max_batch: int = 64  # sequences that run at once
+    max_draft_batch: int = 0  # draft only while at most so many sequences run; 0: however many (the pace decides)
     piece: int = 512  # prompt tokens that one step takes in
     cache_memory: float = 0.0  # GiB for keys and values; 0: a quarter of what is free
     threads: int = 0  # 0: as many as the machine has cores
+    # Only for vLLM:
+    speculative_config: Mapping[str, Any] | None = None  # its own words, in place of `draft`
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    engine_args: Mapping[str, Any] = field(default_factory=dict)  # handed to its engine as they are
 
     def __post_init__(self) -> None:
-        _one_of("dtype", self.dtype, DTYPES)
-        _one_of("quantize", self.quantize, QUANTIZE)
-        _one_of("rule", self.rule, RULES)
+        for name, known in _CHOICES.items():
+            _one_of(name, getattr(self, name), known)
+        for each in dataclasses.fields(self):
+            _check_type(each.name, getattr(self, each.name), each.type)
         if self.quantize != "none" and self.dtype not in ("auto", "float32"):
             raise OutriderError(
                 f"quantised weights are computed in float32, not {self.dtype}; leave out dtype or quantize"
             )
         if self.device.partition(":")[0] not in DEVICES:
             raise OutriderError(f"unknown device {self.device!r}; known: {', '.join(DEVICES)}")
-        for name, least in (("max_batch", 1), ("piece", 2), ("cache_memory", 0), ("threads", 0)):
+        for name, least in _LEAST.items():
             if not getattr(self, name) >= least:
                 raise OutriderError(f"{name} must be at least {least}, not {getattr(self, name)}")
         if self.threads > 1024:
             raise OutriderError(f"threads must be at most 1024, not {self.threads}")
+        if self.backend == "local":
+            self._refuse_what_is_vllms()
+
+    def _refuse_what_is_vllms(self) -> None:
+        foreign = {"speculative_config": self.speculative_config, "engine_args": self.engine_args}
+        foreign |= {name: getattr(self, name) != 1 for name in _PARALLEL}
+        for name, given in foreign.items():
+            if given:
+                raise OutriderError(f"{name} is for the backend vllm; add backend vllm or leave it out")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a config file asks for."""
+
+    settings: Settings
+    params: SamplingParams = SamplingParams()
+    query_prefix: str = ""  # written before each query
+    notes: tuple[str, ...] = ()  # how keys were understood that now go by another name
 
 
 def from_mapping(values: Mapping[str, Any]) -> Settings:
-    known = [field.name for field in dataclasses.fields(Settings)]
+    _refuse_unknown("setting", values, Settings)
+    chosen = dict(values)
+    if chosen.get("speculative_config") is not None:
+        if "draft" in chosen:
+            raise OutriderError("draft and speculative_config say the same thing; leave out one of them")
+        chosen["speculative_config"] = speculation.parse(chosen["speculative_config"])
+        if chosen.get("backend", "local") == "local":
+            chosen["draft"] = speculation.to_draft(chosen.pop("speculative_config"))
+    return Settings(**chosen)
+
+
+def config_from(values: Mapping[str, Any]) -> Config:
+    """Our own config file: settings, and `sampling` and `query_prefix` beside them."""
+    rest = dict(values)
+    sampling, prefix = rest.pop("sampling", None) or {}, rest.pop("query_prefix", "")
+    if not isinstance(sampling, Mapping):
+        raise OutriderError(f"sampling must hold keys and values, not {sampling!r}")
+    if not isinstance(prefix, str):
+        raise OutriderError(f"query_prefix must be text, not {prefix!r}")
+    _refuse_unknown("setting", rest, Settings, "sampling", "query_prefix")
+    _refuse_unknown("sampling option", sampling, SamplingParams, without="processors")
+    return Config(from_mapping(rest), SamplingParams(**sampling), prefix)
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """The keys and values of a YAML or JSON file."""
+    import yaml
+
+    try:
+        said = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise OutriderError(f"cannot read the config file {path}: {reason}") from error
+    except yaml.YAMLError as error:
+        raise OutriderError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(said, dict) or not all(isinstance(key, str) for key in said):
+        raise OutriderError(f"{path} must hold keys and values, such as `model: smollm2-135m`")
+    return said
+
+
+def _refuse_unknown(what: str, values: Mapping[str, Any], kind: type, *more: str, without: str = "") -> None:
+    known = [*(each.name for each in dataclasses.fields(kind) if each.name != without), *more]
     unknown = [key for key in values if key not in known]
     if unknown:
-        raise OutriderError(f"unknown setting {unknown[0]!r}; known: {', '.join(known)}")
-    return Settings(**values)
+        raise OutriderError(f"unknown {what} {unknown[0]!r}; known: {', '.join(known)}")
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise OutriderError(f"unknown {name} {value!r}; known: {', '.join(known)}")
+
+
+def _check_type(name: str, value: Any, kind: Any) -> None:
+    """A file may hold anything. The annotations are text here."""
+    wanted, words = _TYPES[str(kind).partition("[")[0]]
+    right = isinstance(value, wanted) and (kind == "bool" or not isinstance(value, bool))
+    if not right and not (value is None and "None" in str(kind)):
+        raise OutriderError(f"{name} must be {words}, not {value!r}")
+
+
+_CHOICES = {"backend": BACKENDS, "dtype": DTYPES, "quantize": QUANTIZE, "rule": RULES}
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+_LEAST = {
+    "max_batch": 1,
+    "max_draft_batch": 0,
+    "piece": 2,
+    "cache_memory": 0,
+    "threads": 0,
+    **dict.fromkeys(_PARALLEL, 1),
+}
+_TYPES: dict[str, tuple[Any, str]] = {
+    "str": (str, "text"),
+    "bool": (bool, "true or false"),
+    "int": (int, "a whole number"),
+    "float": (int | float, "a number"),
+    "Mapping": (Mapping, "keys and values"),
+}

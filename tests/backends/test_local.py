@@ -361,3 +361,60 @@ def test_a_tokenizer_that_fails_ends_its_request_with_the_reason(local, monkeypa
     monkeypatch.undo()
     assert local.submit(Request("abc", params=SamplingParams(max_tokens=5))).result().text
     assert not local._places
+
+
+class TestDraftersThatRequestsName:
+    def specs(self, local):
+        return {spec for spec in local.engine.drafters if spec.startswith("ngram:length=")}
+
+    def test_only_the_last_used_are_kept(self, local):
+        for length in range(1, 21):
+            local.submit(Request("ab", params=SamplingParams(max_tokens=2), draft=f"ngram:length={length}")).result()
+        local.submit(Request("ab", params=SamplingParams(max_tokens=2), draft="ngram:length=13")).result()
+        local.submit(Request("ab", params=SamplingParams(max_tokens=2), draft="ngram:length=99")).result()
+        kept = {99, 13, 20, 19, 18, 17, 16, 15}
+        assert self.specs(local) == {f"ngram:length={length}" for length in kept}
+        assert "" in local.engine.drafters
+
+    def test_one_in_use_is_not_dropped(self):
+        local = backend(batch=1)
+        first = local.submit(Request("ab", params=SamplingParams(max_tokens=50, ignore_eos=True), draft="layer_skip"))
+        waiting = [
+            local.submit(Request("ab", params=SamplingParams(max_tokens=4), draft=f"ngram:length={length}"))
+            for length in range(1, 15)
+        ]
+        assert {"layer_skip"} | self.specs(local) <= set(local.engine.drafters)
+        assert [stream.result().finish_reason for stream in (first, *waiting)] == ["length"] * 15
+        assert len(self.specs(local)) <= 8
+        local.close()
+
+    def test_one_that_was_refused_or_cancelled_is_let_go(self, local):
+        for length in range(1, 21):
+            with pytest.raises(OutriderError):
+                local.submit(Request("ab" * 50, draft=f"ngram:length={length}"))
+        assert len(self.specs(local)) == 8
+        for length in range(1, 21):
+            stream = local.submit(Request("ab", params=SamplingParams(max_tokens=40), draft=f"ngram:length={length}"))
+            stream.cancel()
+            stream.result()
+        assert len(self.specs(local)) == 8
+
+    def test_a_build_holds_nobody_up(self):
+        """While one request's drafter is being built another request runs."""
+        local, built, go = backend(), threading.Event(), threading.Event()
+        build = local._drafter
+
+        def slow(spec):
+            built.set()
+            assert go.wait(10)
+            return build(spec)
+
+        local._drafter = slow
+        short = SamplingParams(max_tokens=3)
+        late = threading.Thread(target=local.submit, args=(Request("ab", params=short, draft="ngram:length=3"),))
+        late.start()
+        assert built.wait(10)
+        assert local.submit(Request("ab", params=short)).result().finish_reason == "length"
+        go.set()
+        late.join(10)
+        local.close()

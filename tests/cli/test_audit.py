@@ -35,9 +35,9 @@ def test_every_drafter_passes(llm, tiny_draft):
         assert all(check.drafted > 0 for check in drafter.checks) or drafter.draft in ("none", "ngram")
 
 
-def test_the_default_is_every_drafter_that_needs_no_arguments():
-    assert {"ngram", "prediction", "layer_skip"} <= set(default_drafts())
-    assert not {"none", "draft_model"} & set(default_drafts())
+def test_the_default_is_every_drafter_that_runs_beside_the_model_without_arguments(llm):
+    assert {"ngram", "prediction", "layer_skip"} <= set(default_drafts(llm))
+    assert not {"none", "draft_model", "eagle"} & set(default_drafts(llm))  # no head is shipped for a tiny model
 
 
 def test_the_same_seed_gives_the_same_report(llm):
@@ -89,7 +89,7 @@ def test_it_catches_a_rule_that_accepts_everything(llm, monkeypatch):
         return Verdict(tuple(range(len(draft))), token)
 
     monkeypatch.setattr(engine, "rejection", generous)
-    for draft in default_drafts():
+    for draft in default_drafts(llm):
         found = checks(audit(llm, [draft], SHORT, samples=300))
         assert found["greedy"].passed
         assert not found["law"].passed, draft

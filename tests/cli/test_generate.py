@@ -95,8 +95,9 @@ def test_too_little_memory(outrider, tiny_folder):
 
 
 def test_a_draft_model_with_another_vocabulary(outrider, tiny_folder, tiny_stranger):
-    done = outrider("generate", "x", "-m", tiny_folder, "--draft", f"draft_model:model={tiny_stranger}")
-    assert_refused(done, "own family")
+    asked = ("generate", "x", "-m", tiny_folder, "--max-tokens", 9)
+    done = outrider(*asked, "--draft", f"draft_model:model={tiny_stranger}")
+    assert (done.code, done.out) == (0, outrider(*asked, "--draft", "none").out)
 
 
 def test_a_draft_model_that_is_not_there(outrider, tiny_folder):

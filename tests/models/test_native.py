@@ -541,7 +541,7 @@ class TestLongAndManyAtOnce:
 
     def test_another_dtype_is_refused(self):
         """Packed weights are computed in float32: a cache of another dtype would be read as if it were that."""
-        layer = pair("llama, 4 bits")[0].weights.stack._layers[0]
+        layer = pair("llama, 4 bits")[0].weights.stack.layers[0]
         half = replace(layer, attention_norm=layer.attention_norm.bfloat16())
         with pytest.raises(OutriderError, match="packed weights are computed in float32"):
             NativeStack(pair("llama, 4 bits")[0].config, [half])

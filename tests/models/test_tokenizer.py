@@ -18,8 +18,8 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from outrider.bench.export import to_transformers
 from outrider.core.errors import OutriderError
+from outrider.models.export import to_transformers
 from outrider.models.gguf import GGUFFile
 from outrider.models.tokenizer import GGUFTokenizer, end_ids, from_folder, from_gguf
 

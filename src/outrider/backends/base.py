@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, Protocol
 
-from outrider.core.request import Chunk, Request, Result
+from outrider.core.request import Chunk, Message, Prompt, Request, Result
 
 
 class Stream:
@@ -65,9 +65,19 @@ class Stream:
             yield self._chunks.popleft()
         self._outcome()
 
+    def watch(self, waker: Callable[[], object]) -> None:
+        """Have `waker` called, by the backend's thread, whenever there is something to take, and at the end."""
+        self._waker = waker
+        if self._chunks or self.done:
+            waker()
+
+    def take(self) -> list[Chunk]:
+        """The chunks that are here, without waiting."""
+        return [self._chunks.popleft() for _ in range(len(self._chunks))]
+
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         loop, event = asyncio.get_running_loop(), asyncio.Event()
-        self._waker = lambda: loop.call_soon_threadsafe(event.set)
+        self.watch(lambda: loop.call_soon_threadsafe(event.set))
         try:
             while True:
                 event.clear()
@@ -96,6 +106,24 @@ class Stream:
 
 
 class Backend(Protocol):
+    tokenizer: Any  # None: prompts are token ids
+    notes: tuple[str, ...]  # what a user should know about how the model was loaded
+
+    @property
+    def context(self) -> int:
+        """The most tokens a sequence can have."""
+        ...
+
+    def encode(self, prompt: Prompt, special: bool = True) -> list[int]: ...
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        """Messages as the model's own chat template writes them, ready for the answer."""
+        ...
+
+    def prepare(self, draft: str) -> None:
+        """Make ready the drafter that requests may name; an OutriderError says why it cannot be."""
+        ...
+
     def submit(self, request: Request) -> Stream:
         """Start a request; an OutriderError says why it can never run."""
         ...

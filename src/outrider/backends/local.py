@@ -7,13 +7,13 @@ import queue
 import threading
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any
 
 from outrider.backends.base import Stream
+from outrider.backends.reader import Reader
 from outrider.backends.text import Writer
 from outrider.core.dice import Dice
 from outrider.core.errors import OutriderError
-from outrider.core.request import Chunk, Message, Prompt, Request, Result
+from outrider.core.request import Chunk, Request, Result
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Rule, Sequence
 from outrider.drafters.base import Drafter
@@ -33,9 +33,10 @@ class _Job:
 
 
 _ids = itertools.count()  # of sequences
+IDLE = 8  # drafters that requests have named and nobody uses now: so many are kept
 
 
-class Local:
+class Local(Reader):
     def __init__(
         self,
         engine: Engine,
@@ -48,21 +49,34 @@ class Local:
         """`drafter` builds the one that a request names. `ends`: the tokens that end a sequence. `rule`: for requests
         without a seed. `notes`: what a user should know about how the model was loaded."""
         self.engine, self.tokenizer, self.notes = engine, tokenizer, tuple(notes)
+        self.vocab_size = engine.model.vocab_size
         self._drafter, self._ends, self._rule = drafter, ends, rule
         self._inbox: queue.SimpleQueue[_Job | tuple[_Job] | None] = queue.SimpleQueue()  # new, to cancel, or: end
         self._places: dict[int, tuple[_Job, int]] = {}  # sequence id -> its job, and which sample it is
+        self._users: dict[str, int] = {}  # drafter that requests have named -> requests under way; the last used last
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._lock, self._building, self._counting = threading.Lock(), threading.Lock(), threading.Lock()
 
     def submit(self, request: Request) -> Stream:
+        drafter = self._hold(request.draft)
+        try:
+            if request.prediction is not None and not drafter.expects:
+                raise OutriderError("a prediction was given, but only the drafter prediction reads it; choose that one")
+            job = self._job(request)
+        except BaseException:
+            self._let_go(request.draft)
+            raise
+        with self._lock:  # or the thread could end between the two
+            self._start()
+            self._inbox.put(job)
+        return job.stream
+
+    def _job(self, request: Request) -> _Job:
         params = self._resolve(request.params)
         prompt = self._prompt(request)
         expected = () if request.prediction is None else tuple(self.encode(request.prediction, special=False))
         writers = [self._writer(request) for _ in range(params.n)]
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._ends)
-        self.prepare(request.draft)
-        if request.prediction is not None and not self.engine.drafters[request.draft].expects:
-            raise OutriderError("a prediction was given, but only the drafter prediction reads it; choose that one")
         seqs = [
             Sequence(
                 next(_ids),
@@ -79,12 +93,8 @@ class Local:
         ]
         for seq in seqs:
             self.engine.scheduler.check(seq)
-        stream = Stream(lambda: self._inbox.put((job,)))
-        job = _Job(request, stream, seqs, writers, [0] * params.n)
-        with self._lock:  # or the thread could end between the two
-            self._start()
-            self._inbox.put(job)
-        return stream
+        job = _Job(request, Stream(lambda: self._inbox.put((job,))), seqs, writers, [0] * params.n)
+        return job
 
     def close(self) -> None:
         with self._lock:
@@ -92,34 +102,9 @@ class Local:
                 self._inbox.put(None)
                 self._thread.join()
 
-    def encode(self, prompt: Prompt, special: bool = True) -> list[int]:
-        if not isinstance(prompt, str):
-            ids = [int(token) for token in prompt]
-            self._check_ids(ids)
-            return ids
-        return list(self._need_tokenizer().encode(prompt, add_special_tokens=special))
-
-    def render(self, messages: Seq[Message]) -> list[int]:
-        """Messages as the model's own chat template writes them, ready for the answer."""
-        tokenizer = self._need_tokenizer()
-        if not getattr(tokenizer, "chat_template", None):
-            raise OutriderError("the model has no chat template; give a prompt instead of messages (--raw)")
-        try:
-            text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except OutriderError:
-            raise
-        except Exception as error:  # the template is the model's own code: whatever it raises is about the messages
-            reason = " ".join(str(error).split())
-            raise OutriderError(f"the chat template refused the messages: {reason}") from error
-        return list(tokenizer.encode(text, add_special_tokens=False))
-
-    def _prompt(self, request: Request) -> list[int]:
-        if (request.prompt is None) == (request.messages is None):
-            raise OutriderError("a request has either a prompt or messages")
-        if request.messages is not None:
-            return self.render(request.messages)
-        assert request.prompt is not None
-        return self.encode(request.prompt)
+    @property
+    def context(self) -> int:
+        return self.engine.model.context
 
     def _resolve(self, params: SamplingParams) -> SamplingParams:
         """Bad words as tokens, and every token id within the vocabulary."""
@@ -133,28 +118,39 @@ class Local:
             return {word}
         return {tuple(self.encode(text, special=False)) for text in (word, " " + word.lstrip())} - {()}
 
-    def _writer(self, request: Request) -> Writer | None:
-        """Text is written token by token only where somebody reads it so."""
-        if request.params.stop:
-            return Writer(self._need_tokenizer(), request.params.stop, request.params.min_tokens)
-        return Writer(self.tokenizer) if request.stream and self.tokenizer is not None else None
-
-    def _need_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise OutriderError("the model has no tokenizer, so text cannot be read; give token ids instead")
-        return self.tokenizer
-
-    def _check_ids(self, ids: Any) -> None:
-        size = self.engine.model.vocab_size
-        bad = next((token for token in ids if not 0 <= token < size), None)
-        if bad is not None:
-            raise OutriderError(f"token id {bad} is outside the vocabulary of {size} tokens")
-
     def prepare(self, draft: str) -> None:
         """Build the drafter that requests may name; an OutriderError says why it cannot be."""
-        with self._lock:
-            if draft not in self.engine.drafters:
-                self.engine.drafters[draft] = self._drafter(draft)
+        self._hold(draft)
+        self._let_go(draft)
+
+    def _hold(self, draft: str) -> Drafter:
+        """The drafter of that spec, kept until `_let_go`. Whoever wants one that is there never waits for a build."""
+        if (found := self._use(draft)) is not None:
+            return found
+        with self._building:
+            if (found := self._use(draft)) is not None:
+                return found
+            built = self._drafter(draft)
+            with self._counting:
+                self.engine.drafters[draft], self._users[draft] = built, 1
+        return built
+
+    def _use(self, draft: str) -> Drafter | None:
+        with self._counting:
+            found = self.engine.drafters.get(draft)
+            if found is not None:
+                self._users[draft] = self._users.pop(draft, 0) + 1
+            return found
+
+    def _let_go(self, draft: str) -> None:
+        """One use less; of the drafters that nobody uses those that were used last are kept, and the backend's own."""
+        with self._counting:
+            self._users[draft] -= 1
+            own = self.engine.drafters[""]
+            idle = [spec for spec, users in self._users.items() if not users and self.engine.drafters[spec] is not own]
+            for spec in idle[:-IDLE]:
+                del self._users[spec]
+                self.engine.drop(spec)
 
     def _start(self) -> None:
         if self._thread is None or not self._thread.is_alive():
@@ -212,6 +208,7 @@ class Local:
                 for sample in job.seqs:
                     self._places.pop(sample.id, None)
                     self.engine.cancel(sample.id)
+                self._let_go(job.request.draft)
                 job.stream.finish(OutriderError(f"the text could not be written: {type(error).__name__}: {error}"))
 
     def _hand_over(self, job: _Job, index: int) -> None:
@@ -222,6 +219,7 @@ class Local:
             del self._places[seq.id]
             if not any(sample.id in self._places for sample in job.seqs):  # the last chunk of each was sent
                 first, *others = map(self._result, job.seqs, job.writers)
+                self._let_go(job.request.draft)
                 job.stream.finish(replace(first, others=tuple(others)))
 
     def _send(self, job: _Job, index: int) -> None:

@@ -1,0 +1,62 @@
+"""What every backend does with text: prompts and messages to tokens, and who writes the answer's text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from outrider.backends.text import Writer
+from outrider.core.errors import OutriderError
+from outrider.core.request import Message, Prompt, Request
+from outrider.models.tokenizer import Tokenizer
+
+
+class Reader:
+    tokenizer: Tokenizer | None  # None: prompts are token ids
+    vocab_size: int
+
+    def encode(self, prompt: Prompt, special: bool = True) -> list[int]:
+        if not isinstance(prompt, str):
+            ids = [int(token) for token in prompt]
+            self._check_ids(ids)
+            return ids
+        return list(self._need_tokenizer().encode(prompt, add_special_tokens=special))
+
+    def render(self, messages: Seq[Message]) -> list[int]:
+        """Messages as the model's own chat template writes them, ready for the answer."""
+        tokenizer = self._need_tokenizer()
+        if not getattr(tokenizer, "chat_template", None):
+            raise OutriderError("the model has no chat template; give a prompt instead of messages (--raw)")
+        try:
+            text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except OutriderError:
+            raise
+        except Exception as error:  # the template is the model's own code: whatever it raises is about the messages
+            reason = " ".join(str(error).split())
+            raise OutriderError(f"the chat template refused the messages: {reason}") from error
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    def _prompt(self, request: Request) -> list[int]:
+        if (request.prompt is None) == (request.messages is None):
+            raise OutriderError("a request has either a prompt or messages")
+        if request.messages is not None:
+            return self.render(request.messages)
+        assert request.prompt is not None
+        return self.encode(request.prompt)
+
+    def _writer(self, request: Request) -> Writer | None:
+        """Text is written token by token only where somebody reads it so."""
+        if request.params.stop:
+            return Writer(self._need_tokenizer(), request.params.stop, request.params.min_tokens)
+        return Writer(self.tokenizer) if request.stream and self.tokenizer is not None else None
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise OutriderError("the model has no tokenizer, so text cannot be read; give token ids instead")
+        return self.tokenizer
+
+    def _check_ids(self, ids: Any) -> None:
+        size = self.vocab_size
+        bad = next((token for token in ids if not 0 <= token < size), None)
+        if bad is not None:
+            raise OutriderError(f"token id {bad} is outside the vocabulary of {size} tokens")

@@ -1,0 +1,154 @@
+"""Our drafter words and vLLM's `speculative_config`, each in terms of the other; and what old vLLM versions wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider import drafters
+from outrider.core.errors import OutriderError
+
+Config = dict[str, Any]  # as vLLM has it
+
+
+@dataclass(frozen=True)
+class Word:
+    """A drafter of ours that vLLM has too: option -> its key there."""
+
+    method: str
+    keys: dict[str, str]
+    defaults: Config = field(default_factory=dict)
+    needs: str = ""  # the option that cannot be left out
+
+
+_LENGTH = {"length": "num_speculative_tokens"}
+_HEAD = {"head": "model", **_LENGTH}
+WORDS = {
+    "ngram": Word(
+        "ngram",
+        {**_LENGTH, "max_n": "prompt_lookup_max", "min_n": "prompt_lookup_min"},
+        {"num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
+    ),
+    "suffix": Word("suffix", _LENGTH),
+    "draft_model": Word("draft_model", {"model": "model", **_LENGTH}, {"num_speculative_tokens": 5}, "model"),
+    "medusa": Word("medusa", _HEAD, {"num_speculative_tokens": 5}, "head"),
+    "eagle": Word("eagle", _HEAD, {"num_speculative_tokens": 5}, "head"),
+    "eagle3": Word("eagle3", _HEAD, {"num_speculative_tokens": 5}, "head"),
+}
+# What vLLM's engine took before it had `speculative_config`, and the key in there.
+OLD = {
+    "speculative_model": "model",
+    "num_speculative_tokens": "num_speculative_tokens",
+    "speculative_draft_tensor_parallel_size": "draft_tensor_parallel_size",
+    "speculative_max_model_len": "max_model_len",
+    "speculative_model_quantization": "quantization",
+    "ngram_prompt_lookup_max": "prompt_lookup_max",
+    "ngram_prompt_lookup_min": "prompt_lookup_min",
+}
+GONE = {
+    "speculative_disable_by_batch_size": "write speculative_config.num_speculative_tokens_per_batch_size instead",
+    "spec_decoding_acceptance_method": "vLLM accepts by exact rejection alone; leave it out",
+    "typical_acceptance_sampler_posterior_threshold": "vLLM accepts by exact rejection alone; leave it out",
+    "typical_acceptance_sampler_posterior_alpha": "vLLM accepts by exact rejection alone; leave it out",
+    "speculative_disable_mqa_scorer": "leave it out",
+    "disable_logprobs_during_spec_decoding": "leave it out",
+}
+
+
+def to_vllm(draft: str) -> Config | None:
+    """ "ngram:length=8" -> what vLLM calls it; None: plain decoding."""
+    name, _, text = draft.strip().partition(":")
+    if name == "none":
+        return None
+    if name not in WORDS:
+        raise OutriderError(f"vLLM has no drafter {name!r}; on this backend there are: none, {', '.join(WORDS)}")
+    word = WORDS[name]
+    config = {"method": word.method, **word.defaults}
+    for item in filter(None, text.split(",")):
+        key, _, value = (part.strip() for part in item.partition("="))
+        if key not in word.keys:
+            raise OutriderError(f"on vLLM the drafter {name} has no option {key!r}; it has: {', '.join(word.keys)}")
+        config[word.keys[key]] = value if word.keys[key] == "model" else _whole(f"{name}:{key}", value)
+    if word.needs and "model" not in config:
+        raise OutriderError(f"drafter {name} needs {word.needs}: write {name}:{word.needs}=...")
+    return config
+
+
+def to_draft(config: Mapping[str, Any]) -> str:
+    """vLLM's configuration as a drafter of our own engine."""
+    method = _method(config)
+    if method not in WORDS or not _ours(method):
+        known = [name for name in WORDS if _ours(name)]
+        raise OutriderError(f"our engine has no speculative method {method!r}; it has: {', '.join(known)}")
+    options = {key: option for option, key in WORDS[method].keys.items()}
+    given = {key: value for key, value in config.items() if key != "method" and (key, value) != ("model", "[ngram]")}
+    unknown = [key for key in given if key not in options]
+    if unknown:
+        raise OutriderError(
+            f"speculative_config: our engine does not know {unknown[0]!r} with method {method}; "
+            f"it knows: method, {', '.join(options)}"
+        )
+    text = ",".join(f"{options[key]}={_plain(key, value)}" for key, value in given.items())
+    return f"{method}:{text}" if text else method
+
+
+def parse(value: Mapping[str, Any] | str) -> Config:
+    """A speculative_config, or its JSON."""
+    if not isinstance(value, str):
+        return dict(value)
+    try:
+        config = json.loads(value)
+    except ValueError as error:
+        raise OutriderError(f"speculative_config is not JSON ({error}); write {_EXAMPLE}") from error
+    if not isinstance(config, dict):
+        raise OutriderError(f"speculative_config must be a JSON object such as {_EXAMPLE}")
+    return config
+
+
+def modernise(args: Mapping[str, Any]) -> tuple[Config, list[str]]:
+    """vLLM's engine arguments with the dead ones in their new place, and a note for each."""
+    for key, why in GONE.items():
+        if key in args:
+            raise OutriderError(f"{key} is gone from vLLM: {why}")
+    modern = {key: value for key, value in args.items() if key not in OLD and key != "use_v2_block_manager"}
+    notes = [f"{key} is dead in vLLM; written as speculative_config.{OLD[key]}" for key in args if key in OLD]
+    if "use_v2_block_manager" in args:
+        notes.append("use_v2_block_manager is dead in vLLM (it always does); left out")
+    old = {OLD[key]: value for key, value in args.items() if key in OLD}
+    if old:
+        if args.get("speculative_config"):
+            raise OutriderError("give speculative_config or the old speculative keys of vLLM, not both")
+        method = _method(old)
+        if old.get("model") == "[ngram]":
+            del old["model"]
+        modern["speculative_config"] = {"method": method, **old}
+    return modern, notes
+
+
+def _method(config: Mapping[str, Any]) -> str:
+    if "method" in config:
+        return str(config["method"])
+    if "model" not in config:
+        raise OutriderError(f"speculative_config names neither a method nor a model; write {_EXAMPLE}")
+    return "ngram" if config["model"] in ("[ngram]", "ngram") else "draft_model"
+
+
+def _ours(name: str) -> bool:
+    return name in drafters.names()
+
+
+def _plain(key: str, value: Any) -> str:
+    if "," in str(value):
+        raise OutriderError(f"{key} cannot hold a comma here: {value}")
+    return str(value)
+
+
+def _whole(where: str, value: str) -> int:
+    if not value.isdecimal():
+        raise OutriderError(f"{where} must be a whole number, not {value!r}")
+    return int(value)
+
+
+_EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'

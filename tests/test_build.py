@@ -1,0 +1,17 @@
+"""What is put together from settings."""
+
+from __future__ import annotations
+
+from outrider import LLM, SamplingParams
+
+PROMPTS = ["the red fox", "one, two, three", "the sea is green"]
+
+
+def test_drafters_that_name_one_draft_model_share_it(tiny_folder, tiny_draft):
+    specs = [f"draft_model:model={tiny_draft},length={length}" for length in (1, 3, 5)]
+    params = SamplingParams(max_tokens=20)
+    with LLM(str(tiny_folder), draft="none", pace=False, threads=1, cache_memory=0.1) as llm:
+        plain = [result.token_ids for result in llm.generate(PROMPTS, params)]
+        streams = [llm.stream(prompt, params, draft=spec) for spec in specs for prompt in PROMPTS]  # in one batch
+        assert [stream.result().token_ids for stream in streams] == plain * 3
+        assert len({id(llm.backend.engine.drafters[spec]._model) for spec in specs}) == 1
