@@ -12,11 +12,11 @@ import torch
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 32, 48, 4, 2, 2
 
 
-def write_llama(path: Path, vocab: int = 40, metadata: dict[str, Any] | None = None) -> Path:
+def write_llama(path: Path, vocab: int = 40, metadata: dict[str, Any] | None = None, context: int = 128) -> Path:
     """A llama of two layers in bfloat16 values, so that a conversion rounds nothing."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(LAYERS)
-    writer.add_context_length(128)
+    writer.add_context_length(context)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(INNER)
     writer.add_head_count(HEADS)
