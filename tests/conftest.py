@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import functools
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell: what we start would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -377,13 +377,20 @@ class TestDraftersThatRequestsName:
         assert "" in local.engine.drafters
 
     def test_one_in_use_is_not_dropped(self):
-        local = backend(batch=1)
-        first = local.submit(Request("ab", params=SamplingParams(max_tokens=50, ignore_eos=True), draft="layer_skip"))
+        local, go_on = backend(batch=1), threading.Event()
+
+        def wait(tokens, logits):
+            assert go_on.wait(60)
+            return logits
+
+        params = SamplingParams(max_tokens=9, ignore_eos=True, processors=(wait,))
+        first = local.submit(Request("ab", params=params, draft="layer_skip"))
         waiting = [
             local.submit(Request("ab", params=SamplingParams(max_tokens=4), draft=f"ngram:length={length}"))
             for length in range(1, 15)
         ]
         assert {"layer_skip"} | self.specs(local) <= set(local.engine.drafters)
+        go_on.set()
         assert [stream.result().finish_reason for stream in (first, *waiting)] == ["length"] * 15
         assert len(self.specs(local)) <= 8
         local.close()
