@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.models import read
-from outrider.models.base import Anatomy, Feed, Output
+from outrider.models.base import Feed, Output
 from outrider.models.cache import Cache
 from outrider.models.linear import Embedding, Linear
 from outrider.models.native.packed import Packed
+from outrider.models.read import Open
 from outrider.models.stack import Pass, Stack, StackConfig
 
 _POSITIONS = 1024  # that rotary tables begin with
@@ -50,7 +49,7 @@ class Weights:
     rope: Rope
 
 
-class Llama:
+class Llama(Open):
     def __init__(self, config: LlamaConfig, weights: Weights, memory: int = 1 << 30) -> None:
         """`memory`: bytes that keys and values may take."""
         self.config, self.weights, self._memory = config, weights, memory
@@ -77,22 +76,6 @@ class Llama:
     def packed(self) -> bool:
         """Whether its weights are quantised, and run by the kernels."""
         return isinstance(self.weights.head, Packed)
-
-    @property
-    def anatomy(self) -> Anatomy:
-        return read.anatomy(self.config, self.weights)
-
-    def embed(self, ids: Tensor) -> Tensor:
-        return self.weights.embedding.rows(ids)
-
-    def normed(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weights.norm, self.config.norm_eps)
-
-    def output_rows(self, ids: Tensor) -> Tensor:
-        return self.weights.head.rows(ids)  # type: ignore[attr-defined]
-
-    def tensor(self, name: str) -> Tensor:
-        return read.tensor(self.config, self.weights, name)
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], layers: Sequence[int] = ()) -> list[Output]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.models.base import Anatomy
@@ -27,6 +28,29 @@ _NORMS = {
     "self_attn.q_norm.weight": "query_norm",
     "self_attn.k_norm.weight": "key_norm",
 }
+
+
+class Open:
+    """What heads beside a llama-like model read of it (models.base.Readable), on whatever device it runs."""
+
+    config: LlamaConfig
+    weights: Weights
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return anatomy(self.config, self.weights)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.weights.embedding.rows(ids)
+
+    def normed(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weights.norm, self.config.norm_eps)
+
+    def output_rows(self, ids: Tensor) -> Tensor:
+        return self.weights.head.rows(ids)  # type: ignore[attr-defined]
+
+    def tensor(self, name: str) -> Tensor:
+        return tensor(self.config, self.weights, name)
 
 
 def anatomy(config: LlamaConfig, weights: Weights) -> Anatomy:

@@ -8,18 +8,17 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.core.dice import Dice
 from outrider.core.errors import OutriderError
-from outrider.models import read
-from outrider.models.base import Anatomy, Feed, Output, Outputs
+from outrider.models.base import Feed, Output, Outputs
 from outrider.models.cuda import kernels
 from outrider.models.cuda.kernels import MOST_ROWS, NODES, PAGE
 from outrider.models.cuda.pages import Pages
 from outrider.models.linear import Dense, Linear
 from outrider.models.llama import LlamaConfig, Weights
+from outrider.models.read import Open
 
 ROWS = (*range(1, 9), 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 MOST = ROWS[-1]  # rows of one graph; longer passes run kernel by kernel
@@ -84,7 +83,7 @@ class _Never:
     def synchronize(self) -> None: ...
 
 
-class CudaLlama:
+class CudaLlama(Open):
     """`graphs`: False runs every kernel by itself, for debugging and comparison."""
 
     def __init__(self, config: LlamaConfig, weights: Weights, memory: int, graphs: bool = True) -> None:
@@ -162,22 +161,6 @@ class CudaLlama:
         weights = replace(self.weights, stack=self.weights.stack.first(layers))
         memory = self._memory * layers // self.num_layers  # for as many tokens
         return CudaLlama(replace(self.config, num_layers=layers), weights, memory, self._graphs)
-
-    @property
-    def anatomy(self) -> Anatomy:
-        return read.anatomy(self.config, self.weights)
-
-    def embed(self, ids: Tensor) -> Tensor:
-        return self.weights.embedding.rows(ids)
-
-    def normed(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weights.norm, self.config.norm_eps)
-
-    def output_rows(self, ids: Tensor) -> Tensor:
-        return self.weights.head.rows(ids)  # type: ignore[attr-defined]
-
-    def tensor(self, name: str) -> Tensor:
-        return read.tensor(self.config, self.weights, name)
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], layers: Sequence[int] = ()) -> Sequence[Output]:
