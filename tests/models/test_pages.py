@@ -62,6 +62,7 @@ def test_only_committed_full_pages_are_shared():
     tokens = text(1, 12)
     pages.extend(1, 12)
     pages.name(1, tokens[:7])  # what comes after is a draft
+    assert pages._holders[1].known == 1
     pages.begin(2, [*tokens, 1])
     assert pages.length(2) == 4
 
