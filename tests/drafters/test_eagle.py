@@ -32,7 +32,6 @@ from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Drafter, Parts
 from outrider.drafters.eagle import Eagle, EagleHead
-from outrider.drafters.lesson import ahead
 from outrider.drafters.packed import PackedRunner
 from outrider.drafters.runner import DenseRunner
 from outrider.engine.scheduler import Limits
@@ -73,7 +72,7 @@ def in_training(head, target, texts=TEXTS):
     pasts, said = [[] for _ in head.layers], []
     turns = head._turns(len(texts[0]) + STEPS, state.device)
     for step in range(STEPS):
-        embedded = F.embedding(ahead(learned.tokens, 1 + step), embedding)
+        embedded = F.embedding(F.pad(learned.tokens[:, 1 + step :], (0, 1 + step)), embedding)
         state, normed = head._step(embedded, state, pasts, turns[:, step : step + len(texts[0])])
         said.append(F.linear(normed, head._output(learned.output)))
     return said
@@ -476,7 +475,7 @@ class TestLoss:
         target, own = model(), head("cut, two layers, normed output")
         learned = lesson(target, own, TEXTS)
         _, figures = own.loss(learned, STEPS)
-        laws = learned.laws()
+        laws = learned.laws(torch.arange(learned.tokens.numel())).view(*learned.tokens.shape, -1)
         for step, said in enumerate(in_training(own, target)):
             until = len(TEXTS[0]) - 2 - step
             p, q = laws[:, 1 + step : 1 + step + until], torch.softmax(said[:, :until], -1)

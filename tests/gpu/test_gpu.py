@@ -15,13 +15,19 @@ from outrider.core.draft import Draft
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.core.verify_batch import Case, verify_batch
+from outrider.drafters import eagle, heads, lesson
 from outrider.drafters.base import Parts
+from outrider.drafters.eagle import EagleHead
+from outrider.drafters.medusa import MedusaHead
 from outrider.engine.engine import Engine, verify
+from outrider.engine.pace import Pace
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Feed
 from outrider.models.linear import Dense
 from outrider.models.llama import Llama, LlamaConfig, Rope, Weights
 from outrider.models.stack import Layer, TorchStack
+from outrider.train import fast
+from outrider.train.block import block
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -40,7 +46,23 @@ SPECS = [
     "draft_model:model=small",
     "draft_model:model=small,greedy=true",
     "oracle",
+    "eagle:head={eagle}",
+    "eagle:head={eagle},tree=16",
+    "eagle:head={eagle},tree=12,lookup=3",
+    "medusa:head={medusa}",
 ]
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """Untrained heads of the model that `cuda_model` makes, by kind."""
+    model = cuda_model()
+    torch.manual_seed(0)
+    made = {"eagle": EagleHead.fresh(model), "medusa": MedusaHead.fresh(model)}
+    found = {kind: tmp_path_factory.mktemp(kind) for kind in made}
+    for kind, head in made.items():
+        heads.write(head, found[kind], model, dtype=torch.float32)
+    return found
 
 
 def weights(heads=6, kv_heads=2, head_dim=32, hidden=64, inner=96, layers=2, vocab=300, bias=False, norms=False,
@@ -153,9 +175,9 @@ def answers(spec, params, count=8, model=None, predictions=None, rule="rejection
                                     SamplingParams(40, temperature=0.9, top_p=0.9, top_k=50, min_p=0.01, seed=3),
                                     SamplingParams(40, repetition_penalty=1.3, logit_bias={5: -3.0})],
                          ids=["greedy", "seeded", "cut", "adjusted"])  # fmt: skip
-def test_every_drafter_writes_what_plain_decoding_writes(spec, params):
+def test_every_drafter_writes_what_plain_decoding_writes(spec, params, folders):
     plain = answers("none", params)
-    assert answers(spec, params, predictions=plain) == plain
+    assert answers(spec.format(**folders), params, predictions=plain) == plain
 
 
 def test_graphs_on_and_off_write_the_same():
@@ -163,15 +185,18 @@ def test_graphs_on_and_off_write_the_same():
     assert answers("ngram", params) == answers("ngram", params, model=cuda_model(graphs=False))
 
 
-def test_a_large_batch_that_writes_ahead_equals_one_by_one():
+@pytest.mark.parametrize("spec", ["none", "ngram"])
+def test_a_large_batch_that_writes_ahead_equals_one_by_one(spec):
+    """With a drafter it drafts for some steps and writes ahead for others, as either is tried."""
     params = SamplingParams(30, temperature=0.7, seed=1)
     model = cuda_model()
-    run = engine("none", model, batch=128, piece=4096)
+    run = engine(spec, model, batch=128, piece=4096)
+    run.pace = Pace()
     luck = random.Random(6)
     prompts = [[luck.randrange(300) for _ in range(luck.randrange(2, 90))] for _ in range(150)]
     seqs = [
         Sequence(
-            i, list(p), replace(params, seed=i, max_tokens=5 + i % 40, temperature=0.7 if i % 2 else 0.0), dice=Dice(i)
+            i, list(p), replace(params, seed=i, max_tokens=5 + i % 90, temperature=0.7 if i % 2 else 0.0), dice=Dice(i)
         )
         for i, p in enumerate(prompts)
     ]
@@ -237,3 +262,56 @@ def test_cancel_gives_the_memory_back():
         run.cancel(id)
     assert model._pages.free_count == model._pages.count - 1
     assert not run.busy
+
+
+def test_the_fused_distance_equals_plain_torch():
+    from outrider.drafters import fused  # needs triton
+
+    torch.manual_seed(0)
+    rows, words = 37, 5000
+    logits, weight = torch.randn(rows, words, device="cuda") * 3, torch.rand(rows, device="cuda")
+    laws = lesson.Laws(torch.softmax(torch.randn_like(logits) * 3, -1) * 0.9, torch.zeros(rows, device="cuda"))
+    laws = replace(laws, best=laws.law.amax(-1).where(torch.arange(rows, device="cuda") % 2 == 0, 2.0))
+    laws.law[::2].scatter_(1, logits[::2].argmax(1, True), 0.99)
+    plain, other = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    losses, kept, hit = lesson._distance(plain, laws)
+    (0.8 * (losses * weight).sum()).backward()
+    loss, kept_too, hit_too = fused.distance(other, laws.law, laws.best, weight, lesson.NEARNESS)
+    (0.8 * loss).backward()
+    assert torch.allclose(loss, (losses * weight).sum(), rtol=1e-4)
+    assert torch.allclose(kept, kept_too, atol=1e-5)
+    assert torch.equal(hit, hit_too)
+    assert 0 < int(hit.sum()) < rows
+    assert torch.allclose(plain.grad, other.grad, atol=1e-5)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_the_fused_attention_equals_plain_torch(steps):
+    torch.manual_seed(0)
+
+    def parts(dtype):
+        made = torch.Generator("cuda").manual_seed(1)
+        return [
+            torch.randn(2, 3, 70, 64, generator=made, device="cuda").to(dtype).requires_grad_()
+            for _ in range(1 + 2 * steps)
+        ]
+
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):  # plain torch, and the kernels
+        q, *rest = given = parts(dtype)
+        out = eagle._mixed(q, list(zip(rest[::2], rest[1::2], strict=True)), 0.125)
+        out.float().square().sum().backward()
+        found.append([out, *(part.grad for part in given)])
+    for plain, other in zip(*found, strict=True):
+        assert (plain - other.float()).abs().max() < 0.03 * plain.abs().max()
+
+
+def test_the_teacher_with_kernels_reads_what_it_reads_without():
+    config, made = weights(layers=3)
+    tokens = torch.randint(300, (3, 41), device="cuda")
+    x, (cos, sin) = made.embedding.rows(tokens), (part.cuda() for part in made.rope.tables(64))
+    fast_ones = [each.clone() for each in fast.blocks(x, made.stack.layers, config, cos, sin)]
+    assert fast.fits(made.stack.layers, config, x)
+    for layer, other in zip(made.stack.layers, fast_ones, strict=True):
+        x = block(x, layer, config, cos[:41], sin[:41])
+        assert (x - other).abs().max() < 1e-3 * x.abs().max()

@@ -117,6 +117,7 @@ def test_a_batch_is_padded_masked_and_cut():
             held = int((tokens > 0).sum())
             whole = int(tokens[0]) // 1000
             assert mask.tolist() == [whole // 2 <= place < held for place in range(64)]
+        assert batch.known.tolist() == batch.mask.flatten().nonzero().squeeze(1).tolist()
 
 
 def test_the_most_frequent_tokens_of_answers():

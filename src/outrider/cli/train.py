@@ -105,7 +105,7 @@ def train(
             rich_help_panel=LEARN,
         ),
     ] = None,
-    rate: Annotated[float | None, typer.Option(help="Of Muon.", show_default="0.01", rich_help_panel=LEARN)] = None,
+    rate: Annotated[float | None, typer.Option(help="Of Muon.", show_default="0.015", rich_help_panel=LEARN)] = None,
     norm_rate: Annotated[
         float | None,
         typer.Option(help="Of AdamW, for norms.", show_default="0.001", rich_help_panel=LEARN),

@@ -92,7 +92,7 @@ class Sequence:
                 return count
         return len(ids)
 
-    @property
+    @functools.cached_property
     def plain(self) -> bool:
         """Whether its tokens depend on nothing but the logits, the temperature and its dice."""
         params = self.params

@@ -19,7 +19,7 @@ from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Drafter, Parts, Step
 from outrider.drafters.grow import grow
-from outrider.drafters.lesson import FADE, Figures, Lesson, ahead, distance, hits
+from outrider.drafters.lesson import FADE, Figures, Laws, Lesson, distance
 from outrider.drafters.lookup import Lookup
 from outrider.drafters.runner import Ahead, Shown, gathered, start
 from outrider.drafters.trust import Trust
@@ -220,23 +220,20 @@ class EagleHead(nn.Module):
         The figures: loss, and per depth (from 1) `hit`, how often its likeliest token is the target's, and `keep`, the
         share of draws that rejection would keep.
         """
-        laws = lesson.laws()
-        best, law = laws.amax(-1), laws if self._writes_all else laws[..., self.draft_ids]
-        del laws
-        output = self._output(lesson.output)
+        answers, ids = lesson.answers(), None if self._writes_all else self.draft_ids
+        laws, output = Laws.of(lesson, answers, ids), self._output(lesson.output)
         embedding = self.embed_tokens.weight if self.config.own_embedding else lesson.embedding
         state = lesson.last if self.config.first else self.combine(lesson.hidden)
         pasts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
         turns = self._turns(lesson.tokens.shape[1] + steps, state.device)
         total, figures, rows = torch.zeros((), device=state.device), {}, lesson.tokens.shape[1]
         for step in range(min(steps, rows - 2)):
-            embedded = F.embedding(ahead(lesson.tokens, 1 + step), embedding)
+            embedded = F.embedding(_ahead(lesson.tokens, 1 + step), embedding)
             state, normed = self._step(embedded, state, pasts, turns[:, step : step + rows])
-            until = rows - 2 - step
-            logits = F.linear(normed[:, :until], output.to(normed.dtype))
-            p, counts = law[:, 1 + step : 1 + step + until], lesson.mask[:, 2 + step :]
-            part, figures[f"keep{step + 1}"] = distance(logits, p, counts)
-            figures[f"hit{step + 1}"] = hits(logits.detach(), p, best[:, 1 + step : 1 + step + until], counts)
+            places, counts = answers.before(2 + step)
+            normed = normed.flatten(0, 1).index_select(0, places)
+            logits = F.linear(normed, output.to(normed.dtype))
+            part, figures[f"keep{step + 1}"], figures[f"hit{step + 1}"] = distance(logits, laws, counts)
             total = total + FADE**step * part
         figures["loss"] = total.detach()
         return total, figures
@@ -284,15 +281,7 @@ class EagleHead(nn.Module):
         k = _turned(attention.k_proj(x).view(b, t, config.num_kv_heads, -1).transpose(1, 2), turns)
         v = attention.v_proj(x).view(b, t, config.num_kv_heads, -1).transpose(1, 2)
         past.append((k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))  # [b, heads, t, head_dim]
-        (k, v), later = past[0], past[1:]
-        q = q * config.head_dim**-0.5
-        unseen = torch.ones(t, t, dtype=torch.bool, device=x.device).triu(1)
-        scores = (q @ k.transpose(-1, -2)).float().masked_fill(unseen, float("-inf"))
-        own = [(q * key).sum(-1, keepdim=True).float() for key, _ in later]
-        weights = torch.cat([scores, *own], -1).softmax(-1).to(v.dtype)
-        mixed = weights[..., :t] @ v
-        for place, (_, value) in enumerate(later):
-            mixed = mixed + weights[..., t + place, None] * value
+        mixed = _mixed(q, past, config.head_dim**-0.5)
         return attention.o_proj(mixed.transpose(1, 2).reshape(b, t, -1))
 
 
@@ -317,8 +306,31 @@ def _loudness(target: Readable, block: int) -> float:
     return float(output.hidden[:, 0].float().pow(2).mean(-1).sqrt().median())
 
 
+def _mixed(q: Tensor, past: Seq[tuple[Tensor, Tensor]], scale: float) -> Tensor:
+    """Values [b, heads, t, head_dim]: place s sees the places up to s of past[0], and place s of all others."""
+    if q.is_cuda and q.dtype != torch.float32:
+        from outrider.drafters.fused import attend
+
+        return attend(q, past, scale)
+    (k, v), later, t = past[0], past[1:], q.shape[2]
+    q = q * scale
+    unseen = torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1)
+    scores = (q @ k.transpose(-1, -2)).float().masked_fill(unseen, float("-inf"))
+    own = [(q * key).sum(-1, keepdim=True).float() for key, _ in later]
+    weights = torch.cat([scores, *own], -1).softmax(-1).to(v.dtype)
+    mixed = weights[..., :t] @ v
+    for place, (_, value) in enumerate(later):
+        mixed = mixed + weights[..., t + place, None] * value
+    return mixed
+
+
 def _norm(config: EagleConfig, size: int) -> Norm:
     return Norm(size, config.norm_eps)
+
+
+def _ahead(x: Tensor, places: int) -> Tensor:
+    """[b, t] -> the same with x[:, i + places] at i; zeros where there is nothing."""
+    return F.pad(x[:, places:], (0, places))
 
 
 def _turned(x: Tensor, turns: Tensor) -> Tensor:

@@ -1,16 +1,14 @@
 """What a head learns from: a text, the target's states along it, and the law that the target would have drawn from.
 
-Token i + 1 is drawn from the target's law after position i: softmax(last[:, i] @ output.T).
+Token i + 1 is drawn from the target's law after place i: softmax(last[:, i] @ output.T). Laws are large, so they are
+computed for tokens of answers alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 FADE = 0.8  # what a draft step weighs beside the one before it
@@ -29,44 +27,65 @@ class Lesson:
     mask: Tensor  # [b, t] bool: tokens of an answer, whose prediction counts
     output: Tensor  # [vocab, hidden] the target's output matrix, frozen
     embedding: Tensor  # [vocab, hidden] the target's embedding, frozen
+    # [n] where the mask is true in the flattened batch, if somebody knows without asking the device; padded with 0
+    known: Tensor | None = None
 
-    def laws(self) -> Tensor:
-        """[b, t, vocab] float32: what the target would draw the next token from."""
+    def answers(self) -> Answers:
+        known = self.mask.flatten().nonzero().squeeze(1) if self.known is None else self.known
+        return Answers(known, known % self.tokens.shape[1])
+
+    def laws(self, places: Tensor) -> Tensor:
+        """[n, vocab] float32: what the target would draw the token after each place of the flattened batch from."""
         with torch.no_grad():
-            return torch.softmax((self.last @ self.output.to(self.last.dtype).T).float(), -1)
+            last = self.last.flatten(0, 1)[places]
+            return torch.softmax((last @ self.output.to(last.dtype).T).float(), -1)
 
 
-def ahead(x: Tensor, places: int) -> Tensor:
-    """[b, t, ...] -> the same with x[:, i + places] at i; zeros where there is nothing."""
-    return F.pad(x[:, places:], (0, 0) * (x.dim() - 2) + (0, places))
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """Tokens of answers: their places in the flattened batch, and in their own texts."""
+
+    places: Tensor  # [n]
+    within: Tensor  # [n]
+
+    def before(self, count: int) -> tuple[Tensor, Tensor]:
+        """[n] the places so many tokens before, and [n] whether they are in the same text."""
+        return (self.places - count).clamp(min=0), self.within >= count
 
 
-def distance(logits: Tensor, law: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, eq=False)
+class Laws:
+    """The target's laws of the tokens of answers, as far as a head can write them."""
+
+    law: Tensor  # [n, draft vocabulary]; need not add up to 1: what the head has no token for is lost to it
+    best: Tensor  # [n] the chance of the likeliest token, of all
+
+    @classmethod
+    def of(cls, lesson: Lesson, answers: Answers, ids: Tensor | None = None) -> Laws:
+        """`ids`: the tokens that the head can write; None: all."""
+        laws = lesson.laws(answers.before(1)[0])
+        return cls(laws if ids is None else laws[:, ids], laws.amax(-1))
+
+
+def distance(logits: Tensor, laws: Laws, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cross-entropy of the head's law q against the target's p, plus NEARNESS * (1 - sum min(p, q)), averaged where
-    `counts` [b, t]; and sum min(p, q), the share that rejection keeps. `law` [b, t, draft vocabulary] need not add up
-    to 1: what the head has no token for is lost to it."""
-    return (_fused() if logits.is_cuda else _distance)(logits, law, counts)
-
-
-def _distance(logits: Tensor, law: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    log_q = torch.log_softmax(logits.float(), -1)
-    entropy = -(law * log_q).sum(-1)
-    kept = torch.minimum(law, log_q.exp()).sum(-1)
+    `counts` [n]; sum min(p, q), the share that rejection keeps; and how often the head's likeliest token is the
+    target's."""
     weight = counts / counts.sum().clamp(min=1)
-    return ((entropy + NEARNESS * (1.0 - kept)) * weight).sum(), (kept * weight).sum().detach()
+    if logits.is_cuda:
+        from outrider.drafters.fused import distance as fused
+
+        loss, kept, hit = fused(logits, laws.law, laws.best, weight, NEARNESS)
+    else:
+        rows, kept, hit = _distance(logits, laws)
+        loss = (rows * weight).sum()
+    return loss, (kept * weight).sum(), (hit * weight).sum()
 
 
-@cache
-def _fused() -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """On a GPU a dozen kernels over all logits would take longer than everything else. What cannot be compiled runs as
-    it is."""
-    from torch._dynamo import config
-
-    config.suppress_errors = True
-    return torch.compile(_distance)
-
-
-def hits(logits: Tensor, law: Tensor, best: Tensor, counts: Tensor) -> Tensor:
-    """How often the head's likeliest token is the target's. `best` [b, t]: the chance of the target's likeliest."""
-    chosen = law.gather(-1, logits.argmax(-1, keepdim=True)).squeeze(-1)
-    return ((chosen >= best) & counts).sum() / counts.sum().clamp(min=1)
+def _distance(logits: Tensor, laws: Laws) -> tuple[Tensor, Tensor, Tensor]:
+    """[n] each."""
+    log_q = torch.log_softmax(logits.float(), -1)
+    entropy = -(laws.law * log_q).sum(-1)
+    kept = torch.minimum(laws.law, log_q.exp()).sum(-1)
+    chosen = laws.law.gather(-1, logits.argmax(-1, keepdim=True)).squeeze(-1)
+    return entropy + NEARNESS * (1.0 - kept), kept.detach(), (chosen >= laws.best).float()

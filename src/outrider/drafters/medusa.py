@@ -19,7 +19,7 @@ from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Drafter, Parts, Step
-from outrider.drafters.lesson import FADE, Figures, Lesson, distance, hits
+from outrider.drafters.lesson import FADE, Figures, Laws, Lesson, distance
 from outrider.drafters.output import Output, bits
 from outrider.drafters.trust import Trust
 from outrider.drafters.writer import Writer
@@ -105,18 +105,14 @@ class MedusaHead(nn.Module):
     def loss(self, lesson: Lesson, steps: int = 0) -> tuple[Tensor, Figures]:
         """Distillation of every head (`steps`: of the first few); figures as those of EAGLE. Head j at place s guesses
         token s + 2 + j."""
-        laws = lesson.laws()
-        best, law = laws.amax(-1), laws if self._writes_all else laws[..., self.draft_ids]
-        del laws
-        rows, figures = lesson.tokens.shape[1], {}
+        answers, ids = lesson.answers(), None if self._writes_all else self.draft_ids
+        laws, last, figures = Laws.of(lesson, answers, ids), lesson.last.flatten(0, 1), {}
         total = torch.zeros((), device=lesson.last.device)
-        for step, block in enumerate(self.blocks[: min(steps or len(self.blocks), rows - 2)]):
-            until = rows - 2 - step
-            state = block(lesson.last[:, :until])
+        for step, block in enumerate(self.blocks[: min(steps or len(self.blocks), lesson.tokens.shape[1] - 2)]):
+            places, counts = answers.before(2 + step)
+            state = block(last[places])
             logits = F.linear(state, self._output(step, lesson.output).to(state.dtype))
-            p, counts = law[:, 1 + step : 1 + step + until], lesson.mask[:, 2 + step :]
-            part, figures[f"keep{step + 1}"] = distance(logits, p, counts)
-            figures[f"hit{step + 1}"] = hits(logits.detach(), p, best[:, 1 + step : 1 + step + until], counts)
+            part, figures[f"keep{step + 1}"], figures[f"hit{step + 1}"] = distance(logits, laws, counts)
             total = total + FADE**step * part
         figures["loss"] = total.detach()
         return total, figures

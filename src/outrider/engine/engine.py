@@ -20,8 +20,10 @@ from outrider.core.verify_batch import Case, choose, verify_batch
 from outrider.drafters.base import Drafter, Step
 from outrider.engine.pace import Pace
 from outrider.engine.scheduler import Limits, Plan, Scheduler
+from outrider.engine.worth import Worth
 from outrider.models.base import Feed, Model, Output, Outputs, Paged
 
+CROWD = 8  # sequences on a GPU: from so many on, whether drafts pay at all is measured
 BULK = 64  # sequences that run: from so many on, several tokens of each at once are still a short wait
 AHEAD = 16  # tokens that each of them then writes before the host looks
 
@@ -35,6 +37,7 @@ class Engine:
         self._paged = model if isinstance(model, Paged) else None
         page = 1 if self._paged is None else self._paged.page
         self.scheduler = Scheduler(limits, model.context, model.capacity, page)
+        self._worth = Worth()
         self.stats = Stats()  # of every sequence that has ended
 
     @property
@@ -66,16 +69,43 @@ class Engine:
         for seq in self.scheduler.admit():
             if self._paged is not None and not self._drafter(seq).layers:  # a drafter that reads states needs them all
                 self._paged.begin(seq.id, seq.tokens)
-        if self._paged is not None and len(self.scheduler.running) >= BULK:
-            return self._step_bulk(self._paged)
-        return self._step(self.scheduler.plan(self.model.length))
+        if self._paged is None or not self._crowded:
+            return self._step_once(True)
+        running = self.scheduler.running
+        settled = all(seq.output for seq in running)  # no prompt is left, which would take longer
+        begin, before, drafting = time.perf_counter(), _outputs(running), self._worth.drafts(len(running))
+        ended = self._step_once(drafting)
+        if settled:
+            self._worth.learn(len(running), drafting, _outputs(running) - before, time.perf_counter() - begin)
+        return ended
 
-    def _step(self, plans: Seq[Plan]) -> list[Sequence]:
+    @property
+    def _crowded(self) -> bool:
+        """Whether it is an open question if drafts pay."""
+        running = self.scheduler.running
+        return (
+            self.pace is not None
+            and len(running) >= CROWD
+            and any(self._drafter(seq).name != "none" for seq in running)
+        )
+
+    def _step_once(self, drafting: bool) -> list[Sequence]:
+        running = self.scheduler.running
+        if self._paged is not None and len(running) >= BULK and all(self._alone(seq, drafting) for seq in running):
+            return self._step_bulk(self._paged)
+        return self._step(self.scheduler.plan(self.model.length), drafting)
+
+    def _alone(self, seq: Sequence, drafting: bool) -> bool:
+        """Whether the target can write it by itself: nobody drafts, and nobody reads its states."""
+        drafter = self._drafter(seq)
+        return seq.plain and (drafter.name == "none" or not (drafting or drafter.layers))
+
+    def _step(self, plans: Seq[Plan], drafting: bool = True) -> list[Sequence]:
         if not plans:
             assert not self.scheduler.running, "a running sequence has nothing to feed"
             return []
         clock = [time.perf_counter()]
-        drafts = self._draft(plans)
+        drafts = self._draft(plans) if drafting else [EMPTY] * len(plans)
         clock.append(time.perf_counter())
         feeds = [Feed(p.seq.id, p.tokens, d) for p, d in zip(plans, drafts, strict=True)]
         layers = self._layers(plans)
@@ -87,7 +117,9 @@ class Engine:
         if verdicts is None:
             verdicts = _verdicts(plans, drafts, outputs)
         for index, (plan, draft, verdict) in enumerate(zip(plans, drafts, verdicts, strict=True)):
-            self._drafter(plan.seq).observe(self._judge(plan, draft, verdict, outputs, index, layers))
+            step, drafter = self._judge(plan, draft, verdict, outputs, index, layers), self._drafter(plan.seq)
+            if drafting or drafter.layers:
+                drafter.observe(step)
         clock.append(time.perf_counter())
         _share(plans, clock)
         return self.sweep()
@@ -96,10 +128,8 @@ class Engine:
         """Many sequences that the target writes by itself: prompts first, then several tokens without the host."""
         running = self.scheduler.running
         fresh = [seq for seq in running if self.model.length(seq.id) != len(seq.tokens) - 1]
-        if not all(seq.plain and self._drafter(seq).name == "none" for seq in running):
-            return self._step(self.scheduler.plan(self.model.length))
         if fresh:
-            return self._step(self.scheduler.plan(self.model.length, fresh))
+            return self._step(self.scheduler.plan(self.model.length, fresh), drafting=False)
         begin = time.perf_counter()
         written = model.write(
             [seq.id for seq in running],
@@ -209,6 +239,11 @@ class Engine:
         except Exception:  # somebody's drafter: the sequence has ended all the same
             logging.getLogger("outrider").exception("drafter %s could not forget a sequence", seq.draft)
         return seq
+
+
+def _outputs(seqs: Seq[Sequence]) -> int:
+    """Tokens that they have written."""
+    return sum(len(seq.output) for seq in seqs)
 
 
 def verify(seq: Sequence, draft: Draft, logits: Tensor) -> Verdict:

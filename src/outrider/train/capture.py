@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, cast
 
 import torch
@@ -13,6 +13,7 @@ from outrider.drafters.lesson import Lesson
 from outrider.models.base import Model, Readable
 from outrider.models.linear import Dense
 from outrider.models.llama import LlamaConfig, Weights
+from outrider.train import fast
 from outrider.train.block import block, norm
 from outrider.train.order import Batch
 
@@ -43,19 +44,28 @@ class Teacher:
 
     def lesson(self, batch: Batch) -> Lesson:
         hidden, last = self._read(batch.tokens)
-        return Lesson(batch.tokens, hidden, last, batch.mask, self.output, self.embedding)
+        return Lesson(batch.tokens, hidden, last, batch.mask, self.output, self.embedding, batch.known)
 
     @torch.no_grad()
     def _read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """[b, t] -> residuals [b, t, layers, hidden] and the final normalised state [b, t, hidden]."""
-        cos, sin = self._cos[: tokens.shape[1]], self._sin[: tokens.shape[1]]
-        x, kept = self._weights.embedding.rows(tokens), {}
-        for index, layer in enumerate(self._weights.stack.layers):
-            x = block(x, layer, self._config, cos, sin)
+        kept = {}
+        for index, x in enumerate(self._blocks(self._weights.embedding.rows(tokens))):
             if index in self.layers:
-                kept[index] = x
+                kept[index] = x.clone()
         hidden = torch.stack([kept[index] for index in self.layers], 2) if self.layers else x[:, :, None][:, :, :0]
         return hidden, norm(x, self._weights.norm, self._config.norm_eps)
+
+    def _blocks(self, x: Tensor) -> Iterator[Tensor]:
+        """[b, t, hidden] after each block; the next one may overwrite it."""
+        layers, config = self._weights.stack.layers, self._config
+        if fast.fits(layers, config, x):
+            yield from fast.blocks(x, layers, config, self._cos, self._sin)
+            return
+        cos, sin = self._cos[: x.shape[1]], self._sin[: x.shape[1]]
+        for layer in layers:
+            x = block(x, layer, config, cos, sin)
+            yield x
 
 
 def _matrix(place: object) -> Tensor:

@@ -28,7 +28,7 @@ class Job:
     heads: int = 4  # of Medusa
     unroll: int = 6  # draft steps that an EAGLE head is trained for
     draft_vocab: int = 0  # tokens that a head can write; 0: 16384 of a large vocabulary, -1: all
-    rate: float = 0.01  # of Muon
+    rate: float = 0.015  # of Muon
     norm_rate: float = 0.001  # of AdamW, for what is no matrix
     seed: int = 0
     writers: int = 0  # conversations that are written at once; 0: what suits the device

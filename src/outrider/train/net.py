@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.core.errors import OutriderError
-from outrider.drafters.lesson import Figures, Lesson, distance, hits
+from outrider.drafters.lesson import Figures, Laws, Lesson, distance
 from outrider.models.export import to_transformers
 from outrider.models.stack import Layer
 from outrider.models.tokenizer import GGUFTokenizer, Tokenizer
@@ -85,15 +85,14 @@ class DraftNet(nn.Module):
 
     def loss(self, lesson: Lesson, steps: int = 0) -> tuple[Tensor, Figures]:
         """Distillation of the target's law at every place."""
-        laws, rows = lesson.laws(), lesson.tokens.shape[1]
+        answers, rows = lesson.answers(), lesson.tokens.shape[1]
         x = F.embedding(lesson.tokens, lesson.embedding)
         for layer in self._layers:
             x = block(x, layer, self._config, self.cos[:rows], self.sin[:rows])
-        x = norm(x, self.norm, self._config.norm_eps)[:, :-1]
+        places, counts = answers.before(1)
+        x = norm(x, self.norm, self._config.norm_eps).flatten(0, 1).index_select(0, places)
         logits = F.linear(x, lesson.output.to(x.dtype))
-        law, counts = laws[:, :-1], lesson.mask[:, 1:]
-        total, kept = distance(logits, law, counts)
-        hit = hits(logits.detach(), law, law.amax(-1), counts)
+        total, kept, hit = distance(logits, Laws.of(lesson, answers), counts)
         return total, {"keep1": kept, "hit1": hit, "loss": total.detach()}
 
     def write(self, folder: Path, source: Path, tokenizer: Tokenizer | None) -> None:

@@ -6,17 +6,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.train.corpus import Corpus
 
 GRAIN = 64  # texts are padded to a multiple of this: few shapes, little waste
+ROWS = 1024  # and on a GPU the tokens of answers to a multiple of this
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
     tokens: Tensor  # [b, t] int64, padded on the right
     mask: Tensor  # [b, t] bool: tokens of answers
+    known: Tensor | None = None  # [n] where the mask is true, as Lesson has it
 
 
 class Order:
@@ -25,6 +28,7 @@ class Order:
     def __init__(self, corpus: Corpus, batch_tokens: int, longest: int, seed: int, device: torch.device) -> None:
         """Texts are cut after `longest` tokens."""
         self._batch_tokens, self._seed, self._device = batch_tokens, seed, device
+        self._corpus = corpus
         self._widths = ((corpus.lengths + GRAIN - 1) // GRAIN * GRAIN).clamp(max=longest)
         # on the device, so that a step waits for nothing
         self._tokens, self._starts = corpus.tokens.to(device), corpus.starts.to(device)
@@ -50,8 +54,19 @@ class Order:
         return [found[i] for i in torch.randperm(len(found), generator=random).tolist()]
 
     def _batch(self, rows: Tensor, width: int) -> Batch:
+        known = self._known(rows, width).to(self._device, non_blocking=True)
         rows, place = rows.to(self._device), torch.arange(width, device=self._device)
         inside = place < self._lengths[rows, None]
         index = torch.where(inside, self._starts[rows, None] + place, 0)
         tokens = torch.where(inside, self._tokens[index], 0).long()
-        return Batch(tokens, inside & (place >= self._answers[rows, None]))
+        return Batch(tokens, inside & (place >= self._answers[rows, None]), known)
+
+    def _known(self, rows: Tensor, width: int) -> Tensor:
+        """Where the tokens of answers are, counted on the host: a step must not wait for the device."""
+        begins, ends = self._corpus.answers[rows].long(), self._corpus.lengths[rows].long().clamp(max=width)
+        counts = (ends - begins).clamp(min=0)
+        firsts = torch.arange(len(rows)) * width + begins - (counts.cumsum(0) - counts)
+        known = torch.arange(int(counts.sum())) + firsts.repeat_interleave(counts)
+        if self._device.type == "cpu":
+            return known
+        return F.pad(known, (0, -len(known) % ROWS)).pin_memory()

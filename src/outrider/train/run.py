@@ -171,11 +171,12 @@ class _Run:
         if not state.step:
             kinds.calibrate(pupil, self._teacher.lesson(next(order.batches(0))))
         log = Log(self._out, state.step)
-        seconds = self._look(pupil)
+        first = seconds = self._look(pupil)
         if self._device.type == "cuda":
-            seconds = self._look(pupil)  # the first one also built what all others use
-        loop = Loop(pupil, self._teacher, order, optimiser, self._job.unroll)
-        for _ in loop.run(state, log, clock, self._reserve(seconds), min(LIVE * seconds, LOOKING * clock.limit)):
+            seconds = self._look(pupil)  # the first one also built what all others use, and the table needs more of it
+        loop, reserve = Loop(pupil, self._teacher, order, optimiser, self._job.unroll), self._reserve(seconds)
+        reserve += first - min(first, seconds)
+        for _ in loop.run(state, log, clock, reserve, min(LIVE * seconds, LOOKING * clock.limit)):
             self._watch(pupil, optimiser, log)
             if self._task.stop.is_set():
                 break

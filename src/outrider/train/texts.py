@@ -24,7 +24,7 @@ SHARE = 0.4  # of the time goes into writing
 ROUNDS = 8  # talks of a wave for each that runs at once: the end of a wave, when few are left, should not count
 MEAN = 260  # tokens of a talk, about
 WRITERS = {"cpu": 32, "cuda": 2048}
-PIECE = {"cpu": 512, "cuda": 16_384}  # prompt tokens of a pass
+PIECE = {"cpu": 512, "cuda": 2048}  # prompt tokens of a pass; longer ones have no graph
 
 Show = Callable[[str, int, int | None], None]
 

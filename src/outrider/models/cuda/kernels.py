@@ -42,7 +42,7 @@ def _nearly_done(SOON: tl.constexpr):
         gdc_launch_dependents()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _linear(
     x_ptr, w_ptr, bias_ptr, squares_ptr, out_ptr, gain_ptr, next_ptr, next_squares_ptr, part_ptr, done_ptr,
     count, size, eps,
@@ -129,7 +129,7 @@ def _embed(token_ptr, table_ptr, gain_ptr, x_ptr, next_ptr, squares_ptr, size, B
     tl.store(squares_ptr + row, tl.sum(x * x, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "stride"])
 def _place_qkv(
     qkv_ptr, norm_q_ptr, norm_k_ptr, q_ptr, keys_ptr, values_ptr, table_ptr, table_stride,
     meta_ptr, stride, cos_ptr, sin_ptr, count, eps,
@@ -174,7 +174,7 @@ def _place_qkv(
     tl.store(to + HALF, b.to(q_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _attend(
     q_ptr, keys_ptr, values_ptr, table_ptr, table_stride, meta_ptr, stride, out_ptr, part_ptr, most_ptr, sum_ptr, scale,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, PAGED: tl.constexpr,
@@ -244,7 +244,7 @@ def _attend(
         tl.store(sum_ptr + at, total, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _combine(
     out_ptr, part_ptr, most_ptr, sum_ptr, meta_ptr, stride,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
@@ -262,7 +262,8 @@ def _combine(
     highest = tl.max(most, 0)
     fade = tl.exp2((most - tl.where(highest == float("-inf"), 0.0, highest)) * 1.4426950408889634)
     part = tl.load(part_ptr + at[:, None] * D + dim[None, :], mask=exists[:, None] & (dim < D)[None, :], other=0.0)
-    mixed = tl.sum(part * fade[:, None], 0) / tl.sum(total * fade, 0)
+    # float64: the order of the sum, which depends on SPLITS, leaves no trace
+    mixed = tl.sum((part * fade[:, None]).to(tl.float64), 0) / tl.sum((total * fade).to(tl.float64), 0)
     place = out_ptr + (row.to(tl.int64) * HEADS + head) * D + dim
     tl.store(place, mixed.to(out_ptr.dtype.element_ty), mask=dim < D)
 
@@ -293,6 +294,23 @@ def _gate(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
     tl.store(
         out_ptr + row * size + column, (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty), mask=inside
     )
+
+
+@triton.jit
+def _turn(x_ptr, cos_ptr, sin_ptr, width, places, HEADS: tl.constexpr, D: tl.constexpr, BP: tl.constexpr,
+          BH: tl.constexpr):  # fmt: skip
+    """The first HEADS heads of a row of x [R, width], rotated where they are; row r is place r % places of its text."""
+    row = tl.program_id(0)
+    head, part = tl.arange(0, BH)[:, None], tl.arange(0, BP)[None, :]
+    inside = (head < HEADS) & (part < D // 2)
+    angle = (row % places) * (D // 2) + part
+    cos = tl.load(cos_ptr + angle, mask=part < D // 2, other=0.0)
+    sin = tl.load(sin_ptr + angle, mask=part < D // 2, other=0.0)
+    place = x_ptr + row.to(tl.int64) * width + head * D + part
+    a = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(place + D // 2, mask=inside, other=0.0).to(tl.float32)
+    tl.store(place, (a * cos - b * sin).to(x_ptr.dtype.element_ty), mask=inside)
+    tl.store(place + D // 2, (b * cos + a * sin).to(x_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -507,6 +525,15 @@ def norm(x: Tensor, gain: Tensor, out: Tensor, eps: float, rows: int, delta: Ten
 def gate(joined: Tensor, out: Tensor, rows: int) -> None:
     size = out.shape[1]
     _gate[(rows, triton.cdiv(size, 1024))](joined, out, size, 1024, num_warps=4)
+
+
+def turn(x: Tensor, turns: tuple[Tensor, Tensor], places: int, heads: int) -> None:
+    """Rotate the first `heads` heads of x [rows, all heads * D] in place; the rows are texts of `places` tokens."""
+    rows, width = x.shape
+    d = 2 * turns[0].shape[1]
+    _turn[(rows,)](
+        x, *turns, width, places, heads, d, triton.next_power_of_2(d // 2), triton.next_power_of_2(heads), num_warps=4
+    )
 
 
 def choose(logits: Tensor, keys: Tensor, positions: Tensor, temperatures: Tensor, out: Tensor) -> None:

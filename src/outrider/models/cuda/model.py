@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from outrider.models.read import Open
 
 ROWS = (*range(1, 9), 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 MOST = ROWS[-1]  # rows of one graph; longer passes run kernel by kernel
+LARGE = 1024  # they have a multiple of this: for sizes it has not seen cuBLAS has to load other kernels first
 SLOTS = 4096  # sequences at once
 SHORTEST = 256  # tokens: passes over sequences up to this long share a graph, then up to twice as long, and so on
 GIB = 1 << 30
@@ -48,6 +50,7 @@ class Run:
     hidden: Tensor | None  # [rows, layers, hidden]
     attention: kernels.Attention
     layers: tuple[int, ...]
+    used: bool = False
     graph: torch.cuda.CUDAGraph | None = None
 
 
@@ -93,8 +96,10 @@ class CudaLlama(Open):
         self._layers = weights.stack.layers
         self._runs: dict[Shape, Run] = {}
         self._last: Run | None = None
+        self._judged: Tensor | None = None  # its rows whose logits came after it
         self._moves: list[tuple[int, int]] = []  # (from, to): keys and values that a kept branch has to move
-        self._pool: Any = None
+        self._side: torch.cuda.Stream | None = None  # where graphs are captured
+        self._pool: Any = None  # of memory, theirs
         count = memory // (PAGE * self.bytes_per_token)
         if count < 2:
             raise OutriderError(
@@ -167,10 +172,11 @@ class CudaLlama(Open):
         self._move()
         batch = _Batch(feeds, self._pages, self.config.num_heads // self.config.num_kv_heads)
         shape = Shape(_up(batch.rows), _longest(batch.longest, self.context), batch.tile, tuple(layers))
-        first, run = shape not in self._runs, self._run_of(shape)
+        run = self._run_of(shape)
+        first = run.graph is None and self._graphs_for(shape.rows)
         self._send(run, batch)
         self._go(run)
-        self._last = run
+        self._last, self._judged = run, None
         hidden = None if run.hidden is None else run.hidden[: batch.rows].clone()
         if run.logits is not None and len(batch.judged) == batch.rows:
             best = None if run.best is None else run.best[: batch.rows]
@@ -179,7 +185,7 @@ class CudaLlama(Open):
         if run.logits is not None:
             logits = run.logits[judged]
         else:
-            logits = self._head(run.x[judged])
+            self._judged, logits = judged, self._head(run.x[judged])
         return Outputs(logits, batch.starts, hidden, batch.begins, None, self.choose, first)
 
     @torch.inference_mode()
@@ -233,10 +239,13 @@ class CudaLlama(Open):
         parts = [part for layer in self._layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         return sum(_dense(part).weight.nbytes for part in (*parts, self.weights.head))
 
+    @torch.inference_mode()
     def replay(self) -> None:
         """The last pass once more, for measurement: the device works, and nothing changes."""
         if self._last is not None:
             self._go(self._last)
+            if self._judged is not None:
+                self._head(self._last.x[self._judged]).argmax(-1)
 
     def _send(self, run: Run, batch: _Batch) -> None:
         size = run.meta.shape[1]
@@ -268,24 +277,30 @@ class CudaLlama(Open):
     def _run_of(self, shape: Shape) -> Run:
         run = self._runs.get(shape)
         if run is None:
-            try:
+            with self._fitting(shape.rows):
                 run = self._new_run(shape)
-            except torch.OutOfMemoryError as error:
-                free, _ = torch.cuda.mem_get_info(self.device)
-                raise OutriderError(
-                    f"a pass of {shape.rows} rows does not fit: {free / GIB:.1f} GiB are free on the GPU beside "
-                    "weights and cache; lower the cache memory (--cache-memory), --piece or --max-batch"
-                ) from error
             if shape.rows <= MOST:
                 self._runs[shape] = run
         return run
+
+    @contextmanager
+    def _fitting(self, rows: int) -> Iterator[None]:
+        """What takes memory for a pass; a user hears of it where there is too little."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            free, _ = torch.cuda.mem_get_info(self.device)
+            raise OutriderError(
+                f"a pass of {rows} rows does not fit: {free / GIB:.1f} GiB are free on the GPU beside "
+                "weights and cache; lower the cache memory (--cache-memory), --piece or --max-batch"
+            ) from error
 
     def _new_run(self, shape: Shape) -> Run:
         """Runs of up to MOST rows all use the beginning of the same buffers: a pass ends before the next begins."""
         rows, config = shape.rows, self.config
         buffers = self._buffers if rows <= MOST else Buffers(config, rows, self.dtype, self.device)
         attention = kernels.Attention(rows, shape.tile, shape.longest, buffers.parts, buffers.sums)
-        run = Run(
+        return Run(
             buffers.meta[: kernels.FIELDS * rows].view(kernels.FIELDS, rows),
             buffers.x[:rows],
             buffers.logits[:rows] if rows <= MOST_ROWS else None,
@@ -294,28 +309,38 @@ class CudaLlama(Open):
             attention,
             shape.layers,
         )
-        if self._graphs and rows <= MOST and self.device.type == "cuda":
-            self._capture(run)
-        return run
-
-    def _capture(self, run: Run) -> None:
-        run.meta.zero_()  # no blocks, every row to the trash page: a pass that touches nothing
-        run.meta[kernels.SLOT] = self._pages.padding
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._compute(run)  # compiles what is new
-        torch.cuda.current_stream().wait_stream(side)
-        run.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(run.graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._compute(run)
-        self._pool = run.graph.pool()
 
     def _go(self, run: Run) -> None:
-        if run.graph is not None:
-            run.graph.replay()
-        else:
-            self._compute(run)
+        """Kernel by kernel the first time, which also compiles what is new; from the second time on as a graph: a shape
+        that never comes again is not worth one."""
+        rows = run.x.shape[0]
+        with self._fitting(rows):
+            if run.graph is None and run.used and self._graphs_for(rows):
+                run.graph = self._captured(run)
+            if run.graph is None:
+                self._compute(run)
+            else:
+                run.graph.replay()
+        run.used = True
+
+    def _graphs_for(self, rows: int) -> bool:
+        return self._graphs and rows <= MOST and self.device.type == "cuda"
+
+    def _captured(self, run: Run) -> torch.cuda.CUDAGraph:
+        """Not with torch.cuda.graph: that gives all unused memory back first, to be asked for again right after."""
+        graph = torch.cuda.CUDAGraph()
+        if self._side is None:
+            self._side, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        side = self._side
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                self._compute(run)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(side)
+        return graph
 
     def _compute(self, run: Run) -> None:
         """The whole pass over the rows of `run`."""
@@ -476,7 +501,7 @@ def _pinned(size: int, device: torch.device) -> Tensor:
 
 def _up(rows: int) -> int:
     """The size of graph that a pass of so many rows uses."""
-    return next((size for size in ROWS if size >= rows), -(-rows // 64) * 64)
+    return next((size for size in ROWS if size >= rows), -(-rows // LARGE) * LARGE)
 
 
 def _longest(tokens: int, context: int) -> int:

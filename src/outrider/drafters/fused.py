@@ -1,0 +1,154 @@
+"""On a GPU: the distance between a head's laws and the target's with its gradient in one kernel, and attention over a
+text and a few steps more without its matrix. Both equal what plain torch computes elsewhere, up to rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 2048  # logits that a program holds at once
+
+
+@triton.jit
+def _distance(
+    logits_ptr, law_ptr, best_ptr, weight_ptr, grad_ptr, loss_ptr, kept_ptr, hit_ptr, size, nearness,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row: three times over its logits x [size] and the target's law p, which stay in the cache.
+
+    loss = -sum p log q + nearness (1 - sum min(p, q)), q = softmax(x), so that
+    dloss/dx = q sum(p) - p - nearness q ([q < p] - sum of q where q < p).
+    """
+    row = tl.program_id(0)
+    logits, law = logits_ptr + row.to(tl.int64) * size, law_ptr + row.to(tl.int64) * size
+    column = tl.arange(0, BLOCK)
+    highest = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    where = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, size, BLOCK):
+        x = tl.load(logits + start + column, mask=start + column < size, other=float("-inf")).to(tl.float32)
+        where = tl.where(x > highest, start + column, where)
+        higher = tl.maximum(highest, x)
+        level = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(highest - level) + tl.exp(x - level)
+        highest = higher
+    most = tl.max(highest, 0)
+    log_sum = tl.log(tl.sum(total * tl.exp(highest - most), 0)) + most
+    chosen = tl.min(tl.where(highest == most, where, size), 0)
+    entropy = tl.zeros([BLOCK], tl.float32)
+    kept = tl.zeros([BLOCK], tl.float32)
+    mass = tl.zeros([BLOCK], tl.float32)  # of p
+    below = tl.zeros([BLOCK], tl.float32)  # of q where q < p
+    for start in range(0, size, BLOCK):
+        inside = start + column < size
+        x = tl.load(logits + start + column, mask=inside, other=float("-inf")).to(tl.float32)
+        p = tl.load(law + start + column, mask=inside, other=0.0)
+        q = tl.exp(x - log_sum)
+        entropy -= tl.where(p > 0.0, p * (x - log_sum), 0.0)
+        kept += tl.minimum(p, q)
+        mass += p
+        below += tl.where(q < p, q, 0.0)
+    weight = tl.load(weight_ptr + row)
+    all_p, all_below, all_kept = tl.sum(mass, 0), tl.sum(below, 0), tl.sum(kept, 0)
+    for start in range(0, size, BLOCK):
+        inside = start + column < size
+        x = tl.load(logits + start + column, mask=inside, other=float("-inf")).to(tl.float32)
+        p = tl.load(law + start + column, mask=inside, other=0.0)
+        q = tl.exp(x - log_sum)
+        slope = q * all_p - p - nearness * q * (tl.where(q < p, 1.0, 0.0) - all_below)
+        tl.store(grad_ptr + row.to(tl.int64) * size + start + column, (slope * weight).to(grad_ptr.dtype.element_ty),
+                 mask=inside)  # fmt: skip
+    tl.store(loss_ptr + row, tl.sum(entropy, 0) + nearness * (1.0 - all_kept))
+    tl.store(kept_ptr + row, all_kept)
+    tl.store(hit_ptr + row, tl.where(tl.load(law + chosen) >= tl.load(best_ptr + row), 1.0, 0.0))
+
+
+class _Distance(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, law: Tensor, best: Tensor, weight: Tensor, nearness: float) -> Any:
+        rows, size = logits.shape
+        grad = torch.empty_like(logits)
+        loss, kept, hit = (torch.empty(rows, device=logits.device) for _ in range(3))
+        _distance[(rows,)](
+            logits, law, best, weight.float(), grad, loss, kept, hit, size, nearness, BLOCK, num_warps=8
+        )  # fmt: skip
+        ctx.save_for_backward(grad)
+        ctx.mark_non_differentiable(kept, hit)
+        return (loss * weight).sum(), kept, hit
+
+    @staticmethod
+    def backward(ctx: Any, above: Tensor, *rest: Tensor) -> Any:
+        (grad,) = ctx.saved_tensors
+        return grad.mul_(above), None, None, None, None
+
+
+def distance(
+    logits: Tensor, law: Tensor, best: Tensor, weight: Tensor, nearness: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The weighted sum of the rows' losses, and what is kept and hit in each row; see lesson.distance."""
+    return _Distance.apply(logits.contiguous(), law, best, weight, nearness)
+
+
+class _Attend(torch.autograd.Function):
+    """Flash attention over the text, joined with the keys of the steps after it by the sums of their weights.
+
+    The backward of the text's part needs nothing but the weights' sum over everything and the output as a whole.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scale: float, q: Tensor, k: Tensor, v: Tensor, *later: Tensor) -> Tensor:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        out, total, *rest = flash(q, k, v, 0.0, True, False, scale=scale)
+        keys, values = later[::2], later[1::2]
+        weights: list[Tensor] = []
+        if keys:
+            scores = [(q * key).sum(-1, dtype=torch.float32) * scale for key in keys]
+            first, total = total, torch.logsumexp(torch.stack([total, *scores]), 0)
+            weights = [torch.exp(score - total).unsqueeze(-1) for score in scores]
+            mixed = out * torch.exp(first - total).unsqueeze(-1)
+            for weight, value in zip(weights, values, strict=True):
+                mixed = torch.addcmul(mixed, weight, value)
+            out = mixed.to(q.dtype)
+        ctx.scale, ctx.rest, ctx.count = scale, rest[:6], len(keys)
+        ctx.save_for_backward(q, k, v, out, total, *keys, *values, *weights)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, above: Tensor) -> Any:
+        q, k, v, out, total, *rest = ctx.saved_tensors
+        keys, values, weights = (rest[i * ctx.count : (i + 1) * ctx.count] for i in range(3))
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        with _repeatable():
+            of_q, of_k, of_v = flash(
+                above, q, k, v, out, total, *ctx.rest[:4], 0.0, True, *ctx.rest[4:], scale=ctx.scale
+            )
+        level = (above * out).sum(-1, keepdim=True, dtype=torch.float32)
+        of_later: list[Tensor] = []
+        for key, value, weight in zip(keys, values, weights, strict=True):
+            slope = (above * value).sum(-1, keepdim=True, dtype=torch.float32)
+            slope = (weight * (slope - level) * ctx.scale).to(q.dtype)
+            of_q = of_q + slope * key
+            of_later += [slope * q, weight.to(q.dtype) * above]
+        return (None, of_q, of_k, of_v, *of_later)
+
+
+@contextmanager
+def _repeatable() -> Iterator[None]:
+    """A run that goes on has the losses of one that was never interrupted."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def attend(q: Tensor, past: Sequence[tuple[Tensor, Tensor]], scale: float) -> Tensor:
+    """[b, heads, t, head_dim]: place s sees the places up to s of past[0], and place s of all others."""
+    return _Attend.apply(scale, q, *(part for pair in past for part in pair))
