@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ import torch
 from outrider.train.capture import Teacher
 from outrider.train.checkpoint import State
 from outrider.train.clock import Clock
+from outrider.train.graphs import Grader
 from outrider.train.log import RECENT, Log
 from outrider.train.optimiser import Optimiser, rate
 from outrider.train.order import Batch, Order
@@ -23,8 +22,8 @@ SPARE = 0.97  # of the time that is left is planned
 
 class Loop:
     def __init__(self, pupil: Any, teacher: Teacher, order: Order, optimiser: Optimiser, unroll: int) -> None:
-        self._pupil, self._teacher, self._order, self._optimiser = pupil, teacher, order, optimiser
-        self._unroll, self._device = unroll, teacher.model.device
+        self._grade, self._order, self._optimiser = Grader(pupil, teacher, unroll), order, optimiser
+        self._device = teacher.model.device
 
     def run(self, state: State, log: Log, clock: Clock, reserve: float, pauses: float) -> Iterator[None]:
         """One step each time it is asked, until the planned ones are done or only `reserve` seconds are left.
@@ -42,20 +41,12 @@ class Loop:
             yield
 
     def _step(self, batch: Batch, state: State, log: Log) -> None:
-        lesson = self._teacher.lesson(batch)
-        with self._autocast():
-            loss, figures = self._pupil.loss(lesson, self._unroll)
-        loss.backward()
+        figures = self._grade(batch)
         self._optimiser.step(rate(state.step, state.warm, state.planned))
         log.add(state.step, figures)
         if len(log) >= RECENT:
             log.flush()
         state.step += 1
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self._device.type == "cpu":
-            return contextlib.nullcontext()
-        return torch.autocast(self._device.type, torch.bfloat16)
 
 
 class _Timer:

@@ -27,6 +27,10 @@ class Optimiser:
         self._named = {name: weight for name, weight in pupil.named_parameters() if weight.requires_grad}
         matrices = [weight for weight in self._named.values() if weight.dim() == 2]
         others = [weight for weight in self._named.values() if weight.dim() != 2]
+        self._grads: list[Tensor] = []
+        for weight in self._named.values():  # graphs add to them where they are
+            weight.grad = torch.zeros_like(weight)
+            self._grads.append(weight.grad)
         self._parts: list[tuple[Optimizer, float]] = []
         if matrices:
             self._parts.append((Muon(matrices, lr=peak, weight_decay=0.0), peak))
@@ -38,7 +42,7 @@ class Optimiser:
             for group in part.param_groups:
                 group["lr"] = peak * share
             part.step()
-            part.zero_grad(set_to_none=True)
+        torch._foreach_zero_(self._grads)
 
     def state(self) -> dict[str, Tensor]:
         """Its memory, by the parameter's name."""

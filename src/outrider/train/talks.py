@@ -16,7 +16,7 @@ from outrider.train.openers import DOCUMENT, pick
 OPENED = 2 / 3  # of the user turns begin with an opener
 GREEDY = 0.6  # of the answers
 DOCUMENTS = 1 / 4  # of the talks are about a text that the target writes first
-PASSAGES = (1, 1, 2, 3)  # of such a text, each as likely
+PASSAGES = (1, 1, 2, 3, 5)  # of such a text, each as likely
 TURN = (16, 72)  # tokens of a user turn, at most
 ANSWER = (70, 200)  # and of an answer
 LONG, LONGEST = 1 / 10, 256  # a tenth of the answers may be longer
