@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import re
 import shutil
 import signal
 from pathlib import Path
 
+import on_vllm
 import pytest
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell: what we start would inherit it
@@ -19,6 +21,7 @@ TEMPLATE = (
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
 TEXT = "the red fox and the blue fox count the stars, one, two, three; a river ends in the sea and the sea is green"
 CONTEXT = 1024
+ON_VLLM = re.compile(r"test_vllm_|[\[-]vllm(-drafting)?[\]-]")  # node ids of tests that are marked so
 
 
 def save_tiny(
@@ -115,7 +118,13 @@ def tiny_stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_mute(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model without a chat template."""
-    return save_tiny(tmp_path_factory.mktemp("models") / "mute", chat=False)
+    return save_tiny(tmp_path_factory.mktemp("models") / "mute", chat=False, head_dim=32)
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> Path:
+    """The Python of vLLM's own environment."""
+    return on_vllm.install()
 
 
 @functools.cache
@@ -127,6 +136,18 @@ def why_no_kernels():
     except NoCompiler as reason:
         return str(reason)
     return None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """One process runs all tests of a file, and one all of those that share vLLM's servers."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return "vllm" if ON_VLLM.search(nodeid) else nodeid.partition("::")[0]
+
+    return Files(config, log)
 
 
 def pytest_runtest_setup(item):

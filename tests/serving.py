@@ -1,4 +1,4 @@
-"""`outrider serve` as a user runs it: a process of its own, ended by a signal."""
+"""`outrider serve` as a user runs it: a process of its own, ended by a signal; and a pair to launch over REST."""
 
 from __future__ import annotations
 
@@ -7,8 +7,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+import yaml
 
 from outrider import Client
+
+PAIR = {
+    "model_name": "tiny",
+    "model_size_in_billions": 0.001,
+    "quantization": "none",
+    "draft_model_name": "draft",
+    "draft_model_size_in_billions": "0_0005",
+    "draft_quantization": "none",
+    "n_gpu": None,
+}
 
 
 @contextmanager
@@ -26,3 +39,15 @@ def outrider_serve(*args: object, api_key: str | None = None) -> Iterator[Client
             assert process.wait(30) == 0
         finally:
             process.kill()
+
+
+def write_names(folder: Path, target: Path, draft: Path, stranger: Path) -> Path:
+    """A registry that knows one pair, and a model that nobody may launch by its path."""
+    models = [
+        {"name": "tiny", "size": 0.001, "source": str(target)},
+        {"name": "draft", "size": "0_0005", "source": str(draft)},
+        {"name": "stranger", "source": str(stranger)},
+    ]
+    path = folder / "registry.yaml"
+    path.write_text(yaml.safe_dump({"models": models}))
+    return path

@@ -52,11 +52,15 @@ def check(settings: Settings) -> None:
     for name, why in _NOT_ON_VLLM.items():
         if getattr(settings, name) != getattr(Settings(), name):
             raise OutriderError(f"{name} cannot be chosen on the backend vllm: {why}")
-    _speculation(settings)
-    if importlib.util.find_spec("vllm") is None:
-        from outrider.backends.vllm import INSTALL
+    config = _speculation(settings) or {}
+    from outrider.backends.vllm import INSTALL, INSTALL_SUFFIX
 
+    if importlib.util.find_spec("vllm") is None:
         raise OutriderError(f"vLLM is not installed for this Python: {INSTALL}")
+    if config.get("method") == "suffix" and importlib.util.find_spec("arctic_inference") is None:
+        raise OutriderError(
+            f"vLLM's drafter suffix is in a package of its own, which is not installed: {INSTALL_SUFFIX}"
+        )
 
 
 def vllm(settings: Settings) -> Backend:
@@ -66,7 +70,10 @@ def vllm(settings: Settings) -> Backend:
     config = _speculation(settings)
     folder = as_folder(resolve(settings.model))
     if config is not None and "model" in config:
-        config["model"] = str(as_folder(resolve(config["model"])))
+        drafting = as_folder(resolve(config["model"]))
+        config["model"] = str(drafting)
+        if settings.speculative_config is None:
+            config = speculation.for_head(config, drafting)
     args = {"dtype": settings.dtype, "max_num_seqs": settings.max_batch}
     args |= {f"{kind}_parallel_size": getattr(settings, f"{kind}_parallel_size") for kind in _PARALLEL}
     if settings.cache_memory:
@@ -75,7 +82,7 @@ def vllm(settings: Settings) -> Backend:
         cores = sorted(os.sched_getaffinity(0))[: settings.threads]
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
     return VLLM(
-        str(folder), settings.draft, settings.device, config, {**args, **settings.engine_args}, *words_of(folder)
+        str(folder), settings.drafter, settings.device, config, {**args, **settings.engine_args}, *words_of(folder)
     )
 
 

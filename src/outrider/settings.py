@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +60,11 @@ class Settings:
             raise OutriderError(f"threads must be at most 1024, not {self.threads}")
         if self.backend == "local":
             self._refuse_what_is_vllms()
+
+    @property
+    def drafter(self) -> str:
+        """Who guesses ahead, as the user would write it."""
+        return self.draft if self.speculative_config is None else json.dumps(dict(self.speculative_config))
 
     def _refuse_what_is_vllms(self) -> None:
         foreign = {"speculative_config": self.speculative_config, "engine_args": self.engine_args}

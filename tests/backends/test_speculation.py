@@ -35,6 +35,8 @@ def test_our_words_are_vllms(draft, config):
         ("prediction", "vLLM has no drafter 'prediction'"),
         ("ngram:store=adaptive", "has no option 'store'; it has: length, max_n, min_n"),
         ("ngram:length=five", "ngram:length must be a whole number"),
+        ("ngram:length=0", "of at least 1"),
+        ("none:length=3", "the drafter none has no options"),
         ("draft_model", "drafter draft_model needs model"),
         ("eagle:length=3", "drafter eagle needs head"),
     ],

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-from pathlib import Path
 
 import pytest
+from on_vllm import ROOT, install, run, session
 
 from outrider import build
 from outrider.core.request import Request
 from outrider.core.sampling import SamplingParams
 from outrider.settings import Settings
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_python")]
 
-ROOT = Path(__file__).parents[2]
-PYTHON = Path(os.environ.get("OUTRIDER_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
 ARGS = {"enforce_eager": True, "max_model_len": 512}
 # As the interface document prints it, but for names of models and what this machine needs.
 CONFIG = """\
@@ -46,12 +42,6 @@ REFUSED = [
 FORBIDDEN = {"min_p": 0.2, "temperature": 1.0, "max_tokens": 4}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def installed():
-    if not PYTHON.exists():
-        pytest.skip("vLLM's environment is not there: `make vllm` builds it, or name its Python: OUTRIDER_VLLM_PYTHON")
-
-
 @pytest.fixture(scope="module")
 def target(wide_folder):
     return wide_folder
@@ -62,27 +52,8 @@ def draft(wide_twin):
     return wide_twin
 
 
-def run(*args, **more):
-    own = {"PYTHONPATH": str(ROOT / "src"), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    return subprocess.run(
-        [str(PYTHON), *map(str, args)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **own},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        **more,
-    )
-
-
-def session(tasks, **settings):
-    plan = {"settings": {"backend": "vllm", "dtype": "float32", "max_batch": 4, **settings}, "tasks": tasks}
-    done = run(Path(__file__).with_name("vllm_session.py"), input=json.dumps(plan))
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)  # and nothing else is on stdout
-
-
 @pytest.fixture(scope="module")
-def plain(target):
+def plain(target, vllm_python):
     biased = {"prompt": "x", "params": {"logit_bias": {"65": 100.0}, "max_tokens": 3}}
     tasks = {"each": [*GREEDY, CHAT, {"prompt": "x", "params": FORBIDDEN}, biased, SAMPLED, SAMPLED]}
     return session(tasks, model=str(target), draft="none", engine_args=ARGS)
@@ -212,13 +183,13 @@ def test_the_config_file_answers_a_file_of_queries(tmp_path, target, draft, plai
 
 
 def test_the_command_that_installs_it():
-    """`make vllm`: where it has been given, it finds all in place."""
-    folder = PYTHON.parents[1]
-    if not (folder / ".installed").is_file():
-        pytest.skip(f"{folder} was not set up by `make vllm`")
-    done = run(ROOT / "scripts" / "vllm_env.py", folder)
-    assert (done.returncode, done.stdout) == (0, f"{folder} is there already\n"), done.stderr
-    assert run("-c", "import vllm, outrider").returncode == 0
+    """`make vllm` has been given for all of these tests; given again, it finds all in place and changes nothing."""
+    python = install()
+    before = python.stat().st_ctime_ns
+    assert install() == python
+    assert python.stat().st_ctime_ns == before
+    told = run("-c", "import vllm, outrider; print(vllm.__version__, outrider.__file__)").stdout
+    assert told.split() == ["0.32.0", f"{ROOT}/src/outrider/__init__.py"]
 
 
 def test_check_explains(tmp_path, target, draft):

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 import uvicorn
 from ggufs import byte_metadata, write_llama
+from on_vllm import Door, Served, served
+from serving import PAIR, write_names
+from stated import DRAFTING, PLAIN, Refusal, refusal
 
+from outrider import LLM, SamplingParams
 from outrider.server.answers import Options
 from outrider.server.app import create_app
 from outrider.server.fleet import Fleet
@@ -25,8 +30,8 @@ from outrider.settings import Settings
 LIMITS = Limits(first_wait=0.05, longest_wait=0.2)
 
 
-class Running:
-    """A server that runs: its address, and what is inside."""
+class Running(Door):
+    """A server that runs, and what is inside."""
 
     def __init__(self, fleet: Fleet, options: Options, **more: Any) -> None:
         self.fleet = fleet
@@ -57,20 +62,6 @@ class Running:
 
     def pid(self, uid: str) -> int:
         return self.fleet.describe(uid).info["pid"]
-
-    def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60, **more)
-
-    def get(self, path: str, **more: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=60, **more)
-
-    def wait_for(self, what: Callable[[], Any], seconds: float = 60) -> Any:
-        """Until it is true, but not for ever."""
-        end = time.monotonic() + seconds
-        while not (found := what()):
-            assert time.monotonic() < end, "waited in vain"
-            time.sleep(0.02)
-        return found
 
     def close(self) -> None:
         self._server.should_exit = True
@@ -121,3 +112,107 @@ def serve_all() -> Iterator[Callable[..., Running]]:
     """The same, for all tests of a file."""
     with contextlib.ExitStack() as stack:
         yield lambda *args, **more: stack.enter_context(running(*args, **more))
+
+
+# The faces on our own engine, on vLLM, and on vLLM with a draft model. What these two refuse is in stated.py.
+BACKENDS = ["local", *(pytest.param(each, marks=pytest.mark.vllm) for each in (PLAIN, DRAFTING))]
+
+
+@pytest.fixture(scope="session", params=BACKENDS)
+def on(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def target(on: str, request: pytest.FixtureRequest) -> Path:
+    """The model that is served as `tiny`."""
+    return request.getfixturevalue("tiny_folder" if on == "local" else "wide_folder")
+
+
+@pytest.fixture(scope="session")
+def face(on: str, request: pytest.FixtureRequest) -> Door:
+    """A server with the model `tiny`."""
+    return request.getfixturevalue({"local": "server", PLAIN: "vllm_plain", DRAFTING: "vllm_drafting"}[on])
+
+
+@pytest.fixture(scope="session")
+def vllm_plain(vllm_python, wide_folder, tiny_draft, tmp_path_factory) -> Iterator[Served]:
+    settings = {"model": str(wide_folder), "draft": "none"}
+    with served(tmp_path_factory.mktemp("plain"), settings, "--uid", "tiny", *allowed(tiny_draft)) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def vllm_drafting(vllm_python, names, tiny_draft, tiny_mute, tmp_path_factory) -> Iterator[Served]:
+    """Started without a model: the pair is launched over REST, on the backend that the server was started with."""
+    args = ("--no-model", "--registry", names, *allowed(tiny_draft), *allowed(tiny_mute))
+    with served(tmp_path_factory.mktemp("drafting"), {}, *args) as server:
+        response = server.post("/experimental/speculative_llms", {**PAIR, "model_uid": "tiny"})
+        assert response.status_code == 200, response.text
+        yield server
+
+
+def allowed(folder: Path) -> tuple[str, str]:
+    return "--allow-folder", str(folder.parent)
+
+
+@pytest.fixture(scope="session")
+def names(wide_folder, wide_twin, tiny_stranger, tmp_path_factory) -> Path:
+    return write_names(tmp_path_factory.mktemp("names"), wide_folder, wide_twin, tiny_stranger)
+
+
+class Library:
+    """What the library writes without any draft. vLLM has other luck: there a text that is drawn is compared with
+    what the same server writes for the same seed when OpenAI's face is asked."""
+
+    def __init__(self, llm: LLM, lucky: Door | None) -> None:
+        self.tokenizer, self._llm, self._lucky = llm.tokenizer, llm, lucky
+
+    def generate(self, prompt: Any, params: SamplingParams) -> Any:
+        if self._lucky is None or params.greedy:
+            return self._llm.generate(prompt, params)
+        return self._ask("/v1/completions", params, prompt=prompt)
+
+    def chat(self, messages: Any, params: SamplingParams) -> Any:
+        if self._lucky is None or params.greedy:
+            return self._llm.chat(messages, params)
+        return self._ask("/v1/chat/completions", params, messages=messages)
+
+    def _ask(self, path: str, params: SamplingParams, **more: Any) -> Any:
+        assert self._lucky is not None
+        asked = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+        plain = SamplingParams()
+        asked = {name: value for name, value in asked.items() if value != getattr(plain, name)}
+        choices = self._lucky.post(path, {"model": "tiny", **asked, **more}).json()["choices"]
+        texts = [choice["text"] if "text" in choice else choice["message"]["content"] for choice in choices]
+        return SimpleNamespace(text=texts[0], samples=[SimpleNamespace(text=text) for text in texts])
+
+
+@pytest.fixture(scope="module")
+def library(on: str, target: Path, request: pytest.FixtureRequest) -> Iterator[Library]:
+    with LLM(str(target), draft="none", threads=1, cache_memory=0.1) as llm:
+        yield Library(llm, None if on == "local" else request.getfixturevalue("face"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
+    """A test of what vLLM cannot do: its last request must be refused as stated, and it ends there."""
+    stated = refusal(pyfuncitem)
+    if stated is None:
+        return (yield)
+    server: Served = pyfuncitem._request.getfixturevalue("face")
+    before = len(server.requests())
+    try:
+        yield
+    except Exception as error:
+        try:
+            server.wait_for(lambda: _is_refused(server.requests()[before:], stated), 5)
+        except AssertionError:
+            raise AssertionError(f"not refused as stated: {stated}; {server.requests()[before:][-1:]}") from error
+        return True
+    raise AssertionError(f"vLLM can do it after all: {stated}")
+
+
+def _is_refused(requests: list[dict[str, Any]], stated: Refusal) -> bool:
+    last = requests[-1] if requests else {}
+    return last.get("status") == stated.status and stated.says in last.get("refused", "")

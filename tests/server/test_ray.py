@@ -11,10 +11,12 @@ import socket
 import subprocess
 import sys
 import time
+from importlib.metadata import requires, version
 from pathlib import Path
 
 import httpx
 import pytest
+from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from outrider import LLM, SamplingParams
@@ -23,7 +25,6 @@ from outrider.core.errors import OutriderError
 from outrider.server.scale import Scale
 from outrider.settings import Settings
 
-HAS_RAY = importlib.util.find_spec("ray") is not None
 ENDLESS = {"prompt": "the red fox", "max_tokens": 8000, "ignore_eos": True, "temperature": 0, "stream": True}
 MANIFEST = Path(__file__).parents[2] / "deploy" / "kuberay.yaml"
 
@@ -106,7 +107,6 @@ def on_ray(quick, tmp_path_factory):
 
 
 @pytest.mark.ray
-@pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed: pip install 'outrider[ray]'")
 class TestOnRay:
     def test_every_face_answers_and_the_text_is_the_engines_own(self, on_ray, quick):
         expected = LLM(str(quick), draft="none", threads=1, cache_memory=0.1).generate(
@@ -216,6 +216,17 @@ def refusal(*args):
     return " ".join(f"{result.output} {result.exception}".split())
 
 
+@pytest.mark.ray
+def test_the_extra_installs_what_runs_here():
+    """`pip install 'outrider[ray]'`, which `make` has given as a part of the extra `test`."""
+    wanted = [Requirement(line) for line in requires("outrider")]
+    extra = [each for each in wanted if each.marker and each.marker.evaluate({"extra": "ray"})]
+    plain = [each for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})]
+    (ray,) = (each for each in extra if each not in plain)
+    assert str(ray).startswith("ray[serve]")
+    assert version("ray") in ray.specifier
+
+
 def test_without_ray_one_line_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
     assert "pip install 'outrider[ray]'" in refusal("--ray")
@@ -252,7 +263,6 @@ application({**said["args"], "replica": 3})
 
 
 @pytest.mark.ray
-@pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed: pip install 'outrider[ray]'")
 class TestRefusals:
     @pytest.mark.parametrize(
         ("args", "says"),

@@ -8,10 +8,11 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-import yaml
+from serving import PAIR, write_names
+from stated import DRAFTING
 from xinference_client import AsyncRESTfulClient, RESTfulClient
 
-from outrider import LLM, SamplingParams
+from outrider import SamplingParams
 from outrider.server.answers import Options
 from outrider.server.registry import load
 from outrider.server.xinference import GAMMA
@@ -21,16 +22,17 @@ MESSAGES = [{"role": "user", "content": "count the stars"}]
 GREEDY = {"max_tokens": 12, "temperature": 0}
 
 
+@pytest.fixture(scope="session", params=["local", pytest.param(DRAFTING, marks=pytest.mark.vllm)])
+def on(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def server(serve_all, tiny_folder, tiny_draft, tiny_stranger, tiny_mute, tmp_path_factory):
+def server(on, serve_all, tiny_folder, tiny_draft, tiny_stranger, tiny_mute, tmp_path_factory, request):
     """No model yet; the registry knows one pair, and the models' folders are allowed but for the stranger's."""
-    names = [
-        {"name": "tiny", "size": 0.001, "source": str(tiny_folder)},
-        {"name": "draft", "size": "0_0005", "source": str(tiny_draft)},
-        {"name": "stranger", "source": str(tiny_stranger)},
-    ]
-    path = tmp_path_factory.mktemp("registry") / "registry.yaml"
-    path.write_text(yaml.safe_dump({"models": names}))
+    if on != "local":
+        return request.getfixturevalue("face")
+    path = write_names(tmp_path_factory.mktemp("registry"), tiny_folder, tiny_draft, tiny_stranger)
     small = {"threads": 1, "cache_memory": 0.05}
     return serve_all(Options(folders=(tiny_mute.parent,), defaults=small), registry=load(path))
 
@@ -43,27 +45,13 @@ def theirs(server):
 
 
 @pytest.fixture(scope="module")
-def pair(server):
+def pair(on, server):
     """A speculative pair, launched as Xinference 0.5 did it."""
-    body = {
-        "model_uid": None,
-        "model_name": "tiny",
-        "model_size_in_billions": 0.001,
-        "quantization": "none",
-        "draft_model_name": "draft",
-        "draft_model_size_in_billions": "0_0005",
-        "draft_quantization": "none",
-        "n_gpu": None,
-    }
-    response = server.post("/experimental/speculative_llms", body)
+    if on != "local":
+        return "tiny"  # it has been
+    response = server.post("/experimental/speculative_llms", {**PAIR, "model_uid": None})
     assert response.status_code == 200, response.text
     return response.json()["model_uid"]
-
-
-@pytest.fixture(scope="module")
-def llm(tiny_folder):
-    with LLM(str(tiny_folder), draft="none", threads=1, cache_memory=0.05) as llm:
-        yield llm
 
 
 def test_their_client_launches_lists_and_terminates(server, theirs, tiny_folder):
@@ -87,10 +75,10 @@ def test_their_client_launches_lists_and_terminates(server, theirs, tiny_folder)
             call("mine")
 
 
-def test_their_client_gets_our_answers_from_a_pair(theirs, pair, llm):
+def test_their_client_gets_our_answers_from_a_pair(theirs, pair, library):
     model = theirs.get_model(pair)
-    chat = llm.chat(MESSAGES, SamplingParams(max_tokens=12)).text
-    text = llm.generate(PROMPT, SamplingParams(max_tokens=12)).text
+    chat = library.chat(MESSAGES, SamplingParams(max_tokens=12)).text
+    text = library.generate(PROMPT, SamplingParams(max_tokens=12)).text
     assert model.chat(MESSAGES, generate_config=GREEDY)["choices"][0]["message"]["content"] == chat
     answer = model.generate(PROMPT, GREEDY)
     assert answer["choices"][0]["text"] == text
@@ -102,7 +90,7 @@ def test_their_client_gets_our_answers_from_a_pair(theirs, pair, llm):
     model.close()
 
 
-def test_their_async_client_works_too(server, pair, llm):
+def test_their_async_client_works_too(server, pair, library):
     async def answer() -> str:
         client = AsyncRESTfulClient(server.url)
         try:
@@ -115,7 +103,7 @@ def test_their_async_client_works_too(server, pair, llm):
         finally:
             await client.close()
 
-    assert asyncio.run(answer()) == llm.chat(MESSAGES, SamplingParams(max_tokens=12)).text
+    assert asyncio.run(answer()) == library.chat(MESSAGES, SamplingParams(max_tokens=12)).text
 
 
 @pytest.mark.parametrize(
@@ -127,14 +115,15 @@ def test_their_async_client_works_too(server, pair, llm):
         {"top_k": 5, "temperature": 0.9, "top_p": 0.8, "seed": 3, "repetition_penalty": 1.3},
         {"stop": ["\x01"], "stop_token_ids": [7], "echo": False},
     ],
+    ids=["gamma 1", "gamma 7", "length 2", "sampled", "stops"],
 )
-def test_a_generate_config_is_honoured(theirs, pair, llm, config):
+def test_a_generate_config_is_honoured(theirs, pair, library, config):
     model = theirs.get_model(pair)
     answer = model.generate(PROMPT, {"max_tokens": 24, "temperature": 0, **config})
     known = {key: value for key, value in config.items() if key not in ("gamma", "speculative", "echo")}
-    assert answer["choices"][0]["text"] == llm.generate(PROMPT, SamplingParams(max_tokens=24, **known)).text
+    assert answer["choices"][0]["text"] == library.generate(PROMPT, SamplingParams(max_tokens=24, **known)).text
     length = config.get("gamma") or config.get("speculative", {}).get("length", GAMMA)
-    assert max(map(int, answer["metrics"]["by_depth"])) <= length
+    assert max(map(int, answer["metrics"]["by_depth"]), default=0) <= length
     model.close()
 
 
@@ -172,7 +161,7 @@ def test_a_folder_is_launched_if_it_is_allowed(server, theirs, tiny_mute, tiny_s
     assert (told["model_ability"], told["draft"]) == (["generate"], "ngram:length=3")
     model = theirs.get_model(uid)
     assert not hasattr(model, "chat")  # without a template their client offers none
-    assert model.generate("the", {"max_tokens": 2})["usage"]["completion_tokens"] == 2
+    assert model.generate("the", {"max_tokens": 2, "temperature": 0})["usage"]["completion_tokens"] == 2
     model.close()
     theirs.terminate_model(uid)
     for path in (tiny_stranger, "/etc", f"{tiny_mute}/../../..", "org/name"):
@@ -205,6 +194,7 @@ def test_a_folder_is_launched_if_it_is_allowed(server, theirs, tiny_mute, tiny_s
         ({"model_name": "tiny", "model_uid": "a b"}, 400, "is no uid"),
         ({"model_name": "nobody"}, 403, "neither a known name"),
     ],
+    ids=str,
 )
 def test_a_launch_that_cannot_be_says_why(server, body, status, reason):
     before = server.get("/v1/models").json()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from outrider import drafters
@@ -61,6 +62,8 @@ def to_vllm(draft: str) -> Config | None:
     """ "ngram:length=8" -> what vLLM calls it; None: plain decoding."""
     name, _, text = draft.strip().partition(":")
     if name == "none":
+        if text:
+            raise OutriderError("the drafter none has no options; leave them out")
         return None
     if name not in WORDS:
         raise OutriderError(f"vLLM has no drafter {name!r}; on this backend there are: none, {', '.join(WORDS)}")
@@ -74,6 +77,20 @@ def to_vllm(draft: str) -> Config | None:
     if word.needs and "model" not in config:
         raise OutriderError(f"drafter {name} needs {word.needs}: write {name}:{word.needs}=...")
     return config
+
+
+def for_head(config: Config, folder: Path) -> Config:
+    """Our word `eagle` is for both kinds of heads; vLLM wants to be told which, or it drafts badly without a word."""
+    if config["method"] not in ("eagle", "eagle3"):
+        return config
+    try:
+        said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OutriderError(f"the head in {folder} has no config.json that can be read: {error}") from error
+    third = "eagle3" in f"{said.get('speculators_model_type')} {said.get('architectures')}".lower()
+    if config["method"] == "eagle3" and not third:
+        raise OutriderError(f"the head in {folder} is no EAGLE-3 head; write eagle:head={folder}")
+    return {**config, "method": "eagle3" if third else "eagle"}
 
 
 def to_draft(config: Mapping[str, Any]) -> str:
@@ -146,8 +163,8 @@ def _plain(key: str, value: Any) -> str:
 
 
 def _whole(where: str, value: str) -> int:
-    if not value.isdecimal():
-        raise OutriderError(f"{where} must be a whole number, not {value!r}")
+    if not value.isdecimal() or int(value) < 1:
+        raise OutriderError(f"{where} must be a whole number of at least 1, not {value!r}")
     return int(value)
 
 

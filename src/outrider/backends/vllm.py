@@ -21,6 +21,7 @@ from typing import Any
 
 from outrider.backends.base import Stream
 from outrider.backends.reader import Reader
+from outrider.backends.speculation import to_vllm
 from outrider.backends.text import Writer
 from outrider.core.errors import OutriderError
 from outrider.core.request import Chunk, Request, Result
@@ -31,6 +32,7 @@ from outrider.models.load import available_memory
 from outrider.models.tokenizer import Tokenizer
 
 INSTALL = "run `make vllm` in outrider's repository and use .venv-vllm/bin/outrider (docs/guides/vllm.md)"
+INSTALL_SUFFIX = "pip install --no-deps arctic-inference==0.1.1, with vLLM's Python (it is compiled: some minutes)"
 CLOSE = 10.0  # seconds that its processes have to end by themselves
 _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "cancelled"}
 _QUIET = {
@@ -121,13 +123,14 @@ class VLLM(Reader):
         return int(self._engine.model_config.max_model_len)
 
     def prepare(self, draft: str) -> None:
-        if draft not in ("", self._draft):
+        if draft not in ("", self._draft) and not _same(draft, self._draft):
             raise OutriderError(
                 f"vLLM speculates as it was loaded ({self._draft}), the same for all requests; "
                 f"{draft!r} needs a model of its own, or the backend local"
             )
 
     def submit(self, request: Request) -> Stream:
+        refuse(request, self._speculation is not None, self._device == "cpu")
         self.prepare(request.draft)
         params, prompt = self._params(request), self._prompt(request)
         self._check_room(prompt, request.params)
@@ -313,7 +316,6 @@ class VLLM(Reader):
 
         params = request.params
         self._check_ids(params.token_ids())
-        refuse(request, self._speculation is not None, self._device == "cpu")
         ends = () if params.ignore_eos else tuple(self._ends)
         same = {name: getattr(params, name) for name in _SAME} | {"n": 1 if params.greedy else params.n}
         try:
@@ -328,6 +330,14 @@ class VLLM(Reader):
             )
         except Exception as error:  # vLLM has error classes of its own
             raise OutriderError(f"vLLM refuses the sampling parameters: {_line(error)}") from error
+
+
+def _same(draft: str, own: str) -> bool:
+    """Whether two ways to write a drafter mean the same to vLLM."""
+    try:
+        return to_vllm(draft) == to_vllm(own)
+    except OutriderError:
+        return False
 
 
 def _device(wanted: str) -> str:

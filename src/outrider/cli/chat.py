@@ -125,7 +125,7 @@ class Conversation:
         if draft:
             self._llm.backend.prepare(draft)
             self._draft = draft
-        print(f"draft: {self._draft or options.draft_of(self._llm.settings)}", flush=True)
+        print(f"draft: {self._draft or self._llm.settings.drafter}", flush=True)
 
     def _show_stats(self) -> None:
         print(self._stats)

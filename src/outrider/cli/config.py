@@ -10,7 +10,6 @@ import typer
 
 from outrider import build, drafters
 from outrider.backends import speculation
-from outrider.cli import options
 from outrider.cli.options import PLAIN
 from outrider.config import read
 from outrider.core.errors import OutriderError
@@ -77,7 +76,7 @@ def _engine(settings: Settings) -> str:
 
 
 def _drafter(settings: Settings) -> str:
-    spec, model = options.draft_of(settings), _draft_model(settings)
+    spec, model = settings.drafter, _draft_model(settings)
     if spec == "none":
         return "none: plain decoding"
     return spec if model is None else f"{spec} ({_where(model)})"

@@ -119,7 +119,7 @@ def generate(
         stream = llm.stream(asked, said.params, prediction=expected)
         result = _result(stream, live=sys.stdout.isatty() and not as_json)
         if as_json:
-            about = {"model": said.settings.model, "draft": options.draft_of(said.settings), "prompt": text}
+            about = {"model": said.settings.model, "draft": said.settings.drafter, "prompt": text}
             print(json.dumps({**about, **result.as_dict()}, ensure_ascii=False))
         else:
             print("" if sys.stdout.isatty() else result.text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -144,11 +143,6 @@ def _over(said: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 _SPECULATION = ("draft", "speculative_config")
-
-
-def draft_of(settings: Settings) -> str:
-    """Who guesses ahead, as the user would write it."""
-    return settings.draft if settings.speculative_config is None else json.dumps(settings.speculative_config)
 
 
 def pull(name: str) -> Path:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 SERVER, LIMITS, ACCESS, RAY = "Server", "Limits", "Access", "Ray"
 LOCAL = ("127.0.0.1", "localhost", "::1")
-LAUNCH_DEFAULTS = ("device", "threads", "cache_memory", "max_batch", "max_draft_batch")  # of launches over REST, too
 INSTALL_RAY = "pip install 'outrider[ray]'"
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -151,7 +150,7 @@ def serve(
     _check_ray(ray, for_ray, {"--no-model": no_model, "--state": state})
     from outrider.server import registry as registries
     from outrider.server.access import Access
-    from outrider.server.answers import Options
+    from outrider.server.answers import LAUNCH_DEFAULTS, VLLM_DEFAULTS, Options
     from outrider.server.log import configure
     from outrider.server.run import Plan, run
     from outrider.server.spec import LaunchSpec
@@ -190,7 +189,7 @@ def serve(
             tuple(cors or ()),
             tuple(allow_folder or ()),
             allow_hub,
-            {name: getattr(settings, name) for name in LAUNCH_DEFAULTS},
+            {name: getattr(settings, name) for name in (*LAUNCH_DEFAULTS, *VLLM_DEFAULTS)},
         ),
         Limits(queue=max_queue),
         known,

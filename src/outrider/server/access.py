@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from outrider import drafters
+from outrider.backends import speculation
 from outrider.core.errors import OutriderError
 from outrider.models import sources
 from outrider.server.errors import Bad, Forbidden
@@ -24,6 +25,14 @@ class Access:
         """`folders`: what lies in them may be opened. `names`: those of the registry. `hub`: whether hub ids may be."""
         self._folders = tuple(folder.expanduser().resolve() for folder in folders)
         self._names, self._hub = names, hub
+
+    def on(self, backend: str) -> Access:
+        """The same for models of that backend."""
+        return OnVllm(self._folders, self._names, self._hub) if backend == "vllm" else self
+
+    def expects(self, method: str) -> bool:
+        """Whether a drafter reads what the caller expects."""
+        return drafters.find(method).expects
 
     def source(self, name: str) -> str:
         """A model, head or adapter that a request names, as it may be opened; Forbidden says why it may not."""
@@ -60,11 +69,19 @@ class Access:
         return self._spec(method, dict(item.split("=", 1) for item in text.split(",") if item), options)
 
     def _spec(self, method: str, kept: Mapping[str, str], options: Mapping[str, Any]) -> str:
-        kinds = _kinds(method)
+        kinds = self._kinds(method)
         asked = {key: self._option(key, kinds.get(key), value) for key, value in options.items()}
         spec = method + _written({**kept, **asked})
-        drafters.parse(spec)
+        self._check(spec)
         return spec
+
+    def _kinds(self, method: str) -> dict[str, Any]:
+        options = drafters.find(method).Options
+        hints = typing.get_type_hints(options)
+        return {field.name: hints[field.name] for field in dataclasses.fields(options)}
+
+    def _check(self, spec: str) -> None:
+        drafters.parse(spec)
 
     def _option(self, key: str, kind: Any, value: Any) -> Any:
         """An option that is free text names a model or a file. No request makes us unpickle one."""
@@ -77,10 +94,23 @@ class Access:
         return self.source(value) if free and isinstance(value, str) and value else value
 
 
-def _kinds(method: str) -> dict[str, Any]:
-    options = drafters.find(method).Options
-    hints = typing.get_type_hints(options)
-    return {field.name: hints[field.name] for field in dataclasses.fields(options)}
+class OnVllm(Access):
+    """vLLM's drafters have options of their own, and none reads a prediction: the engine will say so."""
+
+    def expects(self, method: str) -> bool:
+        return method == "prediction"
+
+    def vary(self, own: str, options: Mapping[str, Any]) -> str:
+        if own.startswith("{"):
+            raise Bad(f"vLLM speculates as it was loaded ({own}), the same for all requests", param=next(iter(options)))
+        return super().vary(own, options)
+
+    def _kinds(self, method: str) -> dict[str, Any]:
+        return {"model": str, "head": str}
+
+    def _check(self, spec: str) -> None:
+        if spec != "prediction":
+            speculation.to_vllm(spec)
 
 
 def _written(options: Mapping[str, Any]) -> str:

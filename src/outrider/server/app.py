@@ -77,6 +77,7 @@ async def _answer_error(request: HttpRequest, error: Exception) -> Response:
     elif isinstance(error, HTTPException):
         error = _with_status(error)
     status, body, headers = body_of(request.url.path, error)
+    request.state.refused = str(error)
     return JSONResponse(body, status, headers)
 
 
@@ -186,7 +187,15 @@ class Journal:
             path = getattr(scope.get("route"), "path", "other")
             self._metrics.http.labels(path, str(status)).inc()
             seconds = round(time.perf_counter() - begin, 4)
-            log("request", method=scope["method"], path=scope["path"], status=status, seconds=seconds, request_id=id)
+            log(
+                "request",
+                method=scope["method"],
+                path=scope["path"],
+                status=status,
+                seconds=seconds,
+                request_id=id,
+                refused=scope["state"].get("refused"),
+            )
 
 
 def _request_id(scope: Scope) -> str:

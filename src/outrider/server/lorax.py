@@ -77,7 +77,7 @@ async def info(request: HttpRequest) -> Json:
         "max_stop_sequences": MAX_STOP,
         "max_input_length": max(context - 1, 0),
         "max_total_tokens": context,
-        "draft": settings.draft,
+        "draft": settings.drafter,
         "version": VERSION,
         "sha": None,
         "docker_label": None,

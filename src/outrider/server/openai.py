@@ -21,8 +21,10 @@ from fastapi.responses import JSONResponse
 from outrider.core.request import Chunk, Request, Result
 from outrider.core.sequence import Token
 from outrider.core.stats import Stats
+from outrider.server.access import Access
 from outrider.server.adapters import select
-from outrider.server.answers import VERSION, EventStream, checked, id_of, result_of, server_of, submit
+from outrider.server.answers import VERSION, EventStream, Server, checked, id_of, result_of, server_of, submit
+from outrider.server.fleet import Description
 from outrider.server.openai_bodies import Body, ChatBody, CompletionBody
 from outrider.server.workers import ServerStream
 
@@ -35,7 +37,7 @@ async def chat_completions(request: HttpRequest, body: ChatBody) -> Response:
     """Answer a conversation."""
     server = server_of(request)
     model, adapter = await select(server, body.model)
-    asked, clip = body.request(server.access, adapter or model.spec.settings.draft)
+    asked, clip = body.request(*_drafting(server, model, adapter))
     asked = replace(asked, draft=asked.draft or adapter)
     stream = await submit(request, model.uid, asked, _shows(body, asked), clip)
     return await _answer(request, body, Chat(request, body, [stream]))
@@ -48,7 +50,7 @@ async def completions(request: HttpRequest, body: CompletionBody) -> Response:
     model, adapter = await select(server, body.model)
     streams: list[ServerStream] = []
     try:
-        for asked in body.requests(server.access, adapter or model.spec.settings.draft):
+        for asked in body.requests(*_drafting(server, model, adapter)):
             asked = replace(asked, draft=asked.draft or adapter)
             streams.append(await submit(request, model.uid, asked, _shows(body, asked)))
     except BaseException:  # one was refused: the others run for nobody
@@ -56,6 +58,12 @@ async def completions(request: HttpRequest, body: CompletionBody) -> Response:
             stream.cancel()
         raise
     return await _answer(request, body, Completion(request, body, streams))
+
+
+def _drafting(server: Server, model: Description, adapter: str) -> tuple[Access, str]:
+    """What the request may name, and who drafts unless it does."""
+    settings = model.spec.settings
+    return server.access.on(settings.backend), adapter or settings.drafter
 
 
 def _shows(body: Body, asked: Request) -> bool:

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
-from outrider import drafters
 from outrider.core.request import Message, Prompt, Request
 from outrider.core.sampling import SamplingParams
 from outrider.server.access import Access
@@ -182,12 +181,12 @@ class Body(Strict):
                 raise Bad("gamma goes with neither speculative nor prediction; leave out one of them", param="gamma")
             return access.vary(own, {"length": self.gamma})
         if asked is None or (asked.method is None and not asked.off and not asked.model_extra):
-            return _for_prediction(own) if expects else ""
+            return _for_prediction(access, own) if expects else ""
         options = dict(asked.model_extra or {})
         if asked.off:
             return _refuse_off(asked.method, options, expects)
         method = asked.method or ("prediction" if expects else own.partition(":")[0])
-        reads = drafters.find(method).expects
+        reads = access.expects(method)
         if expects and not reads:
             raise Bad(
                 f"a prediction is given, but the method {method} does not read it; leave out one of the two",
@@ -301,9 +300,9 @@ def _bias(given: dict[str, float] | None) -> dict[int, float]:
     return bias
 
 
-def _for_prediction(own: str) -> str:
+def _for_prediction(access: Access, own: str) -> str:
     """The model's own drafter if it reads predictions, else the one that does."""
-    return "" if drafters.find(own.partition(":")[0]).expects else "prediction"
+    return "" if access.expects(own.partition(":")[0]) else "prediction"
 
 
 def _refuse_off(method: str | None, options: dict[str, Any], expects: bool) -> str:

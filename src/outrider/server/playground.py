@@ -51,12 +51,13 @@ def models(request: Request) -> dict[str, Any]:
 
 
 def _model(launched: Description) -> dict[str, Any]:
-    model, draft = launched.spec.settings.model, launched.spec.settings.draft
+    settings = launched.spec.settings
+    local = settings.backend == "local"  # vLLM drafts as it was loaded
     return {
         "id": launched.uid,
         "status": launched.status,
-        "draft": draft,
-        "drafters": [name for name in drafters.names() if _ready(name, model)],
+        "draft": settings.drafter,
+        "drafters": [name for name in drafters.names() if local and _ready(name, settings.model)],
         "context": launched.info.get("context"),
         "chat": launched.info.get("chat", True),
     }

@@ -8,10 +8,9 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request as HttpRequest
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
 
-from outrider import drafters
 from outrider.core.errors import OutriderError
 from outrider.models import sources
-from outrider.server.answers import Server, server_of
+from outrider.server.answers import VLLM_DEFAULTS, Server, server_of
 from outrider.server.errors import Bad
 from outrider.server.fleet import Description
 from outrider.server.registry import Choice
@@ -21,6 +20,7 @@ from outrider.settings import from_mapping
 router = APIRouter(tags=["Xinference"])
 
 GAMMA = 4  # tokens of a draft, unless a request says otherwise
+ENGINES = {"outrider": "local", "local": "local", "vllm": "vllm"}
 Json = dict[str, Any]
 Size = float | str | None
 Uid = Annotated[str, Field(max_length=128)]
@@ -110,7 +110,7 @@ async def launch_model(request: HttpRequest, body: Launch, wait_ready: Annotated
         if (value := getattr(body, field)) is not None:
             settings[field] = value
     if body.draft is not None:
-        settings["draft"] = _draft(server, body.draft)
+        settings["draft"] = _draft(server, body.draft, settings["backend"])
     return await _launch(server, body, settings, choice, body.model_name)
 
 
@@ -187,7 +187,7 @@ def shown(model: Description) -> Json:
         "replica": 1,
         "status": model.status,
         "reason": model.reason,
-        "draft": spec.settings.draft,
+        "draft": spec.settings.drafter,
         **spec.family,
     }
 
@@ -204,7 +204,13 @@ def _choose(server: Server, name: str, size: Size, quantization: str | None) -> 
 
 def _settings(server: Server, choice: Choice, **more: str | None) -> Json:
     given = {key: value for key, value in more.items() if value is not None}
-    return {**server.options.defaults, "model": choice.source, "quantize": choice.quantize, **given}
+    settings = {"backend": "local", **server.options.defaults, "model": choice.source, "quantize": choice.quantize}
+    settings |= given
+    return settings if settings["backend"] == "vllm" else _without(settings, VLLM_DEFAULTS)
+
+
+def _without(settings: Json, names: tuple[str, ...]) -> Json:
+    return {name: value for name, value in settings.items() if name not in names}
 
 
 def _refuse(body: Launch) -> None:
@@ -224,10 +230,11 @@ def _device(n_gpu: int | str | None, index: int | list[int] | None = None) -> st
 
 
 def _backend(engine: str | None) -> str | None:
-    if engine is None or engine.lower() in ("outrider", "local"):
+    """None: as the server was started."""
+    if engine is None:
         return None
-    if engine.lower() == "vllm":
-        return "vllm"
+    if engine.lower() in ENGINES:
+        return ENGINES[engine.lower()]
     raise Bad(f"there is no engine {engine[:80]!r} here; leave it out, or say outrider or vllm", param="model_engine")
 
 
@@ -245,12 +252,11 @@ def _is_path(source: str) -> bool:
     return source.startswith((".", "/", "~"))
 
 
-def _draft(server: Server, spec: str) -> str:
+def _draft(server: Server, spec: str, backend: str) -> str:
     """A spec that came over REST: what it names must be allowed."""
-    drafters.parse(spec)
     method, _, text = spec.strip().partition(":")
     given = (item.partition("=") for item in text.split(",") if item)
-    return server.access.draft(method, {key.strip(): value.strip() for key, _, value in given})
+    return server.access.on(backend).draft(method, {key.strip(): value.strip() for key, _, value in given})
 
 
 def _pair(draft: Choice) -> str:
