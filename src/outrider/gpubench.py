@@ -183,7 +183,7 @@ def one_stream(llm: LLM, prompts: Seq[workloads.Prompt], rounds: int = 3) -> Fou
             for draft in ("none", "ngram"):
                 stream = llm.stream([{"role": "user", "content": prompt.text}], params, draft=draft)
                 times = [(time.perf_counter(), len(chunk.tokens)) for chunk in stream]
-                texts.append(stream.result().tokens)
+                texts.append([token.id for token in stream.result().tokens])
                 if number > 1:  # the first rounds capture graphs
                     speed = sum(count for _, count in times[1:]) / (times[-1][0] - times[0][0])
                     speeds.setdefault(prompt.kind, {}).setdefault(draft, []).append(speed)
@@ -237,7 +237,7 @@ def bulk(model: CudaLlama, prompts: Seq[Seq[int]], batch: int = 2048) -> Found:
     return {"batch": batch, "sequences": len(seqs), "tokens": tokens, "tokens_per_second": tokens / seconds}
 
 
-def transformers(folder: str, llm: LLM, text: str) -> Found:
+def transformers(folder: str, llm: LLM, text: str, said: Found, save: Callable[[], None]) -> None:
     """transformers on the same weights and prompt: as it comes, and with a static cache and compiled."""
     from transformers import AutoModelForCausalLM
 
@@ -250,23 +250,25 @@ def transformers(folder: str, llm: LLM, text: str) -> Found:
             lengths = []
             for count in (16, 128):  # what the difference takes is decoding alone
                 torch.cuda.synchronize()
-                begin = time.perf_counter()
+                start = time.perf_counter()
                 model.generate(
                     ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0, **options
                 )
                 torch.cuda.synchronize()
-                lengths.append(time.perf_counter() - begin)
+                lengths.append(time.perf_counter() - start)
             if number:
                 took.append(112 / (lengths[1] - lengths[0]))
         return statistics.median(took)
 
-    said: Found = {"default": speed(1), "prompt lookup": speed(1, prompt_lookup_num_tokens=10)}
+    said["outrider"] = one_stream(llm, [workloads.Prompt("", "chat", text)], 2)["plain"]
+    said["default"] = speed(1)
+    said["prompt lookup"] = speed(1, prompt_lookup_num_tokens=10)
+    save()
     try:
-        model.forward = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
-        said["static cache, compiled"] = speed(2, cache_implementation="static")
+        said["static cache, compiled"] = speed(2, cache_implementation="static")  # generate compiles by itself
     except Exception as error:  # somebody else's compiler: the rest was measured all the same
         said["static cache, compiled"] = f"failed: {type(error).__name__}: {str(error)[:200]}"
-    return said
+    save()
 
 
 @contextmanager
@@ -313,7 +315,7 @@ def measure_small(model: str, folder: str | None, best: float, found: Found, sav
     save(found)
     if folder:
         with _part("transformers"):
-            found["transformers"] = transformers(folder, llm, prompts[0].text)
+            transformers(folder, llm, prompts[0].text, found.setdefault("transformers", {}), lambda: save(found))
 
 
 def measure_8b(best: float, found: Found) -> None:
