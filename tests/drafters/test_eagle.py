@@ -475,7 +475,7 @@ class TestLoss:
         target, own = model(), head("cut, two layers, normed output")
         learned = lesson(target, own, TEXTS)
         _, figures = own.loss(learned, STEPS)
-        laws = learned.laws(torch.arange(learned.tokens.numel())).view(*learned.tokens.shape, -1)
+        laws = learned.logits(torch.arange(learned.tokens.numel())).softmax(-1).view(*learned.tokens.shape, -1)
         for step, said in enumerate(in_training(own, target)):
             until = len(TEXTS[0]) - 2 - step
             p, q = laws[:, 1 + step : 1 + step + until], torch.softmax(said[:, :until], -1)

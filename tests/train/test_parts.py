@@ -1,5 +1,6 @@
 """The parts of a training run: talks, texts, order, the reading target, the optimiser, files."""
 
+import itertools
 from random import Random
 
 import pytest
@@ -45,6 +46,18 @@ def test_a_talk_is_the_same_whatever_runs_beside_it(loaded):
     together, alone = written(loaded, range(4), 3), [text for n in range(4) for text in written(loaded, [n], 1)]
     assert together == alone
     assert written(loaded, range(4), 3, seed=1) != together
+
+
+def test_talks_that_begin_ahead_are_the_same_and_leave_nothing_behind(loaded):
+    engine = Engine(loaded.model, Drafter(Drafter.Options(), Parts(loaded.model, None)), Limits(3, 512, 0))
+    chat = Chat.of(loaded.tokenizer)
+    line = ((number, talk(chat, loaded.ends, Random(number))) for number in itertools.count())
+    writer = Writer(engine, loaded.ends, 3, 0)
+    waves = [writer.write(line, until=until) for until in (2, 4, 7)]
+    assert engine.busy  # with the talks after them
+    writer.stop()
+    assert not engine.busy
+    assert [text for wave in waves for text in wave] == written(loaded, range(7), 7)
 
 
 def test_a_talk_has_a_question_and_an_answer(loaded):

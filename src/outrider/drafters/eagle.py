@@ -232,8 +232,7 @@ class EagleHead(nn.Module):
             state, normed = self._step(embedded, state, pasts, turns[:, step : step + rows])
             places, counts = answers.before(2 + step)
             normed = normed.flatten(0, 1).index_select(0, places)
-            logits = F.linear(normed, output.to(normed.dtype))
-            part, figures[f"keep{step + 1}"], figures[f"hit{step + 1}"] = distance(logits, laws, counts)
+            part, figures[f"keep{step + 1}"], figures[f"hit{step + 1}"] = distance(normed, output, laws, counts)
             total = total + FADE**step * part
         figures["loss"] = total.detach()
         return total, figures

@@ -1,5 +1,5 @@
-"""On a GPU: the distance between a head's laws and the target's with its gradient in one kernel, and attention over a
-text and a few steps more without its matrix. Both equal what plain torch computes elsewhere, up to rounding."""
+"""On a GPU: the target's laws, the distance of a head's from them with its gradient, each in one kernel, and attention
+over a text and a few steps more without its matrix. All equal what plain torch computes elsewhere, up to rounding."""
 
 from __future__ import annotations
 
@@ -16,11 +16,46 @@ BLOCK = 2048  # logits that a program holds at once
 
 
 @triton.jit
+def _law(logits_ptr, ids_ptr, law_ptr, best_ptr, size, count, ALL: tl.constexpr, BLOCK: tl.constexpr):
+    """A row of logits [size] -> its softmax at the places ids [count] (ALL: at every place), and its highest chance."""
+    row = tl.program_id(0)
+    logits = logits_ptr + row.to(tl.int64) * size
+    column = tl.arange(0, BLOCK)
+    highest = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, size, BLOCK):
+        x = tl.load(logits + start + column, mask=start + column < size, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(highest, x)
+        level = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(highest - level) + tl.exp(x - level)
+        highest = higher
+    most = tl.max(highest, 0)
+    log_sum = tl.log(tl.sum(total * tl.exp(highest - most), 0)) + most
+    tl.store(best_ptr + row, tl.exp(most - log_sum))
+    for start in range(0, count, BLOCK):
+        inside = start + column < count
+        place = start + column
+        if not ALL:
+            place = tl.load(ids_ptr + start + column, mask=inside, other=0)
+        x = tl.load(logits + place, mask=inside, other=float("-inf")).to(tl.float32)
+        tl.store(law_ptr + row.to(tl.int64) * count + start + column, tl.exp(x - log_sum), mask=inside)
+
+
+def law(logits: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """[n, vocab] -> the chances of the tokens `ids` (None: of all) [n, ids], and the highest of all [n]."""
+    rows, size = logits.shape
+    count = size if ids is None else len(ids)
+    found = torch.empty(rows, count, device=logits.device)
+    best = torch.empty(rows, device=logits.device)
+    _law[(rows,)](logits, ids, found, best, size, count, ids is None, BLOCK, num_warps=8)
+    return found, best
+
+
+@triton.jit
 def _distance(
-    logits_ptr, law_ptr, best_ptr, weight_ptr, grad_ptr, loss_ptr, kept_ptr, hit_ptr, size, nearness,
-    BLOCK: tl.constexpr,
+    logits_ptr, law_ptr, best_ptr, weight_ptr, loss_ptr, kept_ptr, hit_ptr, size, nearness, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """A row: three times over its logits x [size] and the target's law p, which stay in the cache.
+    """A row: three times over its logits x [size], which become the gradient, and the target's law p.
 
     loss = -sum p log q + nearness (1 - sum min(p, q)), q = softmax(x), so that
     dloss/dx = q sum(p) - p - nearness q ([q < p] - sum of q where q < p).
@@ -62,37 +97,40 @@ def _distance(
         p = tl.load(law + start + column, mask=inside, other=0.0)
         q = tl.exp(x - log_sum)
         slope = q * all_p - p - nearness * q * (tl.where(q < p, 1.0, 0.0) - all_below)
-        tl.store(grad_ptr + row.to(tl.int64) * size + start + column, (slope * weight).to(grad_ptr.dtype.element_ty),
-                 mask=inside)  # fmt: skip
+        tl.store(logits + start + column, (slope * weight).to(logits_ptr.dtype.element_ty), mask=inside)
     tl.store(loss_ptr + row, tl.sum(entropy, 0) + nearness * (1.0 - all_kept))
     tl.store(kept_ptr + row, all_kept)
     tl.store(hit_ptr + row, tl.where(tl.load(law + chosen) >= tl.load(best_ptr + row), 1.0, 0.0))
 
 
 class _Distance(torch.autograd.Function):
+    """From the states on: so what comes from above is multiplied with the gradient of a state, not of its logits."""
+
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, law: Tensor, best: Tensor, weight: Tensor, nearness: float) -> Any:
+    def forward(
+        ctx: Any, states: Tensor, output: Tensor, law: Tensor, best: Tensor, weight: Tensor, nearness: float
+    ) -> Any:
+        logits = states @ output.T
         rows, size = logits.shape
-        grad = torch.empty_like(logits)
         loss, kept, hit = (torch.empty(rows, device=logits.device) for _ in range(3))
-        _distance[(rows,)](
-            logits, law, best, weight.float(), grad, loss, kept, hit, size, nearness, BLOCK, num_warps=8
-        )  # fmt: skip
-        ctx.save_for_backward(grad)
+        _distance[(rows,)](logits, law, best, weight, loss, kept, hit, size, nearness, BLOCK, num_warps=8)
+        ctx.save_for_backward(logits, states, output)
         ctx.mark_non_differentiable(kept, hit)
         return (loss * weight).sum(), kept, hit
 
     @staticmethod
     def backward(ctx: Any, above: Tensor, *rest: Tensor) -> Any:
-        (grad,) = ctx.saved_tensors
-        return grad.mul_(above), None, None, None, None
+        slopes, states, output = ctx.saved_tensors
+        of_states = (slopes @ output) * above.to(output.dtype) if ctx.needs_input_grad[0] else None
+        of_output = (slopes.T @ states) * above.to(output.dtype) if ctx.needs_input_grad[1] else None
+        return of_states, of_output, None, None, None, None
 
 
 def distance(
-    logits: Tensor, law: Tensor, best: Tensor, weight: Tensor, nearness: float
+    states: Tensor, output: Tensor, law: Tensor, best: Tensor, weight: Tensor, nearness: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The weighted sum of the rows' losses, and what is kept and hit in each row; see lesson.distance."""
-    return _Distance.apply(logits.contiguous(), law, best, weight, nearness)
+    return _Distance.apply(states, output, law, best, weight, nearness)
 
 
 class _Attend(torch.autograd.Function):

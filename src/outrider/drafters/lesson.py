@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 FADE = 0.8  # what a draft step weighs beside the one before it
@@ -34,11 +35,11 @@ class Lesson:
         known = self.mask.flatten().nonzero().squeeze(1) if self.known is None else self.known
         return Answers(known, known % self.tokens.shape[1])
 
-    def laws(self, places: Tensor) -> Tensor:
-        """[n, vocab] float32: what the target would draw the token after each place of the flattened batch from."""
+    def logits(self, places: Tensor) -> Tensor:
+        """[n, vocab] the target's after each place of the flattened batch."""
         with torch.no_grad():
             last = self.last.flatten(0, 1)[places]
-            return torch.softmax((last @ self.output.to(last.dtype).T).float(), -1)
+            return last @ self.output.to(last.dtype).T
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,27 +64,33 @@ class Laws:
     @classmethod
     def of(cls, lesson: Lesson, answers: Answers, ids: Tensor | None = None) -> Laws:
         """`ids`: the tokens that the head can write; None: all."""
-        laws = lesson.laws(answers.before(1)[0])
+        logits = lesson.logits(answers.before(1)[0])
+        if logits.is_cuda:
+            from outrider.drafters.fused import law
+
+            return cls(*law(logits, ids))
+        laws = torch.softmax(logits.float(), -1)
         return cls(laws if ids is None else laws[:, ids], laws.amax(-1))
 
 
-def distance(logits: Tensor, laws: Laws, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy of the head's law q against the target's p, plus NEARNESS * (1 - sum min(p, q)), averaged where
-    `counts` [n]; sum min(p, q), the share that rejection keeps; and how often the head's likeliest token is the
-    target's."""
+def distance(states: Tensor, output: Tensor, laws: Laws, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross-entropy of the head's law q (of states [n, hidden] through its output matrix) against the target's p, plus
+    NEARNESS * (1 - sum min(p, q)), averaged where `counts` [n]; sum min(p, q), the share that rejection keeps; and how
+    often the head's likeliest token is the target's."""
     weight = counts / counts.sum().clamp(min=1)
-    if logits.is_cuda:
+    if states.is_cuda:
         from outrider.drafters.fused import distance as fused
 
-        loss, kept, hit = fused(logits, laws.law, laws.best, weight, NEARNESS)
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else states.dtype
+        loss, kept, hit = fused(states.to(dtype), output.to(dtype), laws.law, laws.best, weight, NEARNESS)
     else:
-        rows, kept, hit = _distance(logits, laws)
+        rows, kept, hit = measures(F.linear(states, output.to(states.dtype)), laws)
         loss = (rows * weight).sum()
     return loss, (kept * weight).sum(), (hit * weight).sum()
 
 
-def _distance(logits: Tensor, laws: Laws) -> tuple[Tensor, Tensor, Tensor]:
-    """[n] each."""
+def measures(logits: Tensor, laws: Laws) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, what is kept, and whether it is hit, in each row [n]."""
     log_q = torch.log_softmax(logits.float(), -1)
     entropy = -(laws.law * log_q).sum(-1)
     kept = torch.minimum(laws.law, log_q.exp()).sum(-1)

@@ -110,9 +110,8 @@ class MedusaHead(nn.Module):
         total = torch.zeros((), device=lesson.last.device)
         for step, block in enumerate(self.blocks[: min(steps or len(self.blocks), lesson.tokens.shape[1] - 2)]):
             places, counts = answers.before(2 + step)
-            state = block(last[places])
-            logits = F.linear(state, self._output(step, lesson.output).to(state.dtype))
-            part, figures[f"keep{step + 1}"], figures[f"hit{step + 1}"] = distance(logits, laws, counts)
+            state, output = block(last[places]), self._output(step, lesson.output)
+            part, figures[f"keep{step + 1}"], figures[f"hit{step + 1}"] = distance(state, output, laws, counts)
             total = total + FADE**step * part
         figures["loss"] = total.detach()
         return total, figures

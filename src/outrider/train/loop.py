@@ -11,12 +11,13 @@ import torch
 from outrider.train.capture import Teacher
 from outrider.train.checkpoint import State
 from outrider.train.clock import Clock
-from outrider.train.graphs import Grader
+from outrider.train.grade import Grader
 from outrider.train.log import RECENT, Log
 from outrider.train.optimiser import Optimiser, rate
 from outrider.train.order import Batch, Order
 
-WARM = 20  # steps until the peak; the second half of them shows how long a step takes
+WARM = 20  # steps until the peak
+SETTLED = {"cpu": 20, "cuda": 400}  # steps after which all that is done once is done; the last quarter is timed
 SPARE = 0.97  # of the time that is left is planned
 
 
@@ -30,15 +31,17 @@ class Loop:
 
         `pauses`: seconds that whoever asks will take in between.
         """
-        batches, timer = self._order.batches(state.step), _Timer(self._device)
+        batches, timer = self._order.batches(state.step), _Timer(self._device, state.step)
         while not state.planned or state.step < state.planned:
             if state.step and clock.left <= reserve:
                 return
             self._step(next(batches), state, log)
-            seconds = 0.0 if state.planned else timer.seconds(state.step, state.warm)
+            seconds = 0.0 if state.planned else timer.seconds(state.step)
             if seconds:
                 state.planned = state.step + max(1, int(SPARE * (clock.left - reserve - pauses) / seconds))
+            timer.pause()
             yield
+            timer.go_on()
 
     def _step(self, batch: Batch, state: State, log: Log) -> None:
         figures = self._grade(batch)
@@ -50,20 +53,30 @@ class Loop:
 
 
 class _Timer:
-    """Seconds of a step, by the second half of the warm-up: the first steps of a process take longer."""
+    """Seconds of a step, once the first ones, which take longer, are over."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._first: tuple[int, float] | None = None
+    def __init__(self, device: torch.device, step: int) -> None:
+        self._device, self._until = device, step + SETTLED[device.type]
+        self._begun: tuple[int, float] | None = None
+        self._paused = 0.0  # since then
 
-    def seconds(self, step: int, warm: int) -> float:
+    def seconds(self, step: int) -> float:
         """0 until it is known; asked after every step."""
-        if self._first is None:
-            if step >= warm // 2:
-                self._first = step, self._now()
+        if self._begun is None:
+            if step >= self._until - SETTLED[self._device.type] // 4:
+                self._begun, self._paused = (step, self._now()), 0.0
             return 0.0
-        before, begun = self._first
-        return (self._now() - begun) / (step - before) if step >= max(warm, before + warm // 4) else 0.0
+        before, begun = self._begun
+        return (self._now() - begun - self._paused) / (step - before) if step >= self._until else 0.0
+
+    def pause(self) -> None:
+        """Others do something else now."""
+        if self._begun is not None:
+            self._paused -= self._now()
+
+    def go_on(self) -> None:
+        if self._begun is not None:
+            self._paused += time.monotonic()
 
     def _now(self) -> float:
         if self._device.type == "cuda":

@@ -91,8 +91,7 @@ class DraftNet(nn.Module):
             x = block(x, layer, self._config, self.cos[:rows], self.sin[:rows])
         places, counts = answers.before(1)
         x = norm(x, self.norm, self._config.norm_eps).flatten(0, 1).index_select(0, places)
-        logits = F.linear(x, lesson.output.to(x.dtype))
-        total, kept, hit = distance(logits, Laws.of(lesson, answers), counts)
+        total, kept, hit = distance(x, lesson.output, Laws.of(lesson, answers), counts)
         return total, {"keep1": kept, "hit1": hit, "loss": total.detach()}
 
     def write(self, folder: Path, source: Path, tokenizer: Tokenizer | None) -> None:

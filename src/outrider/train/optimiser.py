@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
+from outrider.train.graphs import Recorder
+
 LAST = 0.02  # of the peak, at the end
+EAGER = 3  # steps after which all that is allocated once is there
 
 
 def rate(step: int, warm: int, planned: int) -> float:
@@ -25,36 +28,66 @@ def rate(step: int, warm: int, planned: int) -> float:
 class Optimiser:
     def __init__(self, pupil: nn.Module, peak: float, norm_peak: float) -> None:
         self._named = {name: weight for name, weight in pupil.named_parameters() if weight.requires_grad}
-        matrices = [weight for weight in self._named.values() if weight.dim() == 2]
-        others = [weight for weight in self._named.values() if weight.dim() != 2]
         self._grads: list[Tensor] = []
         for weight in self._named.values():  # graphs add to them where they are
             weight.grad = torch.zeros_like(weight)
             self._grads.append(weight.grad)
-        self._parts: list[tuple[Optimizer, float]] = []
-        if matrices:
-            self._parts.append((Muon(matrices, lr=peak, weight_decay=0.0), peak))
-        if others:
-            self._parts.append((AdamW(others, lr=norm_peak, betas=(0.9, 0.99), weight_decay=0.0), norm_peak))
+        self._matrices: list[Tensor] = [weight for weight in self._named.values() if weight.dim() == 2]
+        others = [weight for weight in self._named.values() if weight.dim() != 2]
+        self._muon = Muon(self._matrices, lr=peak, weight_decay=0.0) if self._matrices else None
+        self._adam = AdamW(others, lr=norm_peak, betas=(0.9, 0.99), weight_decay=0.0) if others else None
+        self._norm_peak = norm_peak
+        self._share = torch.ones((), device=next(iter(self._named.values())).device)
+        self._steps = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
 
     def step(self, share: float) -> None:
-        for part, peak in self._parts:
-            for group in part.param_groups:
-                group["lr"] = peak * share
-            part.step()
+        """`share`: of the peak rates."""
+        if self._adam is not None:
+            for group in self._adam.param_groups:
+                group["lr"] = self._norm_peak * share
+            self._adam.step()
+        if self._muon is not None:
+            self._share.fill_(share)
+            self._step_matrices(self._muon)
         torch._foreach_zero_(self._grads)
+        self._steps += 1
+
+    def _step_matrices(self, muon: Muon) -> None:
+        """Some hundred tiny kernels: on a GPU one graph."""
+        if self._graph is None and self._share.is_cuda and self._steps == EAGER:
+            self._graph, _ = Recorder().record(lambda: self._move(muon))
+        if self._graph is None:
+            self._move(muon)
+        else:
+            self._graph.replay()
+
+    @torch.no_grad()
+    def _move(self, muon: Muon) -> None:
+        """A step at the peak rate, of which the share is kept: a graph cannot be told another rate."""
+        before = [weight.detach().clone() for weight in self._matrices]
+        muon.step()
+        change = torch._foreach_sub(self._matrices, before)
+        torch._foreach_mul_(change, self._share)
+        torch._foreach_add_(before, change)
+        torch._foreach_copy_(self._matrices, before)
+
+    @property
+    def _parts(self) -> list[Optimizer]:
+        return [part for part in (self._muon, self._adam) if part is not None]
 
     def state(self) -> dict[str, Tensor]:
         """Its memory, by the parameter's name."""
         return {
             f"{name}.{key}": value
-            for part, _ in self._parts
+            for part in self._parts
             for name, weight in self._named.items()
             for key, value in part.state.get(weight, {}).items()
         }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        for part, _ in self._parts:
+        """Before the first step."""
+        for part in self._parts:
             mine = {id(weight) for group in part.param_groups for weight in group["params"]}
             for name, weight in self._named.items():
                 if id(weight) in mine:

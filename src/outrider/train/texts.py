@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -21,7 +22,7 @@ from outrider.train.talks import Talk, answer_to, talk
 from outrider.train.write import Writer
 
 SHARE = 0.4  # of the time goes into writing
-ROUNDS = 8  # talks of a wave for each that runs at once: the end of a wave, when few are left, should not count
+ROUNDS = 4  # talks of a wave for each that runs at once
 MEAN = 260  # tokens of a talk, about
 WRITERS = {"cpu": 32, "cuda": 2048}
 PIECE = {"cpu": 512, "cuda": 2048}  # prompt tokens of a pass; longer ones have no graph
@@ -35,16 +36,27 @@ class Scribe:
     def __init__(self, loaded: Loaded, job: Job, device: str, prompts: Sequence[str]) -> None:
         self._chat, self._ends, self._seed = Chat.of(loaded.tokenizer), loaded.ends, job.seed
         self._prompts = prompts
+        self._line: Iterator[tuple[int, Talk]] | None = None  # of talks without an end
         self.batch = job.writers or WRITERS[device]
         limits = Limits(self.batch, PIECE[device])
         plain = Drafter(Drafter.Options(), Parts(loaded.model, _no_other))
         self._writer = Writer(Engine(loaded.model, plain, limits), loaded.ends, self.batch, job.seed)
 
-    def wave(self, first: int, count: int, told: Callable[[int], None]) -> Corpus:
-        return Corpus.of(self._writer.write(self._talks(first, count), told))
+    def wave(self, first: int, count: int, told: Callable[[int], None], ahead: bool = False) -> Corpus:
+        """The talks of `count` numbers. With `ahead` those of the next wave, which follows without a gap, begin as soon
+        as there is room: the end of a wave, when few are left, takes as long as its middle."""
+        if not ahead:
+            return Corpus.of(self._writer.write(self._talks(range(first, first + count)), told))
+        if self._line is None:
+            self._line = self._talks(itertools.count(first))
+        return Corpus.of(self._writer.write(self._line, told, first + count))
 
-    def _talks(self, first: int, count: int) -> Iterator[tuple[int, Talk]]:
-        for number in range(first, first + count):
+    def stop(self) -> None:
+        """What was begun ahead is not wanted."""
+        self._writer.stop()
+
+    def _talks(self, numbers: Iterable[int]) -> Iterator[tuple[int, Talk]]:
+        for number in numbers:
             yield number, self._talk(number)
 
     def _talk(self, number: int) -> Talk:
@@ -60,7 +72,7 @@ def write(scribe: Scribe, shelf: Shelf, note: Note, job: Job, clock: Clock, show
     while not _enough(note, job) and (not note.waves or clock.spent + _next(note, scribe, job) <= until):
         begin, count = clock.spent, _size(note, scribe, job)
         written = _Count(note, job, clock, show)
-        corpus = scribe.wave(note.talks, count, written.add)
+        corpus = scribe.wave(note.talks, count, written.add, ahead=not job.tokens)
         note = replace(
             note,
             waves=note.waves + 1,
@@ -69,6 +81,7 @@ def write(scribe: Scribe, shelf: Shelf, note: Note, job: Job, clock: Clock, show
             seconds=note.seconds + clock.spent - begin,
         )
         shelf.add(corpus, note)
+    scribe.stop()
     note = replace(note, complete=True)
     shelf.write(note)
     return note
