@@ -104,7 +104,16 @@ def test_packed_text_is_that_of_the_dequantised_model(packed, written, chats):
 
 @pytest.mark.native
 @pytest.mark.parametrize(
-    "draft", ["ngram", "ngram:store=adaptive,min_n=1", "layer_skip:layers=28,length=4", "prediction"]
+    "draft",
+    [
+        "ngram",
+        "ngram:store=adaptive,min_n=1",
+        "layer_skip:layers=28,length=4",
+        "prediction",
+        "eagle",
+        "eagle:tree=16,lookup=3",
+        "medusa",
+    ],
 )
 @pytest.mark.parametrize("params", [PARAMS, SamplingParams(max_tokens=32, temperature=1.0, seed=7, logprobs=0)])
 def test_a_drafter_changes_nothing_not_even_the_last_bit(packed, chats, draft, params):
@@ -116,3 +125,11 @@ def test_a_drafter_changes_nothing_not_even_the_last_bit(packed, chats, draft, p
     for a, b in zip(plain, drafted, strict=True):
         assert a.token_ids == b.token_ids
         assert a.logprobs == b.logprobs
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(("draft", "least"), [("eagle:stop=0", 1.9), ("eagle:tree=16,stop=0", 2.5), ("medusa", 1.3)])
+def test_the_shipped_heads_are_found_and_trained(packed, chats, draft, least):
+    """An untrained head keeps next to nothing: 1.0 tokens per pass."""
+    stats = [result.stats for result in packed.chat(chats, SamplingParams(max_tokens=TOKENS), draft=draft)]
+    assert sum(each.tokens for each in stats) / sum(each.steps for each in stats) > least

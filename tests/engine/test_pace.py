@@ -4,7 +4,7 @@ import pytest
 
 from outrider.core.draft import Draft
 from outrider.core.verify import Verdict
-from outrider.engine.pace import GUESS, PROBE, Cost, Pace
+from outrider.engine.pace import AGAIN, GUESS, PROBE, REST, Cost, Pace
 
 
 def learned(a, b, rows=(1, 2, 4, 8), times=20):
@@ -99,3 +99,34 @@ class TestDraftersThatCannotSay:
 
     def test_a_good_one_that_costs_too_much_is_not_asked(self):
         assert self.lived(3, 0.010).rooms("x", [3]) == [0]
+
+
+class TestProfit:
+    """A pass of 4 + 1 ms, a draft of two nodes: 2 ms for its rows, and what drafting took."""
+
+    def steps(self, pace, count, kept, seconds, sources=()):
+        rested = []
+        for _ in range(count):
+            rested.append(pace.rests("head"))
+            draft = Draft((1, 2), (-1, 0), chances=(0.5, 0.5), sources=sources)
+            pace.spend("head", seconds, [draft])
+            pace.learn("head", draft, Verdict(tuple(range(kept)), 7))
+        return rested
+
+    def test_a_drafter_that_earns_what_it_costs_never_rests(self):
+        assert not any(self.steps(learned(0.004, 0.001), 300, 1, 0.0025))  # 5 ms saved, 4.5 spent
+
+    def test_one_that_does_not_rests_and_is_tried_again(self):
+        rested = self.steps(learned(0.004, 0.001), 200, 1, 0.0035)  # 5 ms saved, 5.5 spent
+        begin = rested.index(True)
+        assert begin < 40
+        assert rested[begin : begin + 2 * (REST + AGAIN)] == ([True] * REST + [False] * AGAIN) * 2
+
+    def test_it_drafts_again_when_it_pays_again(self):
+        pace = learned(0.004, 0.001)
+        self.steps(pace, 60, 0, 0.001)
+        assert not any(self.steps(pace, 3 * (REST + AGAIN), 2, 0.001)[-REST:])
+
+    def test_what_another_guessed_for_nothing_does_not_count(self):
+        pace = learned(0.004, 0.001)
+        assert not any(self.steps(pace, 100, 0, 0.5, ("ngram", "ngram")))

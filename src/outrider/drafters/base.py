@@ -77,13 +77,18 @@ class Drafter:
     name = "none"
     layers: tuple[int, ...] = ()  # layers of the target whose hidden states `observe` wants
     expects: bool = False  # it reads the sequence's `prediction`
-    free: bool = False  # asking costs next to nothing, and its drafts say their chances
+    sure: bool = False  # its drafts say their chances, and it knows itself where to stop
+    free: bool = False  # asking costs next to nothing
 
     def __init__(self, options: Options, parts: Parts) -> None:
         """Build the drafter; anything wrong with the options is an OutriderError."""
 
     def propose(self, seqs: Seq[Sequence], rooms: Seq[int]) -> list[Draft]:
         """A draft for each sequence, of at most `rooms[i]` nodes."""
+        return [EMPTY] * len(seqs)
+
+    def cheap(self, seqs: Seq[Sequence], rooms: Seq[int]) -> list[Draft]:
+        """The same while its drafts do not earn what they cost: only what costs next to nothing."""
         return [EMPTY] * len(seqs)
 
     def observe(self, step: Step) -> None:

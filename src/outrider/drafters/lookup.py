@@ -13,6 +13,7 @@ from outrider.drafters.base import Parts, Step
 from outrider.drafters.ngram import Ngram
 
 _FADE = 0.97  # what an old draft of the head weighs after each new one
+_COST = 0.3  # what a draft of the head costs, in tokens that plain decoding would have written meanwhile
 
 
 class Lookup:
@@ -22,9 +23,9 @@ class Lookup:
         self._tries, self._kept = 1.0, 1.5  # drafts of the head, and what was kept of them
 
     def propose(self, seq: Sequence, room: int) -> Draft:
-        """A copy, if it promises at least what the head does; the choice looks at nothing but the past."""
+        """A copy, if it promises at least what the head earns; the choice looks at nothing but the past."""
         draft = self._ngram.propose([seq], [room])[0] if room > 0 else EMPTY
-        if not draft or _promise(draft.chances) < self._kept / self._tries:
+        if not draft or _promise(draft.chances) < self._kept / self._tries - _COST:
             return EMPTY
         return replace(draft, sources=(Ngram.name,) * len(draft))
 

@@ -148,7 +148,7 @@ def grow_paths(rates: Seq[Seq[float]], nodes: int) -> Paths:
 
 class Medusa(Drafter):
     name = "medusa"
-    free = True  # it says its chances
+    sure = True
 
     @dataclass(frozen=True)
     class Options:

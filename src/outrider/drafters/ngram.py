@@ -26,7 +26,7 @@ Guess = list[tuple[int, int]]  # tokens, each with how many tokens match before 
 
 class Ngram(Drafter):
     name = "ngram"
-    free = True
+    sure = free = True
 
     @dataclass(frozen=True)
     class Options:

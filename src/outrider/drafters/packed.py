@@ -35,6 +35,8 @@ class PackedRunner:
         self._output = Output(output, bits, torch.float32)
         self._norm = None if config.first else head.norm.weight.detach().contiguous()
         self._fc = pack(head.fc.weight, bits, head.fc.bias)
+        norms = [norm.weight.detach() for norm in head.fc_norm] if config.norm_inputs else []  # type: ignore[operator]
+        self._input_norms = torch.stack(norms) if norms else None
         self._stack = NativeStack(_sizes(head), [_layer(layer, bits) for layer in head.decoder])
         self._embedding_norm = None if config.first else head.decoder[0].input_layernorm.weight.detach().contiguous()
         device = torch.device("cpu")
@@ -81,12 +83,11 @@ class PackedRunner:
         """The states that a step reads, of the target's own [rows, layers, hidden]."""
         if self.config.first:
             return self._final(hidden[:, 0]).clone()
-        head, eps = self._head, self.config.norm_eps
-        if self.config.norm_inputs:
-            normed = F.rms_norm(hidden, hidden.shape[-1:], None, eps)
-            hidden = normed * torch.stack([norm.weight for norm in head.fc_norm])  # type: ignore[misc]
+        if self._input_norms is not None:  # not rms_norm, which takes three times as long for so few rows
+            size = hidden.square().mean(-1, keepdim=True).add_(self.config.norm_eps)
+            hidden = (hidden * size.rsqrt_()).mul_(self._input_norms)
         joined = hidden.flatten(1)
-        return self._fc(head.input_norm(joined) if self.config.norm_joined else joined)
+        return self._fc(self._head.input_norm(joined) if self.config.norm_joined else joined)
 
     def _run(self, tokens: Tensor, x: Tensor, batch: Pass, trails: _Trails | None = None) -> Tensor:
         """[rows, hidden] after the layers; x is overwritten."""

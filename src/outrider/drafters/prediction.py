@@ -23,7 +23,7 @@ class _Place:
 
 class Prediction(Drafter):
     name = "prediction"
-    free = True
+    sure = free = True
     expects = True
 
     @dataclass(frozen=True)

@@ -171,11 +171,12 @@ class Engine:
 
     def _ask(self, name: str, plans: Seq[Plan]) -> list[Draft]:
         """One drafter's drafts, no longer than pays."""
-        drafter, rooms = self.drafters[name], [plan.room for plan in plans]
-        if self.pace is not None and not drafter.free:
+        drafter, rooms, seqs = self.drafters[name], [plan.room for plan in plans], [plan.seq for plan in plans]
+        if self.pace is not None and not drafter.sure:
             rooms = self.pace.rooms(name, rooms)
+        rests = self.pace is not None and drafter.sure and not drafter.free and self.pace.rests(name)
         begin = time.perf_counter()
-        drafts = drafter.propose([plan.seq for plan in plans], rooms)
+        drafts = drafter.cheap(seqs, rooms) if rests else drafter.propose(seqs, rooms)
         drafts = [draft.cut(room) for draft, room in zip(drafts, rooms, strict=True)]
         if self.pace is None:
             return drafts

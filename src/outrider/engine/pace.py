@@ -15,6 +15,9 @@ from outrider.core.verify import Verdict
 GUESS = 0.2  # before anything is measured: one more row costs this share of a pass
 FADE = 0.95
 PROBE = 16  # a drafter that does not pay is tried again after so many steps
+TRIED = 12.0  # drafts by which a head is judged, at first
+UNLIKELY = 0.003  # seconds: no draft of one sequence takes longer
+REST, AGAIN = 32, 4  # steps for which one that does not earn what it costs rests, and then drafts again
 
 
 class Cost:
@@ -72,10 +75,41 @@ class Depths:
             self.seconds = each if not self.seconds else self.seconds + 0.1 * min(each - self.seconds, self.seconds)
 
 
+class Profit:
+    """Of a drafter that costs something: the seconds that its kept tokens saved, less those that its drafts and their
+    rows took."""
+
+    def __init__(self) -> None:
+        self._gain = self._drafts = 0.0
+        self._steps = 0  # since it has not paid
+        self.resting = False
+        self.seconds, self.seqs = 0.0, 1  # of a drafting, for each sequence, and for how many
+
+    def spend(self, seconds: float, seqs: int) -> None:
+        """A whole prompt that a head has to take in first is not the cost of a draft."""
+        each, self.seqs = seconds / seqs, seqs
+        self.seconds += 0.1 * min(each - self.seconds, self.seconds) if self.seconds else min(each, UNLIKELY)
+
+    def learn(self, seconds: float) -> None:
+        self._gain, self._drafts = FADE * self._gain + seconds, FADE * self._drafts + 1.0
+
+    def rest(self) -> bool:
+        """Whether not to draft in this step."""
+        pays = self._drafts < TRIED or self._gain > 0.0
+        self._steps = 0 if pays else self._steps % (REST + AGAIN) + 1
+        self.resting = 0 < self._steps <= REST
+        return self.resting
+
+
 class Pace:
     def __init__(self) -> None:
         self.cost = Cost()
         self._depths: dict[str, Depths] = {}
+        self._profits: dict[str, Profit] = {}
+
+    def rests(self, drafter: str) -> bool:
+        """Whether a drafter that costs something should not draft now."""
+        return self._profits.setdefault(drafter, Profit()).rest()
 
     def rooms(self, drafter: str, rooms: Seq[int]) -> list[int]:
         """How many nodes to ask a drafter for; one whose nodes cost something is asked for no more than pay."""
@@ -117,15 +151,22 @@ class Pace:
 
     def forget(self, drafter: str) -> None:
         self._depths.pop(drafter, None)
+        self._profits.pop(drafter, None)
 
     def learn(self, drafter: str, draft: Draft, verdict: Verdict) -> None:
         if draft and not draft.chances:
             self._depths.setdefault(drafter, Depths()).learn(draft, verdict)
+        profit = self._profits.get(drafter)
+        if profit is not None and not profit.resting and not draft.sources:  # by another: that cost nothing
+            a, b = self.cost.line()
+            profit.learn(len(verdict.path) * (a / profit.seqs + b) - profit.seconds - b * len(draft))
 
     def spend(self, drafter: str, seconds: float, drafts: Seq[Draft]) -> None:
         """What drafting cost; a drafter that knows its chances is looked at for free."""
         nodes = sum(len(draft) for draft in drafts if not draft.chances)
         self._depths.setdefault(drafter, Depths()).spend(seconds, nodes)
+        if drafter in self._profits and drafts:
+            self._profits[drafter].spend(seconds, len(drafts))
 
 
 def _reach(draft: Draft, depths: Depths) -> list[float]:
