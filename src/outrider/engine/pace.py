@@ -82,7 +82,6 @@ class Profit:
     def __init__(self) -> None:
         self._gain = self._drafts = 0.0
         self._steps = 0  # since it has not paid
-        self.resting = False
         self.seconds, self.seqs = 0.0, 1  # of a drafting, for each sequence, and for how many
 
     def spend(self, seconds: float, seqs: int) -> None:
@@ -97,8 +96,7 @@ class Profit:
         """Whether not to draft in this step."""
         pays = self._drafts < TRIED or self._gain > 0.0
         self._steps = 0 if pays else self._steps % (REST + AGAIN) + 1
-        self.resting = 0 < self._steps <= REST
-        return self.resting
+        return 0 < self._steps <= REST
 
 
 class Pace:
@@ -144,6 +142,10 @@ class Pace:
                 break
             kept[index].append(node)
             tokens, seconds = tokens - negative, seconds + b
+        profit = self._profits.get(drafter)
+        for draft, nodes in zip(drafts, kept, strict=True):
+            if profit is not None and draft and not nodes and not draft.sources:  # drafted for nothing
+                profit.learn(-profit.seconds)
         return [
             draft if len(nodes) == len(draft) else draft.keep(sorted(nodes))
             for draft, nodes in zip(drafts, kept, strict=True)
@@ -157,7 +159,7 @@ class Pace:
         if draft and not draft.chances:
             self._depths.setdefault(drafter, Depths()).learn(draft, verdict)
         profit = self._profits.get(drafter)
-        if profit is not None and not profit.resting and not draft.sources:  # by another: that cost nothing
+        if profit is not None and draft and not draft.sources:  # those of others cost nothing
             a, b = self.cost.line()
             profit.learn(len(verdict.path) * (a / profit.seqs + b) - profit.seconds - b * len(draft))
 
