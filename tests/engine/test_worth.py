@@ -23,7 +23,13 @@ def test_the_slower_way_is_looked_at_again_and_wins_when_it_became_faster():
     worth = Worth()
     steps(worth, 2 * TRIES + AGAIN - 1, {True: 100.0, False: 300.0})
     assert steps(worth, PROBE, {True: 900.0, False: 300.0}) == [True] * PROBE
-    assert steps(worth, 1, {True: 900.0, False: 300.0}) == [True]  # most of what is known of it is fast
+    ways = steps(worth, 3 * (AGAIN + PROBE), {True: 900.0, False: 300.0})
+    assert sum(ways[-AGAIN:]) >= AGAIN - PROBE  # most of what is known of it is fast by now
+
+
+def test_hardly_faster_is_not_worth_it():
+    ways = steps(Worth(), 2 * TRIES + AGAIN - 1, {True: 101.0, False: 100.0})
+    assert not any(ways[2 * TRIES :])
 
 
 def test_a_step_that_took_long_once_decides_nothing():

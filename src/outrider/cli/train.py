@@ -75,7 +75,7 @@ def train(
         typer.Option(help="How often a text is learned from.", show_default="by time, else 1", rich_help_panel=LEARN),
     ] = None,
     batch_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of a step.", show_default="16384", rich_help_panel=LEARN)
+        int | None, typer.Option(help="Tokens of a step.", show_default="8192", rich_help_panel=LEARN)
     ] = None,
     layers: Annotated[
         int | None,

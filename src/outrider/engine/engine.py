@@ -23,7 +23,7 @@ from outrider.engine.scheduler import Limits, Plan, Scheduler
 from outrider.engine.worth import Worth
 from outrider.models.base import Feed, Model, Output, Outputs, Paged
 
-CROWD = 8  # sequences on a GPU: from so many on, whether drafts pay at all is measured
+CROWD = 2  # sequences on a GPU: from so many on, whether drafts pay at all is measured
 BULK = 64  # sequences that run: from so many on, several tokens of each at once are still a short wait
 AHEAD = 16  # tokens that each of them then writes before the host looks
 

@@ -10,7 +10,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-TRIES = 5  # the median of so many steps counts: a step that captures a graph is no measure
+TRIES = 9  # the median of so many steps counts: a step that captures a graph is no measure
+MARGIN = 1.03  # by which drafting has to be faster: what is measured is noisy, and not to draft is never wrong by much
 AGAIN = 64  # after so many steps the other way is tried
 PROBE = 3  # for so many
 
@@ -42,6 +43,6 @@ class _Size:
         for way, known in self.speeds.items():
             if len(known) < TRIES:
                 return way
-        better = median(self.speeds[True]) >= median(self.speeds[False])
+        better = median(self.speeds[True]) > MARGIN * median(self.speeds[False])
         self.steps += 1
         return better if self.steps % (AGAIN + PROBE) < AGAIN else not better

@@ -22,7 +22,7 @@ class Job:
     minutes: float = 0.0  # for everything: writing, learning, measuring; 0: as long as the tokens take
     tokens: int = 0  # that the target writes; 0: what 40 % of the time is good for
     epochs: float = 0.0  # how often each text is learned from; 0: once, or as often as the time allows
-    batch_tokens: int = 16_384  # of one step
+    batch_tokens: int = 8_192  # of one step
     layers: int = 0  # decoder layers of the head or draft model, blocks of each Medusa head; 0: its usual number
     reads: tuple[int, ...] = ()  # the target's blocks that an EAGLE head reads; (): three
     heads: int = 4  # of Medusa
