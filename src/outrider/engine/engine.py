@@ -26,6 +26,7 @@ from outrider.models.base import Feed, Model, Output, Outputs, Paged
 CROWD = 2  # sequences on a GPU: from so many on, whether drafts pay at all is measured
 BULK = 64  # sequences that run: from so many on, several tokens of each at once are still a short wait
 AHEAD = 16  # tokens that each of them then writes before the host looks
+MASS = 1024  # sequences: nobody waits for one of so many, so they write twice as far
 
 
 class Engine:
@@ -136,7 +137,7 @@ class Engine:
             [seq.tokens[-1] for seq in running],
             [None if seq.params.greedy else seq.dice for seq in running],
             [seq.params.temperature for seq in running],
-            AHEAD,
+            AHEAD * (2 if len(running) >= MASS else 1),
         )
         for seq, tokens in zip(running, written.T.tolist(), strict=True):
             count = seq.extend(tokens)
