@@ -131,7 +131,7 @@ class CudaLlama(Open):
                 f"keys and values need {self._memory / GIB:.1f} GiB but {free / GIB:.1f} of {total / GIB:.1f} GiB are "
                 "free on the GPU; lower the cache memory (--cache-memory), or use a smaller model"
             ) from error
-        cos, sin = self.weights.rope.tables(config.context)
+        cos, sin = self.weights.rope.tables(config.context + NODES)  # what is written ahead may pass the end
         half = config.head_dim // 2
         self._turns = cos[:, :half].contiguous().to(device), sin[:, half:].contiguous().to(device)
         self._staging = _pinned(kernels.FIELDS * MOST, device)
