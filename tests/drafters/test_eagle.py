@@ -47,6 +47,7 @@ FORMS = {
     "eagle-1 with a bias": dict(layers=(), fc_bias=True),
     "all its own": dict(own_output=True, own_embedding=True, attention_bias=True),
 }
+EAGLE_1 = [form for form, options in FORMS.items() if options.get("layers") == ()]
 
 
 def model():
@@ -194,6 +195,118 @@ def test_so_it_does_in_the_kernels_to_the_bit():
     own = eagle_head(packed_model()).requires_grad_(False)
     tree, chains = branches(PackedRunner(own, packed_model(), 4), own, packed_model())
     assert torch.equal(tree, chains)
+
+
+def packed_runners(form, bits, count=2):
+    """As many as wanted, of the same random head."""
+    torch.manual_seed(7)
+    own = eagle_head(packed_model(), **FORMS[form]).requires_grad_(False)
+    return own, [PackedRunner(own, packed_model(), bits) for _ in range(count)]
+
+
+def scattered(rows, blocks, seed):
+    """States of a target: in two pieces, one turned round and with rows that are not wanted; and the same joined."""
+    random = torch.Generator().manual_seed(seed)
+    first = torch.randn(blocks, rows + 3, 32, generator=random).transpose(0, 1)
+    second = torch.randn(2, blocks, 32, generator=random)
+    chosen = list(range(1, rows)) if rows > 1 else []
+    return [(first, chosen), (second, [1])], torch.cat([first[chosen], second[1:]])
+
+
+def stepwise(runner, head, id, tokens, hidden, length, stop):
+    """The chain that `extend` and steps of one row write."""
+    ahead, reach, chain = runner.extend([id], [tokens], hidden), 1.0, []
+    while True:
+        chances, places = ahead.logits.softmax(-1).max(-1)
+        chain.append((int(head.draft_ids[places]), float(chances)))
+        reach *= chain[-1][1]
+        if len(chain) == length or reach < stop:
+            return chain
+        trail = torch.arange(len(chain) - 1).unsqueeze(0)
+        ahead = runner.step([id], head.draft_ids[places], ahead.states, trail)
+
+
+# rows that are taken in, the most that are written, and when to stop before: short ones and long ones in turn
+CHAINS = [(5, 4, 0.0), (1, 1, 0.0), (2, 5, 0.1), (90, 5, 0.02), (3, 6, 0.0), (1, 5, 0.5), (1100, 3, 0.0), (4, 5, 0.0)]
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in ("all its own", *EAGLE_1)])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_chain_in_one_call_is_that_of_single_steps(form, bits):
+    """What was written is forgotten each time, and what was taken in stays, to the bit."""
+    own, (whole, single) = packed_runners(form, bits)
+    assert whole.chains
+    lengths = set()
+    for turn, (rows, length, stop) in enumerate(CHAINS):
+        tokens = torch.randint(48, (rows,), generator=torch.Generator().manual_seed(turn)).tolist()
+        shown, hidden = scattered(rows, len(own.config.layers), turn)
+        ours = whole.chain(0, tokens, shown, length, stop)
+        theirs = stepwise(single, own, 0, tokens, hidden, length, stop)
+        assert [token for token, _ in ours] == [token for token, _ in theirs]
+        assert [chance for _, chance in ours] == pytest.approx([chance for _, chance in theirs], abs=1e-5)
+        lengths.add((len(ours), length))
+    assert {1, 3, 4, 6} <= {count for count, _ in lengths}
+    assert any(count < length for count, length in lengths)  # else nothing was stopped
+    assert whole._lengths == single._lengths == {0: sum(rows for rows, _, _ in CHAINS)}
+    single._cache.crop(0, single._lengths[0])
+    ours, theirs = (runner._cache.extend(0, 0) for runner in (whole, single))
+    assert ours.length == theirs.length == whole._lengths[0]
+    assert torch.equal(ours.keys[:, :, : ours.length], theirs.keys[:, :, : ours.length])
+    assert torch.equal(ours.values[:, :, : ours.length], theirs.values[:, :, : ours.length])
+    after = [runner.extend([0], [[3, 4]], torch.ones(2, len(own.config.layers), 32)) for runner in (whole, single)]
+    assert torch.equal(after[0].logits, after[1].logits)
+
+
+@pytest.mark.native
+def test_a_chain_in_one_call_forgets_what_steps_have_drafted():
+    """As when other sequences end, and this one is alone from then on."""
+    own, (mixed, single) = packed_runners("eagle-3", 4)
+    for turn in range(6):
+        (shown, hidden), tokens = scattered(3, 3, turn), [turn, 5, 7]
+        theirs = stepwise(single, own, 0, tokens, hidden, 4, 0.0)
+        ours = mixed.chain(0, tokens, shown, 4, 0.0) if turn % 2 else stepwise(mixed, own, 0, tokens, hidden, 4, 0.0)
+        assert [token for token, _ in ours] == [token for token, _ in theirs]
+        assert [chance for _, chance in ours] == pytest.approx([chance for _, chance in theirs], abs=1e-5)
+
+
+@pytest.mark.native
+def test_a_chain_of_a_token_that_is_not_there_is_refused():
+    _, (whole,) = packed_runners("eagle-3", 4, count=1)
+    shown, _ = scattered(2, 3, 0)
+    for token in (-1, packed_model().vocab_size):
+        with pytest.raises(IndexError, match="does not have"):
+            whole.chain(0, [1, token], shown, 3, 0.0)
+        whole.free(0)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("head", ["eagle", "eagle_cut"])
+def test_drafts_are_the_same_whether_or_not_a_chain_is_one_call(head, monkeypatch):
+    """While sequences run, one after the other, with drafts that are kept and refused."""
+    spec, drafts = f"eagle:head={head},length=4,stop=0.05", []
+    for other in ("_write", "_at_once"):  # the way that is not taken
+        drafter = Recording(drafters.build(spec, packs.parts("llama", 8)))
+        monkeypatch.undo()
+        monkeypatch.setattr(Eagle, other, lambda *_: False)
+        drafts.append(alone(packed_model(), drafter))
+        assert len(set(map(len, drafter.paths))) > 1
+    assert max(map(len, drafts[0])) == 4
+    assert [draft.tokens for draft in drafts[0]] == [draft.tokens for draft in drafts[1]]
+    for ours, theirs in zip(*drafts, strict=True):
+        assert ours.chances == pytest.approx(theirs.chances, abs=1e-5)
+
+
+def alone(target, drafter):
+    """The drafts of some sequences, none of which runs beside another."""
+    drafts = []
+    for i, tokens in enumerate(prompts(6, vocab=target.vocab_size)):
+        engine = new_engine(target, drafter)
+        engine.add(Sequence(i, list(tokens), SamplingParams(max_tokens=24)))
+        while engine.busy:
+            engine.step()
+            drafts += drafter.last
+    return drafts
 
 
 def accepted(spec, kind="llama", count=24, **params):

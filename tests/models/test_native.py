@@ -20,9 +20,10 @@ from packs import VOCAB, blocks
 
 from outrider.core.draft import EMPTY, ROOT, Draft
 from outrider.core.errors import OutriderError
+from outrider.drafters.packed import PackedRunner
 from outrider.models.base import Feed
 from outrider.models.load import Place, load
-from outrider.models.native import packed as packing, stack as stacking
+from outrider.models.native import head as heads, packed as packing, stack as stacking
 from outrider.models.native.library import SOURCE, NoCompiler, build, library
 from outrider.models.native.packed import Packed, packable, use_torch_threads
 from outrider.models.native.stack import NativeStack
@@ -605,8 +606,8 @@ def generic(request, tmp_path_factory):
 
 
 def use(kernels, monkeypatch):
-    """For products, and for models that are loaded from here on."""
-    for module in (packing, stacking):
+    """For products, and for models and heads that are made from here on."""
+    for module in (packing, stacking, heads):
         monkeypatch.setattr(module, "library", lambda: kernels)
 
 
@@ -631,6 +632,22 @@ class TestOtherProcessors:
         for ours, same, theirs in zip(run(model, feeds), run(here, feeds), run(dense, feeds), strict=True):
             assert_close(ours.logits, theirs.logits)
             assert_close(ours.logits, same.logits)
+
+    @pytest.mark.parametrize("name", ["llama, 4 bits", "llama, heads of 64"])
+    def test_heads_write_the_same_chains(self, name, generic, monkeypatch):
+        target = pair(name)[0]
+        torch.manual_seed(7)
+        head = tiny.eagle_head(target, torch.arange(1, VOCAB, 2), depth=2).requires_grad_(False)
+        here = PackedRunner(head, target, 4)
+        use(generic, monkeypatch)
+        there, said = PackedRunner(head, target, 4), set()
+        for rows in (5, 1, 90, 2):
+            shown = [(random(rows, 3, 32, seed=rows), range(rows))]
+            ours, theirs = (runner.chain(0, tokens(rows, seed=rows), shown, 4, 0.0) for runner in (there, here))
+            assert [token for token, _ in ours] == [token for token, _ in theirs]
+            assert [chance for _, chance in ours] == pytest.approx([chance for _, chance in theirs], rel=0.01)
+            said.update(token for token, _ in ours)
+        assert len(said) > 1
 
     def test_bits_do_not_depend_on_the_schedule(self, generic, monkeypatch):
         use(generic, monkeypatch)

@@ -21,6 +21,7 @@ from outrider.drafters.base import Drafter, Parts, Step
 from outrider.drafters.grow import grow
 from outrider.drafters.lesson import FADE, Figures, Laws, Lesson, distance
 from outrider.drafters.lookup import Lookup
+from outrider.drafters.packed import PackedRunner
 from outrider.drafters.runner import Ahead, Shown, gathered, start
 from outrider.drafters.trust import Trust
 from outrider.drafters.writer import Writer
@@ -383,7 +384,7 @@ class Eagle(Drafter):
         asked = [i for i, draft in enumerate(drafts) if not draft and rooms[i] > 0 and self._ready(seqs[i])]
         most = self._options.tree or self._length
         writers = {i: Writer(seqs[i], min(rooms[i], most), self._options.greedy) for i in asked}
-        if writers:
+        if writers and not self._at_once(list(writers.values())):
             self._write(list(writers.values()), self._catch_up([seqs[i] for i in asked]))
         for i, writer in writers.items():
             drafts[i] = writer.draft(self._drawing if writer.draws else self._guessing)
@@ -432,11 +433,28 @@ class Eagle(Drafter):
         """Run what the target has shown, but for the last `keep` rows: each state with the token after it."""
         tokens, hidden = [], []
         for seq in seqs:
-            state = self._states[seq.id]
-            count, first = state.waiting - keep, state.first + state.taken + 1
-            tokens.append(seq.tokens[first : first + count])
-            hidden += state.take(keep)
+            some, shown = self._shown(seq, keep)
+            tokens.append(some)
+            hidden += shown
         return self._runner.extend([seq.id for seq in seqs], tokens, gathered(hidden))
+
+    def _shown(self, seq: Sequence, keep: int) -> tuple[list[int], list[Shown]]:
+        """The tokens to be taken in, and the target's states before them."""
+        state = self._states[seq.id]
+        count, first = state.waiting - keep, state.first + state.taken + 1
+        return seq.tokens[first : first + count], state.take(keep)
+
+    def _at_once(self, writers: Seq[Writer]) -> bool:
+        """Catch up and write in one call where that can be: the plain chain of one sequence, of a packed head."""
+        runner, writer = self._runner, writers[0]
+        if len(writers) > 1 or self._options.tree or not writer.plain:
+            return False
+        if not isinstance(runner, PackedRunner) or not runner.chains:
+            return False
+        tokens, shown = self._shown(writer.seq, keep=0)
+        for token, chance in runner.chain(writer.seq.id, tokens, shown, writer.length, self._stop):
+            writer.put(token, chance)
+        return True
 
     def _write(self, writers: Seq[Writer], ahead: Ahead) -> None:
         """Drawn tokens come as chains: which of several draws are shown would have to be decided without a look."""

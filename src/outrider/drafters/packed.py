@@ -7,14 +7,14 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.drafters.output import Output, pack
-from outrider.drafters.runner import Ahead
+from outrider.drafters.runner import Ahead, Shown
 from outrider.models.base import Readable
 from outrider.models.cache import Cache
 from outrider.models.native import structs
+from outrider.models.native.head import Beside, NativeHead
 from outrider.models.native.packed import Packed
 from outrider.models.native.stack import NativeStack
 from outrider.models.quant import quantise
@@ -35,14 +35,31 @@ class PackedRunner:
         self._output = Output(output, bits, torch.float32)
         self._norm = None if config.first else head.norm.weight.detach().contiguous()
         self._fc = pack(head.fc.weight, bits, head.fc.bias)
-        norms = [norm.weight.detach() for norm in head.fc_norm] if config.norm_inputs else []  # type: ignore[operator]
-        self._input_norms = torch.stack(norms) if norms else None
-        self._stack = NativeStack(_sizes(head), [_layer(layer, bits) for layer in head.decoder])
         self._embedding_norm = None if config.first else head.decoder[0].input_layernorm.weight.detach().contiguous()
+        self._stack = self._start(head, target, [_layer(layer, bits) for layer in head.decoder])
         device = torch.device("cpu")
         self._cache = Cache(config.depth, config.num_kv_heads, config.head_dim, torch.float32, device)
         self._lengths: dict[int, int] = {}  # committed rows
         self._cos = self._sin = torch.empty(0)
+
+    def _start(self, head: EagleHead, target: Readable, layers: Seq[Layer]) -> NativeStack:
+        if self._norm is None or self._embedding_norm is None:
+            return NativeStack(_sizes(head), layers)
+        output, embedding = self._output.linear, getattr(getattr(target, "weights", None), "embedding", None)
+        shared = isinstance(embedding, Packed) and not self.config.own_embedding
+        beside = Beside(
+            fc=self._fc,
+            output=output if isinstance(output, Packed) else None,
+            embedding=embedding if shared else None,
+            ids=head.draft_ids.long().contiguous(),
+            norm=self._norm,
+            embedding_norm=self._embedding_norm,
+            input_norms=_stacked(head.fc_norm) if self.config.norm_inputs else None,
+            joined_norm=head.input_norm.weight.detach() if self.config.norm_joined else None,
+            norm_residual=self.config.norm_residual,
+            norm_output=self.config.norm_output,
+        )
+        return NativeHead(_sizes(head), layers, beside)
 
     def free(self, id: int) -> None:
         self._cache.free(id)
@@ -79,15 +96,29 @@ class PackedRunner:
             extra = _Trails(lengths, trails.view(len(ids), count, depth))
         return self._ahead(self._run(tokens, states.clone(), batch, extra))
 
+    @property
+    def chains(self) -> bool:
+        """Whether it can write a chain in one call."""
+        return isinstance(self._stack, NativeHead) and self._stack.chains
+
+    @torch.inference_mode()
+    def chain(self, id: int, tokens: Seq[int], shown: Seq[Shown], length: int, stop: float) -> list[tuple[int, float]]:
+        """As `extend` of one sequence, then its likeliest tokens with their chances, up to `length` of them and until
+        all together have less than `stop`; these are forgotten again."""
+        assert isinstance(self._stack, NativeHead)
+        begin = self._lengths.get(id, 0)
+        end = begin + len(tokens)
+        slot = self._cache.extend(id, len(tokens) + length - 1)
+        turns = self._tables(end + length)
+        chain = self._stack.chain(slot, begin, tokens, shown, turns, length, stop)
+        slot.length = self._lengths[id] = end  # whatever was drafted before or now
+        return chain
+
     def _states(self, hidden: Tensor) -> Tensor:
         """The states that a step reads, of the target's own [rows, layers, hidden]."""
-        if self.config.first:
-            return self._final(hidden[:, 0]).clone()
-        if self._input_norms is not None:  # not rms_norm, which takes three times as long for so few rows
-            size = hidden.square().mean(-1, keepdim=True).add_(self.config.norm_eps)
-            hidden = (hidden * size.rsqrt_()).mul_(self._input_norms)
-        joined = hidden.flatten(1)
-        return self._fc(self._head.input_norm(joined) if self.config.norm_joined else joined)
+        if isinstance(self._stack, NativeHead):
+            return self._stack.states(hidden)
+        return self._final(hidden[:, 0]).clone()
 
     def _run(self, tokens: Tensor, x: Tensor, batch: Pass, trails: _Trails | None = None) -> Tensor:
         """[rows, hidden] after the layers; x is overwritten."""
@@ -106,19 +137,24 @@ class PackedRunner:
 
     def _turns(self, positions: Seq[int]) -> tuple[Tensor, Tensor]:
         last = max(positions)
-        if last >= len(self._cos):
-            self._cos, self._sin = self._head.rope.tables(2 * last + _POSITIONS)
+        cos, sin = self._tables(last + 1)
         if len(positions) == 1:
-            return self._cos[last : last + 1], self._sin[last : last + 1]
+            return cos[last : last + 1], sin[last : last + 1]
         place = torch.tensor(positions)
-        return self._cos[place], self._sin[place]
+        return cos[place], sin[place]
+
+    def _tables(self, count: int) -> tuple[Tensor, Tensor]:
+        """Of at least so many positions."""
+        if count > len(self._cos):
+            self._cos, self._sin = self._head.rope.tables(2 * count + _POSITIONS)
+        return self._cos, self._sin
 
     def _ahead(self, x: Tensor) -> Ahead:
         if self._norm is None:
             return Ahead(x, self._output(x))
         logits = self._output(x, self._norm, self.config.norm_eps)
-        if self.config.norm_output:
-            x = F.rms_norm(x, self._norm.shape, self._norm, self.config.norm_eps)
+        if self.config.norm_output and isinstance(self._stack, NativeHead):
+            x = self._stack.normed(x)
         return Ahead(x, logits)
 
 
@@ -134,6 +170,10 @@ class _Trails:
     def into(self, extra: structs.Extra) -> None:
         extra.seen = ctypes.addressof(self._seen)
         extra.trails, extra.length = self._places.data_ptr(), self._places.shape[2]
+
+
+def _stacked(norms: torch.nn.Module) -> Tensor:
+    return torch.stack([weight.detach() for weight in norms.parameters()])
 
 
 def _sizes(head: EagleHead) -> StackConfig:

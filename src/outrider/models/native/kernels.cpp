@@ -592,6 +592,21 @@ void attend_all(const Query* queries, int64_t count, const float* keys, const fl
     for (int64_t n = 0; n < count; n++) attend(queries[n], keys, values, size);
 }
 
+// The place of the largest logit, and its chance under softmax; the logits are overwritten.
+int64_t likeliest(float* logits, int64_t size, float* chance) {
+    float parts[16];
+    for (float& part : parts) part = -INFINITY;
+    for (int64_t i = 0; i + 16 <= size; i += 16)
+        for (int j = 0; j < 16; j++) parts[j] = logits[i + j] > parts[j] ? logits[i + j] : parts[j];
+    float most = -INFINITY;
+    for (float part : parts) most = part > most ? part : most;
+    for (int64_t i = size / 16 * 16; i < size; i++) most = logits[i] > most ? logits[i] : most;
+    int64_t place = 0;
+    while (place < size - 1 && logits[place] != most) place++;
+    *chance = 1.0f / exponentials(logits, size, most);
+    return place;
+}
+
 struct Item {
     int64_t span, kv_head, first, count;  // queries [first, first + count) of the span's rows x heads of the group
 };
@@ -770,6 +785,82 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
                      const float* cos, const float* sin, const int32_t* positions, const int32_t* parents,
                      const int32_t* wanted, int64_t wanted_count, float* kept, const Work* work) {
     outrider_head(shape, layers, spans, span_count, rows, x, cos, sin, positions, parents, wanted, wanted_count, kept, work, nullptr);
+}
+
+struct Head {  // of EAGLE-3, beside its layers
+    Joint fc, output;
+    const Matrix* embedding;   // the target's, or null: then it writes no chains
+    const float* input_norms;  // [blocks][hidden] or null
+    const float* joined_norm;  // [blocks * hidden] or null
+    const float *embedding_norm, *norm;
+    const int64_t* ids;        // [tokens] that it can write
+    int64_t tokens, blocks;    // blocks of the target that it reads
+    int32_t norm_residual, norm_output;
+};
+
+// What the head reads of the target: x [rows][hidden]; shown: [rows][blocks], each [hidden].
+void outrider_states(const Shape* shape, const Head* head, const float* const* shown, int64_t rows, float* x, const Work* work) {
+    const int64_t size = shape->hidden, inputs = head->blocks * size;
+    pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
+        for (int64_t r = begin; r < end; r++) {
+            float* joined = work->normed + r * inputs;
+            for (int64_t b = 0; b < head->blocks; b++) {
+                const float* state = shown[r * head->blocks + b];
+                if (head->input_norms) normalise(state, head->input_norms + b * size, shape->eps, size, joined + b * size);
+                else std::memcpy(joined + b * size, state, size * sizeof(float));
+            }
+            if (head->joined_norm) normalise(joined, head->joined_norm, shape->eps, inputs, joined);
+            quantise_row(joined, inputs, r, work->x);
+        }
+    });
+    product(head->fc, work->x, rows, x, nullptr);
+}
+
+// What the next step of the head reads of x [rows][hidden], where that is what its output matrix reads.
+void outrider_normed(const Shape* shape, const Head* head, int64_t rows, float* x) {
+    for (int64_t r = 0; r < rows; r++) normalise(x + r * shape->hidden, head->norm, shape->eps, shape->hidden, x + r * shape->hidden);
+}
+
+// The head's layers over the rows of one span, each of which follows the one before; cos and sin begin at the first row.
+// Returns whether all tokens are there.
+static bool follow(const Shape& s, const Layer* layers, const Head& head, const Span& span, const int64_t* tokens, float* x,
+                   const float* cos, const float* sin, const Work* work) {
+    std::vector<float> embedded(span.rows * s.hidden);
+    if (outrider_rows(head.embedding, tokens, span.rows, embedded.data()) < span.rows) return false;
+    std::vector<int32_t> positions(span.rows), parents(span.rows);
+    for (int64_t r = 0; r < span.rows; r++) {
+        positions[r] = static_cast<int32_t>(span.start + r);
+        parents[r] = static_cast<int32_t>(r - 1);
+    }
+    const Extra extra = {embedded.data(), head.embedding_norm, head.norm_residual, nullptr, 0, nullptr};
+    outrider_head(&s, layers, &span, 1, span.rows, x, cos, sin, positions.data(), parents.data(), nullptr, 0, nullptr, work, &extra);
+    return true;
+}
+
+// Take in the tokens of a span, each with what the target has shown before it, and write on from there: the likeliest token
+// again and again, `length` of them, or until the product of their chances is below `stop`. cos, sin: of all positions.
+// The span's buffer has room for all of them. Returns how many are written, or -1 where a token is not there.
+int64_t outrider_chain(const Shape* shape, const Layer* layers, const Head* head, const Span* span, const int64_t* tokens,
+                       const float* const* shown, const float* cos, const float* sin, int64_t length, double stop,
+                       int64_t* written, float* chances, const Work* work) {
+    const Shape& s = *shape;
+    std::vector<float> x(span->rows * s.hidden), logits(head->output.outputs);
+    outrider_states(shape, head, shown, span->rows, x.data(), work);
+    float* state = x.data() + (span->rows - 1) * s.hidden;
+    Span next = *span;
+    double reach = 1.0;
+    for (int64_t count = 0;;) {
+        const int64_t turn = next.start * s.head_dim;
+        float* rows = count ? state : x.data();
+        if (!follow(s, layers, *head, next, count ? written + count - 1 : tokens, rows, cos + turn, sin + turn, work)) return -1;
+        outrider_linear(&head->output, state, head->norm, s.eps, 1, logits.data(), work);
+        if (head->norm_output) outrider_normed(shape, head, 1, state);
+        written[count] = head->ids[likeliest(logits.data(), head->tokens, chances + count)];
+        reach *= chances[count++];
+        if (count == length || !(reach >= stop)) return count;
+        next.start += next.rows;
+        next.rows = 1;
+    }
 }
 
 }  // extern "C"

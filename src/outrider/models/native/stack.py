@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.core.errors import OutriderError
+from outrider.models.cache import Slot
 from outrider.models.native import structs
 from outrider.models.native.library import library
 from outrider.models.native.packed import Packed, Workspace, use_torch_threads
@@ -21,14 +22,15 @@ TOGETHER = 12  # as in kernels.cpp
 class NativeStack:
     """Layers whose matrices are all packed. Every row's result is the same whatever shares the pass."""
 
-    def __init__(self, config: StackConfig, layers: Sequence[Layer]) -> None:
+    def __init__(self, config: StackConfig, layers: Sequence[Layer], widest: int = 0) -> None:
+        """`widest`: inputs of a matrix beside the layers that shares their buffers."""
         self.config, self.layers = config, tuple(layers)
         norms = (layers[0].attention_norm, layers[0].mlp_norm)
         if any(norm is not None and norm.dtype != torch.float32 for norm in norms):  # a head may lack the first
             raise OutriderError("packed weights are computed in float32; leave the dtype to Outrider")
         self._inner = packed(layers[0].gate_up).outputs // 2
         matrices = (linear for layer in layers for linear in (layer.qkv, layer.output, layer.down))
-        self._widest = max(packed(matrix).inputs for matrix in matrices)
+        self._widest = max(widest, *(packed(matrix).inputs for matrix in matrices))
         self._norms: list[Tensor] = []  # what the structures point into
         self._structs = (structs.Layer * len(layers))(*map(self._struct, layers))
         self._shape = structs.Shape(
@@ -70,14 +72,14 @@ class NativeStack:
             spans,
             ctypes.c_int64(len(spans)),
             ctypes.c_int64(rows),
-            _pointer(x),
-            _pointer(cos),
-            _pointer(sin),
+            pointer(x),
+            pointer(cos),
+            pointer(sin),
             (ctypes.c_int32 * rows)(*batch.positions),
             (ctypes.c_int32 * rows)(*batch.parents),
             (ctypes.c_int32 * len(wanted))(*wanted),
             ctypes.c_int64(len(wanted)),
-            None if kept is None else _pointer(kept),
+            None if kept is None else pointer(kept),
             ctypes.byref(work.struct),
             None if extra is None else ctypes.byref(extra),
         )
@@ -108,12 +110,15 @@ class NativeStack:
 
     def _span(self, batch: Pass, index: int) -> structs.Span:
         slot, rows = batch.slots[index], batch.rows[index]
+        return self._place(slot, slot.length - (rows.stop - rows.start), rows)
+
+    def _place(self, slot: Slot, start: int, rows: slice) -> structs.Span:
         return structs.Span(
             keys=slot.keys.data_ptr(),
             values=slot.values.data_ptr(),
             size=slot.size,
             layer_stride=slot.keys.stride(0),
-            start=slot.length - (rows.stop - rows.start),
+            start=start,
             first=rows.start,
             rows=rows.stop - rows.start,
         )
@@ -142,5 +147,5 @@ def packed(linear: Any) -> Packed:
     return linear
 
 
-def _pointer(tensor: Tensor) -> ctypes.c_void_p:
+def pointer(tensor: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())

@@ -89,3 +89,20 @@ class Extra(Structure):
         ("length", c_int64),
         ("seen", c_void_p),
     )
+
+
+class Head(Structure):
+    _fields_ = (
+        ("fc", Joint),
+        ("output", Joint),
+        ("embedding", c_void_p),
+        ("input_norms", c_void_p),
+        ("joined_norm", c_void_p),
+        ("embedding_norm", c_void_p),
+        ("norm", c_void_p),
+        ("ids", c_void_p),
+        ("tokens", c_int64),
+        ("blocks", c_int64),
+        ("norm_residual", c_int32),
+        ("norm_output", c_int32),
+    )

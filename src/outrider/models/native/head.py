@@ -1,0 +1,141 @@
+"""An EAGLE-3 head in the kernels: its layers and what it has beside them, so that a whole chain is one call."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.models.cache import Slot
+from outrider.models.native import structs
+from outrider.models.native.library import library
+from outrider.models.native.packed import Packed, use_torch_threads
+from outrider.models.native.stack import NativeStack, pointer
+from outrider.models.stack import Layer, StackConfig
+
+Shown = tuple[Tensor, Sequence[int]]  # [n, blocks, hidden] states of the target, and which rows of them
+
+
+@dataclass(frozen=True, eq=False)
+class Beside:
+    """What a head has beside its layers; norms are float32. A chain needs output and embedding packed."""
+
+    fc: Packed
+    output: Packed | None  # its first rows are those of `ids`
+    embedding: Packed | None
+    ids: Tensor  # the tokens that it can write
+    norm: Tensor
+    embedding_norm: Tensor
+    input_norms: Tensor | None  # [blocks, hidden]
+    joined_norm: Tensor | None  # [blocks * hidden]
+    norm_residual: bool
+    norm_output: bool
+
+    def struct(self, hidden: int) -> structs.Head:
+        return structs.Head(
+            fc=self.fc.joint,
+            output=structs.Joint() if self.output is None else self.output.joint,
+            embedding=None if self.embedding is None else ctypes.addressof(self.embedding.joint.parts[0]),
+            input_norms=_address(self.input_norms),
+            joined_norm=_address(self.joined_norm),
+            embedding_norm=_address(self.embedding_norm),
+            norm=_address(self.norm),
+            ids=_address(self.ids),
+            tokens=len(self.ids),
+            blocks=self.fc.inputs // hidden,
+            norm_residual=self.norm_residual,
+            norm_output=self.norm_output,
+        )
+
+
+class NativeHead(NativeStack):
+    def __init__(self, config: StackConfig, layers: Sequence[Layer], beside: Beside) -> None:
+        super().__init__(config, layers, beside.fc.inputs)
+        self._beside = beside  # what the structure points into
+        self._head = beside.struct(config.hidden_size)
+        kernels = library()
+        self._states, self._normed = kernels.outrider_states, kernels.outrider_normed
+        self._chain = kernels.outrider_chain
+
+    @property
+    def chains(self) -> bool:
+        """Whether it has all that a chain needs."""
+        return self._beside.output is not None and self._beside.embedding is not None
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] what the layers read of the target's own, [rows, blocks, hidden]."""
+        rows = len(hidden)
+        x = torch.empty(rows, self.config.hidden_size)
+        hidden = hidden.float()
+        work = self._workspace(rows, 0)
+        use_torch_threads()
+        self._states(
+            ctypes.byref(self._shape),
+            ctypes.byref(self._head),
+            _places([(hidden, range(rows))]),
+            ctypes.c_int64(rows),
+            pointer(x),
+            ctypes.byref(work.struct),
+        )
+        return x
+
+    def normed(self, x: Tensor) -> Tensor:
+        """The last norm of x [rows, hidden], which is overwritten."""
+        self._normed(ctypes.byref(self._shape), ctypes.byref(self._head), ctypes.c_int64(len(x)), pointer(x))
+        return x
+
+    def chain(
+        self,
+        slot: Slot,
+        start: int,
+        tokens: Sequence[int],
+        shown: Sequence[Shown],
+        turns: tuple[Tensor, Tensor],
+        length: int,
+        stop: float,
+    ) -> list[tuple[int, float]]:
+        """Take in tokens that begin at `start`, each with the target's states before it, and write up to `length` more
+        with their chances, until all of them together have less than `stop`. `turns`: cos and sin of all positions."""
+        rows, shown = len(tokens), [(hidden.float(), chosen) for hidden, chosen in shown]
+        assert start + rows + length - 1 <= slot.size
+        work = self._workspace(rows, start + rows + length)
+        span = self._place(slot, start, slice(0, rows))
+        written, chances = (ctypes.c_int64 * length)(), (ctypes.c_float * length)()
+        use_torch_threads()
+        count = self._chain(
+            ctypes.byref(self._shape),
+            self._structs,
+            ctypes.byref(self._head),
+            ctypes.byref(span),
+            (ctypes.c_int64 * rows)(*tokens),
+            _places(shown),
+            pointer(turns[0]),
+            pointer(turns[1]),
+            ctypes.c_int64(length),
+            ctypes.c_double(stop),
+            written,
+            chances,
+            ctypes.byref(work.struct),
+        )
+        if count < 0:
+            raise IndexError("a token that the embedding does not have")
+        return list(zip(written[:count], chances[:count], strict=True))
+
+
+def _places(shown: Sequence[Shown]) -> ctypes.Array[ctypes.c_void_p]:
+    """Where each state of each row lies, [rows][blocks]; float32, each without gaps."""
+    places: list[int] = []
+    for hidden, rows in shown:
+        assert hidden.dtype == torch.float32
+        assert hidden.stride(2) == 1
+        base, row_bytes, block_bytes = hidden.data_ptr(), 4 * hidden.stride(0), 4 * hidden.stride(1)
+        blocks = [base + block * block_bytes for block in range(hidden.shape[1])]
+        places += [block + row * row_bytes for row in rows for block in blocks]
+    return (ctypes.c_void_p * len(places))(*places)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
