@@ -28,6 +28,12 @@ from outrider.models.llama import Llama, LlamaConfig, Rope, Weights
 from outrider.models.stack import Layer, TorchStack
 from outrider.train import fast
 from outrider.train.block import block
+from outrider.train.capture import Teacher
+from outrider.train.corpus import Corpus
+from outrider.train.grade import OFTEN, Grader
+from outrider.train.optimiser import Optimiser
+from outrider.train.order import Order
+from outrider.train.talks import Text
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -329,3 +335,37 @@ def test_the_teacher_with_kernels_reads_what_it_reads_without():
     for layer, other in zip(made.stack.layers, fast_ones, strict=True):
         x = block(x, layer, config, cos[:41], sin[:41])
         assert (x - other).abs().max() < 1e-3 * x.abs().max()
+
+
+def lessons():
+    """A head, its teacher, and batches of one shape and some others."""
+    model = cuda_model(dtype=torch.bfloat16, heads=4, kv_heads=2, head_dim=32, hidden=128, inner=256)
+    torch.manual_seed(0)
+    head = EagleHead.fresh(model).to("cuda")
+    luck = random.Random(3)
+    texts = [Text([luck.randrange(40) for _ in range(30 + 10 * (i % 3))], 12) for i in range(96)]
+    order = Order(Corpus.of(texts), 512, 64, 0, torch.device("cuda"))
+    return head, Grader(head, Teacher(model, head.reads, 64), 3), order
+
+
+def test_a_training_step_as_a_graph_has_the_gradients_of_its_kernels_one_by_one():
+    head, grade, order = lessons()
+    optimiser, found, batch = Optimiser(head, 0.01, 0.001), [], next(order.batches(0))
+    for _ in range(OFTEN + 1):
+        torch._foreach_zero_(optimiser._grads)
+        loss = float(grade(batch)["loss"])
+        found.append((loss, [grad.clone() for grad in optimiser._grads]))
+    assert grade._graphs
+    assert found[0][0] == found[-1][0]
+    assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[-1][1], strict=True))
+    assert any(bool(grad.any()) for grad in found[0][1])
+
+
+def test_training_on_the_device_lowers_the_loss():
+    head, grade, order = lessons()
+    optimiser, losses = Optimiser(head, 0.01, 0.001), []
+    for batch, _ in zip(order.batches(0), range(60), strict=False):
+        losses.append(float(grade(batch)["loss"]))
+        optimiser.step(1.0)
+    assert optimiser._graph is not None
+    assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
