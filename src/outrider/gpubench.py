@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from outrider import drafters
-from outrider.bench import card, machine, workloads
+from outrider.bench import card, gpu_report, machine, workloads
 from outrider.core.dice import Dice
 from outrider.core.draft import Draft
 from outrider.core.sampling import SamplingParams
@@ -325,22 +325,6 @@ def measure_8b(best: float, found: Found) -> None:
         found["8B shape"]["oracle"] = oracle(big)
 
 
-def markdown(found: Found) -> str:
-    said = found["card"]
-    lines = [
-        f"# {said['name']}: everything from one command",
-        "",
-        f"`{found['command']}`, commit {found['versions']['commit']}, torch {found['versions']['torch']}.  ",
-        f"Copy {said['copy_tb_s']:.2f} TB/s, bfloat16 products {said['matrix_tflop_s']:.0f} TFLOP/s, measured.",
-        "",
-        "```json",
-        json.dumps(found, indent=1),
-        "```",
-        "",
-    ]
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
@@ -362,8 +346,8 @@ def main() -> None:
         (said.out / "gpu.json").write_text(json.dumps(found, indent=1))
 
     found = measure(said.model, folder, said.part, save)
-    (said.out / "gpu.md").write_text(markdown(found))
-    print(markdown(found))
+    (said.out / "gpu.md").write_text(gpu_report.markdown(found))
+    print(gpu_report.markdown(found))
 
 
 if __name__ == "__main__":
