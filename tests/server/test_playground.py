@@ -90,6 +90,7 @@ def visit(browser) -> Iterator[Callable[..., api.Page]]:
         contexts.append(browser.new_context(**{"viewport": {"width": 1200, "height": 800}} | options))
         page = contexts[-1].new_page()
         page.set_default_timeout(20_000)
+        api.expect.set_options(timeout=20_000)
         if quiet:
             page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))

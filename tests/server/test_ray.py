@@ -247,7 +247,7 @@ def test_options_that_do_not_belong_together(args, says):
 
 def in_a_process(*command):
     """What it prints: Ray is not imported here, for its imports warn."""
-    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=180)
     return done.returncode, " ".join(f"{done.stdout} {done.stderr}".split())
 
 
