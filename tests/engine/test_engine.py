@@ -9,6 +9,8 @@ from outrider.core.draft import Draft
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Drafter, Parts
+from outrider.engine.engine import Engine
+from outrider.engine.pace import REST, Pace
 from outrider.engine.scheduler import Limits, Scheduler
 from outrider.models.base import Output
 
@@ -239,3 +241,36 @@ def test_tokens_say_who_wrote_them():
 def test_greedy_needs_no_luck(rule):
     seq = plainly(Markov(), [0, 1], SamplingParams(max_tokens=9), rule=rule)
     assert outputs([seq]) == outputs([plainly(Markov(), [0, 1], SamplingParams(max_tokens=9))])
+
+
+class Dear(Drafter):
+    """Sure of what is always wrong; it costs something, so it should be asked for less and less."""
+
+    name, sure = "dear", True
+
+    def __init__(self, model):
+        self._model, self.asked = model, []
+
+    def propose(self, seqs, rooms):
+        self.asked.append("propose")
+        best = [int(self._model.tables[tuple(seq.tokens[-2:])].argmin()) for seq in seqs]
+        return [Draft.chain([token], chances=[0.9]).cut(room) for token, room in zip(best, rooms, strict=True)]
+
+    def cheap(self, seqs, rooms):
+        self.asked.append("cheap")
+        return super().cheap(seqs, rooms)
+
+
+def test_a_drafter_that_does_not_earn_what_it_costs_rests_and_the_text_is_the_same():
+    model, params = Markov(seed=3), SamplingParams(max_tokens=60)
+    dear = Dear(model)
+    engine = Engine(model, dear, Limits(), Pace())
+    for id in range(4):  # one after the other
+        seq = Sequence(id, [id, 1, 2], params)
+        engine.add(seq)
+        drain(engine)
+        assert outputs([seq]) == outputs([plainly(Markov(seed=3), [id, 1, 2], params)])
+    first = dear.asked.index("cheap")
+    assert 10 < first < 60
+    assert dear.asked[first : first + REST] == ["cheap"] * REST
+    assert "propose" in dear.asked[first + REST :]

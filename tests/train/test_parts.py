@@ -57,7 +57,7 @@ def test_talks_that_begin_ahead_are_the_same_and_leave_nothing_behind(loaded):
     assert engine.busy  # with the talks after them
     writer.stop()
     assert not engine.busy
-    assert [text for wave in waves for text in wave] == written(loaded, range(7), 7)
+    assert waves == [written(loaded, numbers, 7) for numbers in (range(2), range(2, 4), range(4, 7))]
 
 
 def test_a_talk_has_a_question_and_an_answer(loaded):
@@ -222,6 +222,22 @@ def steps(module, optimiser, count, first=0):
         optimiser.step(rate(step, 2, 10))
         losses.append(loss.item())
     return losses
+
+
+def test_a_step_moves_by_its_share_of_the_peak():
+    moved = []
+    for share in (1.0, 0.5, 0.0):
+        torch.manual_seed(0)
+        module = nn.Linear(6, 4)
+        optimiser, before = Optimiser(module, 0.02, 0.01), [weight.detach().clone() for weight in module.parameters()]
+        module(torch.ones(3, 6)).square().sum().backward()
+        optimiser.step(share)
+        moved.append([weight.detach() - old for weight, old in zip(module.parameters(), before, strict=True)])
+        assert not any(bool(weight.grad.any()) for weight in module.parameters())  # none is left for the next step
+    for whole, half, none in zip(*moved, strict=True):
+        assert torch.allclose(half, whole / 2, atol=1e-6)
+        assert whole.abs().max() > 1e-3
+        assert not none.any()
 
 
 def test_the_optimiser_goes_on_where_it_was():
