@@ -30,7 +30,7 @@ from outrider.models.rope import rope
 
 PIECE = 512  # states of the target that may wait to be taken in
 NEVER = -1e9  # the logarithm of no chance
-CUT = 8192  # tokens that a head writes on a CPU: half of 16384 cost 2 % of what is kept, and more of the time (docs/LOG.md)
+CUT = 8192  # tokens that a head writes on a CPU: half of 16384 cost 2 % of what is kept, and pay (docs/LOG.md)
 
 
 @dataclass(frozen=True)
