@@ -62,6 +62,11 @@ class Stats:
         return self.tokens / self.steps if self.steps else 0.0
 
     @property
+    def tokens_per_pass(self) -> float:
+        """Of the passes that judged a draft: what was kept and the target's own token."""
+        return 1.0 + self.accepted / self.drafts if self.drafts else 1.0
+
+    @property
     def by_depth(self) -> dict[int, dict[str, int]]:
         return _pairs(self.drafted_by_depth, self.accepted_by_depth)
 

@@ -30,6 +30,8 @@ from outrider.models.rope import rope
 
 PIECE = 512  # states of the target that may wait to be taken in
 NEVER = -1e9  # the logarithm of no chance
+DEEP = 16  # levels of a tree, at most; it ends where no deeper node can be among its best
+SHARP = 0.75  # a greedy target always takes its likeliest token, so a head's likely ones hold oftener than their chance
 CUT = 8192  # tokens that a head writes on a CPU: half of 16384 cost 2 % of what is kept, and pay (docs/LOG.md)
 
 
@@ -347,7 +349,7 @@ class Eagle(Drafter):
     @dataclass(frozen=True)
     class Options:
         head: str = ""  # folder; "": the one that is shipped for the target
-        length: int = 0  # of a chain, or how deep a tree may be; 0: 5 and 7
+        length: int = 0  # of a chain, or how deep a tree may be; 0: 5 and 16
         tree: int = 0  # nodes; 0: a chain
         width: int = 6  # nodes of a tree that are followed at each depth
         stop: float = -1.0  # no drafting below nodes with less chance; -1: 0.2 beside a packed target, else 0
@@ -367,7 +369,7 @@ class Eagle(Drafter):
     def _begin(self, head: EagleHead, parts: Parts, options: Options) -> None:
         target = parts.readable("an EAGLE head")
         self._options, self._seen = options, parts.target.length
-        self._length = options.length or (7 if options.tree else 5)
+        self._length = options.length or (DEEP if options.tree else 5)
         packed = bool(getattr(target, "packed", False))
         if options.vocab or packed:
             head.narrow(options.vocab or CUT)
@@ -531,7 +533,7 @@ class Eagle(Drafter):
     def _offers(self, writers: Seq[Writer], logits: Tensor, paths: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """The likeliest tokens after each row and the logarithms of their chances, [rows, width]; each writer has the
         same number of rows."""
-        chances, places = torch.log_softmax(logits, -1).topk(width)
+        chances, places = torch.log_softmax(logits / SHARP, -1).topk(width)
         tokens, each = self._ids[places], len(logits) // len(writers)
         for row in range(len(logits)):
             writer = writers[row // each]

@@ -6,6 +6,7 @@ are kept. A node is never likelier reached than its parent, so what is kept is a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 
@@ -43,7 +44,7 @@ def grow(
     followed = _Followed(tokens, scores - _LESS, ahead.states.repeat_interleave(width, 0), device)
     count = width
     for level in range(1, depth):
-        if device.type == "cpu" and float(followed.scores.max().exp()) < max(stop, 1e-6):
+        if not _worth(followed.scores, seen, sizes, stop):
             break
         ahead = runner.step(ids, followed.tokens.flatten(), followed.states, followed.trails.flatten(0, 1))
         tokens, chances = offers(ahead.logits, followed.paths.flatten(0, 1), level)
@@ -55,6 +56,16 @@ def grow(
         count += tokens.shape[1]
         followed = followed.next(tokens, best.values, best.indices, ahead.states, level)
     return _collect(seen, sizes, stop)
+
+
+def _worth(scores: Tensor, seen: Seq[tuple[Tensor, Tensor, Tensor]], sizes: Seq[int], stop: float) -> bool:
+    """Whether what comes below the followed nodes, with `scores` [b, width], may be among the best of any sequence."""
+    all_scores = torch.cat([level[2] for level in seen], 1)
+    best = all_scores.topk(min(max(sizes), all_scores.shape[1]), 1).values
+    last = torch.tensor(sizes, device=best.device).clamp(max=best.shape[1]).unsqueeze(1) - 1
+    full = torch.tensor([size <= best.shape[1] for size in sizes], device=best.device)
+    least = best.gather(1, last).squeeze(1).where(full, float("-inf")).clamp(min=math.log(max(stop, 1e-6)))
+    return bool((scores.amax(1) > least).any())
 
 
 class _Followed:

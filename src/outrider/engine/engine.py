@@ -10,8 +10,10 @@ import logging
 import time
 from collections.abc import Sequence as Seq
 
+import torch
 from torch import Tensor
 
+from outrider.core import sampling
 from outrider.core.draft import EMPTY, Draft
 from outrider.core.sequence import Sequence, Token, guessed_tokens, logprobs, written
 from outrider.core.stats import Stats
@@ -200,9 +202,7 @@ class Engine:
     ) -> Step:
         """Commit and crop."""
         seq = plan.seq
-        wanted = self._drafter(seq).layers
-        states = outputs[index].hidden if wanted else None
-        hidden = None if states is None else states[:, [layers.index(layer) for layer in wanted]]
+        hidden = _of_layers(outputs[index].hidden, layers, self._drafter(seq).layers)
         if isinstance(verdict, Exception):  # of a processor of the caller's: it ends this sequence, not the others
             seq.fail(f"{type(verdict).__name__}: {verdict}")
             verdict = None
@@ -243,6 +243,15 @@ class Engine:
         return seq
 
 
+def _of_layers(hidden: Tensor | None, layers: Seq[int], wanted: Seq[int]) -> Tensor | None:
+    """[rows, layers, hidden] -> [rows, wanted, hidden]: what one drafter asked for of what all of them did."""
+    if hidden is None or not wanted:
+        return None
+    if list(wanted) == list(layers):
+        return hidden
+    return torch.stack([hidden[:, layers.index(layer)] for layer in wanted], 1)
+
+
 def _outputs(seqs: Seq[Sequence]) -> int:
     """Tokens that they have written."""
     return sum(len(seq.output) for seq in seqs)
@@ -252,7 +261,7 @@ def verify(seq: Sequence, draft: Draft, logits: Tensor) -> Verdict:
     """What the sequence's own rules make of the draft, given the target's logits [1 + nodes, vocab]."""
     if seq.params.greedy:
         if not seq.params.adjusts:
-            best = logits.argmax(-1).tolist()
+            best = sampling.likeliest(logits)
             return coupled(draft, lambda node, depth: best[node + 1])
         return coupled(draft, lambda node, depth: seq.best(logits[node + 1], guessed_tokens(draft, node)))
 

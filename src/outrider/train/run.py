@@ -35,8 +35,8 @@ from outrider.train.optimiser import Optimiser
 from outrider.train.order import Order
 
 LONGEST = 1024  # tokens of a text that are learned from
-LIVE, SHORT = 8, 64  # so often acceptance is measured on the way, with so many tokens of each answer
-LOOKING = 0.1  # of the time, at most
+LIVE, SHORT = 5, 64  # so often acceptance is measured on the way, with so many tokens of each answer
+LOOKING = 0.05  # of the time, at most
 FULL = 128  # tokens of an answer in the table at the end
 FEW = 8  # prompts of a file are too few to learn from
 

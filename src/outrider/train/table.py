@@ -45,12 +45,14 @@ def cells(measured: Measured) -> list[list[str]]:
     shown = figures(measured)
     kinds = list(next(iter(shown.values())))
     rows = [[kind, *(f"{shown[way][kind]['tokens_per_pass']:.2f}" for way in shown)] for kind in kinds]
-    return [["tokens per pass", *shown], *rows]
+    whole = ["all, prompts' passes too", *(f"{shown[way][ALL]['with_prompts']:.2f}" for way in shown)]
+    return [["tokens per pass", *shown], *rows, whole]
 
 
 def _figure(stats: Stats) -> dict[str, Any]:
     return {
-        "tokens_per_pass": round(stats.tokens_per_step, 3),
+        "tokens_per_pass": round(stats.tokens_per_pass, 3),
+        "with_prompts": round(stats.tokens_per_step, 3),
         "tokens": stats.tokens,
         "passes": stats.steps,
         "kept_by_depth": {str(depth): counts for depth, counts in stats.by_depth.items()},
