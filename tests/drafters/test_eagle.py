@@ -226,6 +226,31 @@ def stepwise(runner, head, id, tokens, hidden, length, stop):
         ahead = runner.step([id], head.draft_ids[places], ahead.states, trail)
 
 
+@pytest.mark.native
+def test_a_chain_is_written_with_the_common_tokens_and_those_of_its_text():
+    """As single steps would, had they no others; another sequence's text is not its own."""
+    target = packed_model()
+    torch.manual_seed(5)
+    order = torch.randperm(target.vocab_size)[:40]
+    own = eagle_head(target, order, norm_inputs=True).requires_grad_(False)
+    few, all_of_them = PackedRunner(own, target, 4, common=16), PackedRunner(own, target, 4)
+    written, rare = set(), set(order[16:].tolist())
+    for id, rows in enumerate((5, 40, 3)):
+        text = order[torch.arange(rows) * (id + 2) % 40].tolist()
+        hidden = torch.randn(rows, 3, 32, generator=torch.Generator().manual_seed(id))
+        chain = few.chain(id, text, [(hidden, list(range(rows)))], 5, 0.0)
+        allowed = torch.tensor([int(i < 16 or token in text) for i, token in enumerate(order.tolist())])
+        ahead, expected = all_of_them.extend([id], [text], hidden), []
+        for depth in range(5):
+            chances, places = ahead.logits.where(allowed.bool(), -torch.inf).softmax(-1).max(-1)
+            expected.append((int(order[places]), float(chances)))
+            ahead = all_of_them.step([id], order[places], ahead.states, torch.arange(depth).unsqueeze(0))
+        assert [token for token, _ in chain] == [token for token, _ in expected]
+        assert [chance for _, chance in chain] == pytest.approx([chance for _, chance in expected], abs=0.1)
+        written.update(token for token, _ in chain)
+    assert written & rare, "the test shows nothing"
+
+
 # rows that are taken in, the most that are written, and when to stop before: short ones and long ones in turn
 CHAINS = [(5, 4, 0.0), (1, 1, 0.0), (2, 5, 0.1), (90, 5, 0.02), (3, 6, 0.0), (1, 5, 0.5), (1100, 3, 0.0), (4, 5, 0.0)]
 

@@ -32,7 +32,8 @@ PIECE = 512  # states of the target that may wait to be taken in
 NEVER = -1e9  # the logarithm of no chance
 DEEP = 16  # levels of a tree, at most; it ends where no deeper node can be among its best
 SHARP = 0.75  # a greedy target always takes its likeliest token, so a head's likely ones hold oftener than their chance
-CUT = 8192  # tokens that a head writes on a CPU: half of 16384 cost 2 % of what is kept, and pay (docs/LOG.md)
+CUT = 8192  # tokens that a head writes on a CPU, where it writes trees or for many sequences
+COMMON = 4096  # and with the tokens of the text itself, where it writes a chain for one
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ class EagleHead(nn.Module):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         ids = torch.arange(config.draft_vocab_size) if draft_ids is None else draft_ids.clone()
         self.register_buffer("draft_ids", ids, persistent=False)
+        self.learned = ids  # all that it can write, however much it is narrowed
         self.draft_ids: Tensor
         scaling = None if config.rope_scaling is None else dict(config.rope_scaling)
         self.rope = rope(config.head_dim, config.rope_theta, config.context, scaling)
@@ -352,8 +354,8 @@ class Eagle(Drafter):
         length: int = 0  # of a chain, or how deep a tree may be; 0: 5 and 16
         tree: int = 0  # nodes; 0: a chain
         width: int = 6  # nodes of a tree that are followed at each depth
-        stop: float = -1.0  # no drafting below nodes with less chance; -1: 0.2 beside a packed target, else 0
-        vocab: int = 0  # write only the first so many of its tokens; 0: 8192 beside a packed target, else all
+        stop: float = -1.0  # no drafting below nodes with less chance; -1: 0.4 beside a packed target, else 0
+        vocab: int = 0  # write only the first so many of its tokens, and on a CPU those of the text; 0: what suits
         lookup: int = 0  # copy from the text where at least so many tokens match; 0: never
         greedy: bool = False  # guess the likeliest token even where the request samples
         quantize: Literal["auto", "none", "int8", "int4"] = "auto"  # auto: int4 beside a packed target
@@ -374,8 +376,8 @@ class Eagle(Drafter):
         if options.vocab or packed:
             head.narrow(options.vocab or CUT)
         self.layers = head.config.layers or (target.num_layers - 1,)
-        self._runner = start(head, target, options.quantize)
-        self._stop = options.stop if options.stop >= 0.0 else 0.2 if packed else 0.0
+        self._runner = start(head, target, options.quantize, options.vocab or (COMMON if packed else 0))
+        self._stop = options.stop if options.stop >= 0.0 else 0.4 if packed else 0.0
         self._ids, self._vocab = head.draft_ids.to(target.device), target.vocab_size
         self._states: dict[int, _State] = {}
         self._guessing, self._drawing = Trust(), Trust()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from outrider.drafters.output import Output, pack
 from outrider.drafters.runner import Ahead, Shown
+from outrider.drafters.words import Lexicon, Words
 from outrider.models.base import Readable
 from outrider.models.cache import Cache
 from outrider.models.native import structs
@@ -27,7 +28,9 @@ _POSITIONS = 1024  # of the rotary tables, to begin with
 
 
 class PackedRunner:
-    def __init__(self, head: EagleHead, target: Readable, bits: int) -> None:
+    def __init__(self, head: EagleHead, target: Readable, bits: int, common: int = 0) -> None:
+        """`common`: tokens that every chain can be written with, beside those of its text; 0: all that the head writes,
+        and no others."""
         config = self.config = head.config
         self._head, self._final = head.float(), target.normed
         self._embed = head.embed_tokens if config.own_embedding else target.embed
@@ -40,6 +43,8 @@ class PackedRunner:
         device = torch.device("cpu")
         self._cache = Cache(config.depth, config.num_kv_heads, config.head_dim, torch.float32, device)
         self._lengths: dict[int, int] = {}  # committed rows
+        self._lexicon = self._words_of(head, target, bits, common) if common else None
+        self._words: dict[int, _Own] = {}
         self._cos = self._sin = torch.empty(0)
 
     def _start(self, head: EagleHead, target: Readable, layers: Seq[Layer]) -> NativeStack:
@@ -61,9 +66,19 @@ class PackedRunner:
         )
         return NativeHead(_sizes(head), layers, beside)
 
+    def _words_of(self, head: EagleHead, target: Readable, bits: int, common: int) -> Lexicon | None:
+        """None where a chain is written with all tokens."""
+        output, ids = self._output.linear, head.draft_ids
+        if self.config.own_output or not isinstance(output, Packed) or len(head.learned) <= common:
+            return None
+        if bool((ids.diff() > 0).all()):  # not by how often they are used: who knows which ones are common
+            common = len(ids)
+        return Lexicon(output, ids, head.learned, common, target.output_rows, bits)
+
     def free(self, id: int) -> None:
         self._cache.free(id)
         self._lengths.pop(id, None)
+        self._words.pop(id, None)
 
     @torch.inference_mode()
     def extend(self, ids: Seq[int], tokens: Seq[Seq[int]], hidden: Tensor) -> Ahead:
@@ -78,6 +93,7 @@ class PackedRunner:
             parents += range(-1, count - 1)
             ends.append(len(positions) - 1)
             self._lengths[id] = begin + count
+            self._read(id, each)
         states = self._states(hidden)
         flat = torch.tensor([token for each in tokens for token in each])
         rows = _rows([len(each) for each in tokens])
@@ -110,9 +126,18 @@ class PackedRunner:
         end = begin + len(tokens)
         slot = self._cache.extend(id, len(tokens) + length - 1)
         turns = self._tables(end + length)
-        chain = self._stack.chain(slot, begin, tokens, shown, turns, length, stop)
+        self._read(id, tokens)
+        head = None if self._lexicon is None else self._words[id].head(self._stack)
+        chain = self._stack.chain(slot, begin, tokens, shown, turns, length, stop, head)
         slot.length = self._lengths[id] = end  # whatever was drafted before or now
         return chain
+
+    def _read(self, id: int, tokens: Seq[int]) -> None:
+        """They are in the sequence's text."""
+        if self._lexicon is not None:
+            if id not in self._words:
+                self._words[id] = _Own(self._lexicon)
+            self._words[id].words.add(tokens)
 
     def _states(self, hidden: Tensor) -> Tensor:
         """The states that a step reads, of the target's own [rows, layers, hidden]."""
@@ -156,6 +181,21 @@ class PackedRunner:
         if self.config.norm_output and isinstance(self._stack, NativeHead):
             x = self._stack.normed(x)
         return Ahead(x, logits)
+
+
+class _Own:
+    """What one sequence's chains are written with."""
+
+    def __init__(self, lexicon: Lexicon) -> None:
+        self.words = Words(lexicon)
+        self._head: structs.Head | None = None
+        self._ids = torch.empty(0)  # that it points to
+
+    def head(self, stack: NativeHead) -> structs.Head:
+        if self._head is None or self.words.changed:
+            output, self._ids = self.words.output()
+            self._head = stack.writing(output, self._ids)
+        return self._head
 
 
 class _Trails:

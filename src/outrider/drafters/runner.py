@@ -256,14 +256,14 @@ class DenseRunner:
         return Ahead(normed if self.config.norm_output else x, self._output(normed))
 
 
-def start(head: EagleHead, target: Readable, quantize: str) -> Runner:
-    """The head at work beside its target."""
+def start(head: EagleHead, target: Readable, quantize: str, common: int = 0) -> Runner:
+    """The head at work beside its target. `common`: as a PackedRunner has it."""
     count = bits(quantize, target)
     matrices = [weight for weight in (*head.fc.parameters(), *head.layers.parameters()) if weight.dim() == 2]
     if count and all(packable(*matrix.shape) for matrix in matrices):
         from outrider.drafters.packed import PackedRunner
 
-        return PackedRunner(head, target, count)
+        return PackedRunner(head, target, count, common)
     return DenseRunner(head, target)
 
 

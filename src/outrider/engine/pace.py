@@ -26,8 +26,10 @@ class Cost:
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
         self._counts: dict[int, int] = {}
+        self._line: tuple[float, float] | None = None  # while it is known
 
     def learn(self, rows: int, seconds: float) -> None:
+        self._line = None
         count = self._counts[rows] = self._counts.get(rows, 0) + 1
         old = self._seconds.setdefault(rows, seconds)
         change = min(max(seconds - old, -0.3 * old), 0.3 * old)  # a pause of the machine is not the cost of a pass
@@ -35,6 +37,11 @@ class Cost:
 
     def line(self) -> tuple[float, float]:
         """a and b of a + b * rows, drawn towards the guess while little is known."""
+        if self._line is None:
+            self._line = self._fit()
+        return self._line
+
+    def _fit(self) -> tuple[float, float]:
         if not self._seconds:
             return 1.0 - GUESS, GUESS
         weights = {rows: min(count, 20) for rows, count in self._counts.items()}
@@ -134,15 +141,17 @@ class Pace:
         depths = self._depths.setdefault(drafter, Depths())
         reach = [_reach(draft, depths) for draft in drafts]
         order = sorted(((-p, i, n) for i, row in enumerate(reach) for n, p in enumerate(row)))
+        profit = self._profits.get(drafter)
         a, b = self.cost.line()
         tokens, seconds = float(rows), a + b * rows
+        if profit is not None:  # what the draft has cost counts as well: the step takes so long in any case
+            seconds += profit.seconds * len(drafts)
         kept: list[list[int]] = [[] for _ in drafts]
         for negative, index, node in order:
             if -negative * seconds <= b * tokens:
                 break
             kept[index].append(node)
             tokens, seconds = tokens - negative, seconds + b
-        profit = self._profits.get(drafter)
         for draft, nodes in zip(drafts, kept, strict=True):
             if profit is not None and draft and not nodes and not draft.sources:  # drafted for nothing
                 profit.learn(-profit.seconds)

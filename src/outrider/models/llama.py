@@ -107,6 +107,9 @@ class Llama(Open):
         if last >= len(self._cos):
             cos, sin = self.weights.rope.tables(min(2 * last + _POSITIONS, self.context))
             self._cos, self._sin = cos.to(self.device, self.dtype), sin.to(self.device, self.dtype)
+        first = last + 1 - len(positions)
+        if list(positions) == list(range(first, last + 1)):  # one sequence and a chain, or nothing: no copy
+            return self._cos[first : last + 1], self._sin[first : last + 1]
         place = torch.tensor(positions, device=self.device)
         return self._cos[place], self._sin[place]
 

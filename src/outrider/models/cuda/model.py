@@ -96,6 +96,7 @@ class CudaLlama(Open):
         self._layers = weights.stack.layers
         self._runs: dict[Shape, Run] = {}
         self._last: Run | None = None
+        self._marks: list[torch.cuda.Event] | None = None  # before and after each pass, while it is timed
         self._judged: Tensor | None = None  # its rows whose logits came after it
         self._moves: list[tuple[int, int]] = []  # (from, to): keys and values that a kept branch has to move
         self._side: torch.cuda.Stream | None = None  # where graphs are captured
@@ -175,10 +176,12 @@ class CudaLlama(Open):
         run = self._run_of(shape)
         first = run.graph is None and self._graphs_for(shape.rows)
         self._send(run, batch)
+        self._mark()
         self._go(run)
         self._last, self._judged = run, None
         hidden = None if run.hidden is None else run.hidden[: batch.rows].clone()
         if run.logits is not None and len(batch.judged) == batch.rows:
+            self._mark()
             best = None if run.best is None else run.best[: batch.rows]
             return Outputs(run.logits[: batch.rows], batch.starts, hidden, batch.begins, best, self.choose, first)
         judged = torch.from_numpy(np.asarray(batch.judged)).to(self.device, non_blocking=True)
@@ -186,6 +189,7 @@ class CudaLlama(Open):
             logits = run.logits[judged]
         else:
             self._judged, logits = judged, self._head(run.x[judged])
+        self._mark()
         return Outputs(logits, batch.starts, hidden, batch.begins, None, self.choose, first)
 
     @torch.inference_mode()
@@ -246,6 +250,23 @@ class CudaLlama(Open):
             self._go(self._last)
             if self._judged is not None:
                 self._head(self._last.x[self._judged]).argmax(-1)
+
+    @contextmanager
+    def timed(self) -> Iterator[list[float]]:
+        """For measurement: when it is left, the list has the milliseconds that the device took for each pass inside."""
+        took: list[float] = []
+        marks = self._marks = []
+        try:
+            yield took
+        finally:
+            self._marks = None
+            torch.cuda.synchronize(self.device)
+            took += [begin.elapsed_time(end) for begin, end in zip(marks[::2], marks[1::2], strict=True)]
+
+    def _mark(self) -> None:
+        if self._marks is not None:
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
 
     def _send(self, run: Run, batch: _Batch) -> None:
         size = run.meta.shape[1]

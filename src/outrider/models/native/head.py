@@ -87,6 +87,12 @@ class NativeHead(NativeStack):
         self._normed(ctypes.byref(self._shape), ctypes.byref(self._head), ctypes.c_int64(len(x)), pointer(x))
         return x
 
+    def writing(self, output: structs.Joint, ids: Tensor) -> structs.Head:
+        """The same head with another output matrix, whose rows are those of the tokens `ids`; both must be kept."""
+        head = structs.Head.from_buffer_copy(self._head)
+        head.output, head.ids, head.tokens = output, ids.data_ptr(), len(ids)
+        return head
+
     def chain(
         self,
         slot: Slot,
@@ -96,9 +102,11 @@ class NativeHead(NativeStack):
         turns: tuple[Tensor, Tensor],
         length: int,
         stop: float,
+        head: structs.Head | None = None,
     ) -> list[tuple[int, float]]:
         """Take in tokens that begin at `start`, each with the target's states before it, and write up to `length` more
-        with their chances, until all of them together have less than `stop`. `turns`: cos and sin of all positions."""
+        with their chances, until all of them together have less than `stop`. `turns`: cos and sin of all positions;
+        `head`: one of `writing`."""
         rows, shown = len(tokens), [(hidden.float(), chosen) for hidden, chosen in shown]
         assert start + rows + length - 1 <= slot.size
         work = self._workspace(rows, start + rows + length)
@@ -108,7 +116,7 @@ class NativeHead(NativeStack):
         count = self._chain(
             ctypes.byref(self._shape),
             self._structs,
-            ctypes.byref(self._head),
+            ctypes.byref(self._head if head is None else head),
             ctypes.byref(span),
             (ctypes.c_int64 * rows)(*tokens),
             _places(shown),
