@@ -10,7 +10,7 @@ from tiny import law_by_hand
 
 from outrider.core.draft import Draft
 from outrider.core.errors import OutriderError
-from outrider.core.sampling import SamplingParams, adjust, law, warp
+from outrider.core.sampling import SamplingParams, adjust, law, likeliest, warp
 from outrider.core.sequence import Sequence, guessed_tokens
 
 VOCAB = 7
@@ -275,3 +275,9 @@ def test_one_value_stands_for_a_list_of_one():
 def test_every_token_id_that_is_named_can_be_checked():
     params = SamplingParams(logit_bias={1: 1.0}, allowed_token_ids=[2], bad_words=[[3, 4], "text"], stop_token_ids=[5])
     assert params.token_ids() == {1, 2, 3, 4, 5}
+
+
+def test_the_greedy_choice_is_the_first_of_the_highest():
+    logits = torch.tensor([[0.0, 3.0, 3.0, -1.0], [-5.0, -7.0, -5.0, -6.0], [float("-inf"), -2.0, 1.0, 1.0]])
+    for some in (logits, logits.bfloat16(), logits.double()):
+        assert likeliest(some) == [1, 0, 2]

@@ -124,3 +124,22 @@ class TestTrust:
         for _ in range(400):
             trust.learn(0.5, True)
         assert 0.9 < trust.chance(0.5) < 1.0
+
+
+def test_it_ends_where_no_deeper_node_can_be_among_the_best(work):
+    """And is the same tree as one that went on."""
+    head, runner, root = work
+    steps = []
+
+    class Counting:
+        def step(self, *rows):
+            steps.append(rows)
+            return runner.step(*rows)
+
+    reach = reach_of_every_path(*work)
+    best = max((path for path in reach if path), key=lambda path: reach[path])
+    (grown,) = grow(Counting(), [0], root(), offers(head, WORDS), DEPTH, [1], 0.0)
+    runner.free(0)
+    assert paths_of(grown, head) == [best]
+    assert len(best) == 1
+    assert not steps, "one node, and the likeliest is known at once"

@@ -122,6 +122,14 @@ class TestProfit:
         assert begin < 40
         assert rested[begin : begin + 2 * (REST + AGAIN)] == ([True] * REST + [False] * AGAIN) * 2
 
+    def test_where_drafting_took_long_a_less_likely_node_pays_too(self):
+        """A step of 5 ms: a node must hold with more than 1 / 5; one that took 5 ms to draft, with more than 1 / 10."""
+        without, with_it = learned(0.004, 0.001), learned(0.004, 0.001)
+        with_it.rests("x")
+        for _ in range(200):
+            with_it.spend("x", 0.005, [chain(0.15)])
+        assert [len(pace.trim("x", [chain(0.15)], 1)[0]) for pace in (without, with_it)] == [0, 1]
+
     def test_it_drafts_again_when_it_pays_again(self):
         pace = learned(0.004, 0.001)
         self.steps(pace, 60, 0, 0.001)

@@ -283,7 +283,7 @@ def test_a_job_says_what_is_wrong_with_it():
     assert jobs.Job("eagle").minutes == 10
     assert jobs.Job("eagle", tokens=5).minutes == 0
     assert jobs.Job("eagle").words(300) == 300
-    assert jobs.Job("eagle").words(50_000) == 16_384
+    assert jobs.Job("eagle").words(50_000) == 32_768
     assert jobs.Job("eagle", draft_vocab=-1).words(50_000) == 50_000
     with pytest.raises(OutriderError, match="known: eagle, medusa, draft"):
         jobs.Job("lookahead")

@@ -101,7 +101,7 @@ def train(
         str | None,
         typer.Option(
             help="Tokens a head can write: a number or all.",
-            show_default="16384 of a large vocabulary",
+            show_default="32768 of a large vocabulary",
             rich_help_panel=LEARN,
         ),
     ] = None,

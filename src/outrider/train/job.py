@@ -11,8 +11,8 @@ from outrider.core.errors import OutriderError
 
 KINDS = ("eagle", "medusa", "draft")
 MINUTES = 10.0  # where neither time nor tokens are given
-LARGE = 32_768  # a vocabulary from this size on is cut
-CUT = 16_384
+LARGE = 40_000  # a vocabulary from this size on is cut
+CUT = 32_768
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Job:
     reads: tuple[int, ...] = ()  # the target's blocks that an EAGLE head reads; (): three
     heads: int = 4  # of Medusa
     unroll: int = 6  # draft steps that an EAGLE head is trained for
-    draft_vocab: int = 0  # tokens that a head can write; 0: 16384 of a large vocabulary, -1: all
+    draft_vocab: int = 0  # tokens that a head can write; 0: 32768 of a large vocabulary, -1: all
     rate: float = 0.015  # of Muon
     norm_rate: float = 0.001  # of AdamW, for what is no matrix
     seed: int = 0
