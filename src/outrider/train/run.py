@@ -259,7 +259,7 @@ class _Run:
         """Seconds that the table at the end and the last saving may take, by how long a look took."""
         asked, ways = len(self._task.evaluation or self._task.held_out), len(kinds.specs(self._job.kind, self._out))
         scale = ways * asked / max(1, len(self._task.held_out)) * FULL / SHORT
-        return 2.0 + look * (1.0 + min(scale, 4.0 * ways))
+        return 2.0 + look * (1.0 + min(scale, 12.0 * ways))
 
     # What lasts.
 
