@@ -228,16 +228,18 @@ def stepwise(runner, head, id, tokens, hidden, length, stop):
 
 @pytest.mark.native
 def test_a_chain_is_written_with_the_common_tokens_and_those_of_its_text():
-    """As single steps would, had they no others; another sequence's text is not its own."""
+    """As single steps would, had they no others; the text of another, or of one that had its number, is not its own."""
     target = packed_model()
     torch.manual_seed(5)
     order = torch.randperm(target.vocab_size)[:40]
     own = eagle_head(target, order, norm_inputs=True).requires_grad_(False)
     few, all_of_them = PackedRunner(own, target, 4, common=16), PackedRunner(own, target, 4)
     written, rare = set(), set(order[16:].tolist())
-    for id, rows in enumerate((5, 40, 3)):
-        text = order[torch.arange(rows) * (id + 2) % 40].tolist()
-        hidden = torch.randn(rows, 3, 32, generator=torch.Generator().manual_seed(id))
+    for turn, (id, rows) in enumerate(((0, 5), (1, 40), (2, 3), (1, 4))):
+        for runner in (few, all_of_them):
+            runner.free(id)
+        text = order[torch.arange(rows) * (turn + 2) % 40].tolist()
+        hidden = torch.randn(rows, 3, 32, generator=torch.Generator().manual_seed(turn))
         chain = few.chain(id, text, [(hidden, list(range(rows)))], 5, 0.0)
         allowed = torch.tensor([int(i < 16 or token in text) for i, token in enumerate(order.tolist())])
         ahead, expected = all_of_them.extend([id], [text], hidden), []

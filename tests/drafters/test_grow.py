@@ -143,3 +143,11 @@ def test_it_ends_where_no_deeper_node_can_be_among_the_best(work):
     assert paths_of(grown, head) == [best]
     assert len(best) == 1
     assert not steps, "one node, and the likeliest is known at once"
+
+
+def test_a_tree_that_is_not_full_grows_to_the_end(work):
+    """One node at each depth: none is ever likelier than the last that is there."""
+    head, runner, root = work
+    (grown,) = grow(runner, [0], root(), offers(head, 1), DEPTH, [10], 0.0)
+    runner.free(0)
+    assert grown.parents == list(range(-1, DEPTH - 1))
