@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import shutil
@@ -13,6 +14,12 @@ import pytest
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell: what we start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+with contextlib.suppress(ImportError):  # a GPU machine may not have it
+    import hypothesis
+
+    hypothesis.settings.register_profile("outrider", deadline=None)  # a busy machine is no fault
+    hypothesis.settings.load_profile("outrider")
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
