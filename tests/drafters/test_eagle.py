@@ -253,6 +253,19 @@ def test_a_chain_is_written_with_the_common_tokens_and_those_of_its_text():
     assert written & rare, "the test shows nothing"
 
 
+@pytest.mark.native
+def test_fewer_common_tokens_than_a_tile_are_all_there_is():
+    target = packed_model()
+    torch.manual_seed(5)
+    order = torch.randperm(target.vocab_size)
+    own = eagle_head(target, order[:40]).requires_grad_(False)
+    own.narrow(10)
+    runner = PackedRunner(own, target, 4, common=10)
+    chain = runner.chain(0, order[10:30].tolist(), [(torch.randn(20, 3, 32), list(range(20)))], 5, 0.0)
+    assert len(chain) == 5
+    assert {token for token, _ in chain} <= set(order[:10].tolist())
+
+
 # rows that are taken in, the most that are written, and when to stop before: short ones and long ones in turn
 CHAINS = [(5, 4, 0.0), (1, 1, 0.0), (2, 5, 0.1), (90, 5, 0.02), (3, 6, 0.0), (1, 5, 0.5), (1100, 3, 0.0), (4, 5, 0.0)]
 

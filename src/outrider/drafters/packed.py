@@ -16,7 +16,7 @@ from outrider.models.base import Readable
 from outrider.models.cache import Cache
 from outrider.models.native import structs
 from outrider.models.native.head import Beside, NativeHead
-from outrider.models.native.packed import Packed
+from outrider.models.native.packed import TILE, Packed
 from outrider.models.native.stack import NativeStack
 from outrider.models.quant import quantise
 from outrider.models.stack import Layer, Pass, StackConfig
@@ -70,6 +70,8 @@ class PackedRunner:
         """None where a chain is written with all tokens."""
         output, ids = self._output.linear, head.draft_ids
         if self.config.own_output or not isinstance(output, Packed) or len(head.learned) <= common:
+            return None
+        if min(common, len(ids)) < TILE:  # not one tile of them: the few that were asked for, and no others
             return None
         if bool((ids.diff() > 0).all()):  # not by how often they are used: who knows which ones are common
             common = len(ids)
