@@ -55,6 +55,8 @@ class Local(Reader):
         self._places: dict[int, tuple[_Job, int]] = {}  # sequence id -> its job, and which sample it is
         self._users: dict[str, int] = {}  # drafter that requests have named -> requests under way; the last used last
         self._thread: threading.Thread | None = None
+        if engine.overlaps:
+            engine.meanwhile = lambda: self._deliver(engine.scheduler.running)
         self._lock, self._building, self._counting = threading.Lock(), threading.Lock(), threading.Lock()
 
     def submit(self, request: Request) -> Stream:
@@ -165,7 +167,9 @@ class Local(Reader):
                     break
                 if self.engine.busy:
                     ended = self.engine.step()
-                    self._deliver([*self.engine.scheduler.running, *ended])
+                    # where passes overlap with what we do here, readers of the others wake up during the next one:
+                    # now they would take the interpreter from the thread that has to start it
+                    self._deliver(ended if self.engine.overlaps else [*self.engine.scheduler.running, *ended])
             except Exception as error:
                 self._abandon(error)
         for seq in [*self.engine.scheduler.running, *self.engine.scheduler.waiting]:

@@ -31,10 +31,10 @@ class Token:
     top: tuple[tuple[int, float], ...] = ()  # the likeliest alternatives: (token id, log-probability)
 
 
-@functools.cache
-def written(id: int) -> Token:
-    """A token of the target's own: the same object every time, for there are many."""
-    return Token(id)
+@functools.lru_cache(1 << 20)
+def plain_token(id: int, drafter: str | None = None, depth: int = 0) -> Token:
+    """A token that nobody wants to know more of: the same object every time, for there are many."""
+    return Token(id, drafter, depth)
 
 
 @dataclass(eq=False)
@@ -83,12 +83,12 @@ class Sequence:
         ids = ids[: self.left]
         if self.watch is None and self.ends.isdisjoint(ids):
             self.tokens += ids
-            self.output += map(written, ids)
+            self.output += map(plain_token, ids)
             if self.left == 0:
                 self.finish = "length"
             return len(ids)
         for count, id in enumerate(ids, 1):
-            if not self.append(written(id)):
+            if not self.append(plain_token(id)):
                 return count
         return len(ids)
 

@@ -34,10 +34,12 @@ class Stats:
         self.drafts += 1
         self.drafted += len(draft)
         self.accepted += len(path)
-        self.drafted_by_depth.update(depths)
-        self.drafted_by_drafter.update(sources)
-        self.accepted_by_depth.update(depths[node] for node in path)
-        self.accepted_by_drafter.update(sources[node] for node in path)
+        for depth, source in zip(depths, sources, strict=True):
+            self.drafted_by_depth[depth] += 1
+            self.drafted_by_drafter[source] += 1
+        for node in path:
+            self.accepted_by_depth[depths[node]] += 1
+            self.accepted_by_drafter[sources[node]] += 1
 
     def spend(self, phase: str, seconds: float) -> None:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds

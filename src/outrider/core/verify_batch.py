@@ -18,6 +18,7 @@ from outrider.core.draft import ROOT, Draft
 from outrider.core.sequence import Sequence, guessed_tokens
 from outrider.core.verify import Verdict, coupled
 
+Best = Callable[[], list[int]]  # argmax of all logits, on the host
 # (laws [n, vocab], the dice of each row, the positions) -> [n] tokens, as Dice.choose would
 Chooser = Callable[[Tensor, Seq[Dice], Seq[int]], Tensor]
 
@@ -43,9 +44,9 @@ def choose(laws: Tensor, dice: Seq[Dice], positions: Seq[int]) -> Tensor:
 
 
 def verify_batch(
-    cases: Seq[Case], logits: Tensor, best: Tensor | None = None, chooser: Chooser = choose
+    cases: Seq[Case], logits: Tensor, best: Best | None = None, chooser: Chooser = choose
 ) -> list[Verdict | Exception]:
-    """A verdict for each case; an exception is one of the caller's own processors. `best` is argmax of the logits."""
+    """A verdict for each case; an exception is of one of the caller's own processors. `best`: where the pass has it."""
     failed: dict[int, Exception] = {}
     if any(case.seq.params.adjusts for case in cases):
         logits, best = logits.clone(), None
@@ -68,23 +69,24 @@ def _adjust(case: Case, logits: Tensor) -> None:
             logits[row] = sampling.adjust(logits[row], tokens, seq.prompt, seq.params, seq.ends)
 
 
-def _decide(cases: Seq[Case], logits: Tensor, best: Tensor | None, chooser: Chooser) -> list[Verdict]:
+def _decide(cases: Seq[Case], logits: Tensor, best: Best | None, chooser: Chooser) -> list[Verdict]:
     greedy = [case for case in cases if case.seq.params.greedy]
     shared = [case for case in cases if not case.seq.params.greedy and case.seq.rule == "coupled"]
     tried = [case for case in cases if not case.seq.params.greedy and case.seq.rule == "rejection"]
     parts: list[Tensor] = []  # int64, one copy for all of them
-    if greedy:
-        parts.append(logits.argmax(-1) if best is None else best)
+    if greedy and best is None:
+        parts.append(logits.argmax(-1))
     if shared:
         parts.append(_chosen(shared, logits, chooser))
     if tried:
         parts += _tried(tried, logits)
-    numbers = (parts[0] if len(parts) == 1 else torch.cat(parts)).tolist()
+    numbers = torch.cat(parts).tolist() if parts else []
     verdicts: dict[int, Verdict] = {}
-    if greedy:
-        verdicts.update((id(case), _walk(case.draft, numbers, case.start)) for case in greedy)
-        numbers = numbers[logits.shape[0] :]
     place = 0
+    if greedy:
+        chosen = best() if best is not None else numbers
+        verdicts.update((id(case), _walk(case.draft, chosen, case.start)) for case in greedy)
+        place = 0 if best is not None else logits.shape[0]
     for case in shared:
         verdicts[id(case)] = _walk(case.draft, numbers, place)
         place += 1 + len(case.draft)

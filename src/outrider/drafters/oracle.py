@@ -30,14 +30,20 @@ class Oracle(Drafter):
         if options.length < 1:
             raise OutriderError(f"oracle:length must be at least 1, not {options.length}")
         self._options, self._vocab = options, parts.target.vocab_size
+        self._said: dict[int, list[int]] = {}  # by sequence: the answer with its errors, so that asking costs nothing
 
     def propose(self, seqs: Seq[Sequence], rooms: Seq[int]) -> list[Draft]:
         return [self._propose(seq, min(room, self._options.length)) for seq, room in zip(seqs, rooms, strict=True)]
 
     def _propose(self, seq: Sequence, length: int) -> Draft:
         at = len(seq.tokens) - seq.prompt
-        answer = seq.prediction[at : at + length]
-        return Draft.chain([self._guess(seq, at + i, token) for i, token in enumerate(answer)]) if answer else EMPTY
+        if seq.id not in self._said:
+            self._said[seq.id] = [self._guess(seq, place, token) for place, token in enumerate(seq.prediction)]
+        said = self._said[seq.id][at : at + length]
+        return Draft.chain(said) if said else EMPTY
+
+    def forget(self, id: int) -> None:
+        self._said.pop(id, None)
 
     def _guess(self, seq: Sequence, place: int, token: int) -> int:
         """A place's luck is its own, however often and from wherever it is guessed."""

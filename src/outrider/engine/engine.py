@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 
 import torch
 from torch import Tensor
 
 from outrider.core import sampling
 from outrider.core.draft import EMPTY, Draft
-from outrider.core.sequence import Sequence, Token, guessed_tokens, logprobs, written
+from outrider.core.sequence import Sequence, Token, guessed_tokens, logprobs, plain_token
 from outrider.core.stats import Stats
 from outrider.core.verify import Verdict, coupled, rejection
 from outrider.core.verify_batch import Case, choose, verify_batch
@@ -41,7 +41,14 @@ class Engine:
         page = 1 if self._paged is None else self._paged.page
         self.scheduler = Scheduler(limits, model.context, model.capacity, page)
         self._worth = Worth()
+        self._passing = False
         self.stats = Stats()  # of every sequence that has ended
+        self.meanwhile: Callable[[], None] | None = None  # called while a pass runs, where the host only waits for it
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether passes run on a device of their own, so that there is a `meanwhile`."""
+        return self._paged is not None
 
     @property
     def busy(self) -> bool:
@@ -52,14 +59,14 @@ class Engine:
         self.scheduler.add(seq)
 
     def cancel(self, id: int) -> list[Sequence]:
-        """End a sequence now; its memory is free when this returns."""
+        """End a sequence now; its memory is free when this returns (while a pass runs: when that is over)."""
         for seq in [*self.scheduler.running, *self.scheduler.waiting]:
             if seq.id == id and seq.finish is None:
                 seq.finish = "cancelled"
                 if seq in self.scheduler.waiting:
                     self.scheduler.waiting.remove(seq)
                     return [seq]
-        return self.sweep()
+        return [] if self._passing else self.sweep()
 
     def drop(self, draft: str) -> None:
         """Forget a drafter that no sequence uses."""
@@ -113,6 +120,8 @@ class Engine:
         feeds = [Feed(p.seq.id, p.tokens, d) for p, d in zip(plans, drafts, strict=True)]
         layers = self._layers(plans)
         outputs = self.model.forward(feeds, layers)
+        if isinstance(outputs, Outputs):
+            self._wait()
         verdicts = _verdicts(plans, drafts, outputs) if isinstance(outputs, Outputs) else None
         clock.append(time.perf_counter())
         if not (isinstance(outputs, Outputs) and outputs.first):
@@ -141,6 +150,7 @@ class Engine:
             [seq.params.temperature for seq in running],
             AHEAD * (2 if len(running) >= MASS else 1),
         )
+        self._wait()
         for seq, tokens in zip(running, written.T.tolist(), strict=True):
             count = seq.extend(tokens)
             seq.stats.steps += count
@@ -151,6 +161,15 @@ class Engine:
         for seq in running:
             seq.stats.spend("target", share)
         return self.sweep()
+
+    def _wait(self) -> None:
+        """A pass runs: whoever has something to do does it now."""
+        if self.meanwhile is not None:
+            self._passing = True
+            try:
+                self.meanwhile()
+            finally:
+                self._passing = False
 
     def sweep(self) -> list[Sequence]:
         """Take off the sequences that have ended, and give their memory back."""
@@ -202,7 +221,8 @@ class Engine:
     ) -> Step:
         """Commit and crop."""
         seq = plan.seq
-        hidden = _of_layers(outputs[index].hidden, layers, self._drafter(seq).layers)
+        wanted = self._drafter(seq).layers
+        hidden = _of_layers(outputs[index].hidden, layers, wanted) if wanted else None
         if isinstance(verdict, Exception):  # of a processor of the caller's: it ends this sequence, not the others
             seq.fail(f"{type(verdict).__name__}: {verdict}")
             verdict = None
@@ -245,7 +265,7 @@ class Engine:
 
 def _of_layers(hidden: Tensor | None, layers: Seq[int], wanted: Seq[int]) -> Tensor | None:
     """[rows, layers, hidden] -> [rows, wanted, hidden]: what one drafter asked for of what all of them did."""
-    if hidden is None or not wanted:
+    if hidden is None:
         return None
     if list(wanted) == list(layers):
         return hidden
@@ -301,7 +321,7 @@ def _verdict(seq: Sequence, draft: Draft, logits: Tensor) -> Verdict | Exception
 def _token(seq: Sequence, id: int, drafter: str | None, depth: int, logits: Tensor | None) -> Token:
     """The committed token; `logits` [vocab] are those that it was chosen from."""
     if seq.params.logprobs is None or logits is None:
-        return written(id) if drafter is None else Token(id, drafter, depth)
+        return plain_token(id, drafter, depth)
     logprob, top = logprobs(logits, id, seq.params.logprobs)
     return Token(id, drafter, depth, logprob, top)
 
@@ -309,5 +329,6 @@ def _token(seq: Sequence, id: int, drafter: str | None, depth: int, logits: Tens
 def _share(plans: Seq[Plan], clock: list[float]) -> None:
     """Each sequence of the step gets its share of the time."""
     for phase, begin, end in zip(("draft", "target", "verify"), clock[:-1], clock[1:], strict=True):
+        share = (end - begin) / len(plans)
         for plan in plans:
-            plan.seq.stats.spend(phase, (end - begin) / len(plans))
+            plan.seq.stats.spend(phase, share)

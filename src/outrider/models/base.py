@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.core.dice import Dice
 from outrider.core.draft import EMPTY, Draft
-from outrider.core.verify_batch import Chooser
+from outrider.core.verify_batch import Best, Chooser
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,13 +38,13 @@ class Outputs(Sequence[Output]):
         starts: Sequence[int],
         hidden: Tensor | None = None,
         rows: Sequence[int] = (),
-        best: Tensor | None = None,
+        best: Best | None = None,
         choose: Chooser | None = None,
         first: bool = False,
     ) -> None:
         self.logits, self.starts = logits, starts  # [judged rows, vocab]; where each feed's begin, and their number
         self.hidden, self.rows = hidden, rows  # [rows, layers, hidden]; where each feed's begin, and their number
-        self.best = best  # [judged rows] argmax, if the pass has it already
+        self.best = best  # argmax of the judged rows, if the pass has it already
         self.choose = choose  # the device's own way to roll the dice for many rows
         self.first = first  # of its shape: it also compiled and captured, so its time says nothing about the next
 

@@ -23,7 +23,7 @@ SHARED = 220_000  # bytes of fast memory that one program may take
 BEST = 4096  # logits that one program looks through
 
 # The fields of a pass, int32, one row of numbers each.
-TOKEN, POSITION, PLACE, LIMIT, SLOT, BASE, LOW, HIGH, END = range(9)  # by row
+TOKEN, POSITION, PLACE, LIMIT, SLOT, BASE, END, LOW, HIGH = range(9)  # by row
 BLOCK_ROW, BLOCK_COUNT = 9, 10  # by block of rows of one sequence
 FIELDS = 11
 
@@ -187,7 +187,7 @@ def _attend(
     if count == 0:
         return
     first = tl.load(meta_ptr + 9 * stride + block)
-    end = tl.load(meta_ptr + 8 * stride + first)
+    end = tl.load(meta_ptr + 6 * stride + first)
     begin = split * CHUNK
     if begin >= end:
         return
@@ -200,8 +200,8 @@ def _attend(
     where = row.to(tl.int64) * (HEADS * D) + head * D
     limit = tl.load(meta_ptr + 3 * stride + row, mask=live, other=0)[:, None]
     base = tl.load(meta_ptr + 5 * stride + row, mask=live, other=0)[:, None]
-    low = tl.load(meta_ptr + 6 * stride + row, mask=live, other=0)[:, None]
-    high = tl.load(meta_ptr + 7 * stride + row, mask=live, other=0)[:, None]
+    low = tl.load(meta_ptr + 7 * stride + row, mask=live, other=0)[:, None]
+    high = tl.load(meta_ptr + 8 * stride + row, mask=live, other=0)[:, None]
     position = tl.load(meta_ptr + 1 * stride + row, mask=live, other=0)[:, None]
     _begin(SOON)  # what was read so far no kernel writes
     q = tl.load(q_ptr + where[:, None] + dim[None, :], mask=live[:, None] & inside[None, :], other=0.0)  # [TILE, DP]
@@ -253,7 +253,7 @@ def _combine(
     """The chunks of one row and head together. ALL: SPLITS, up to a power of two."""
     _begin(SOON)
     row, head = tl.program_id(0), tl.program_id(1)
-    end = tl.load(meta_ptr + 8 * stride + row)
+    end = tl.load(meta_ptr + 6 * stride + row)
     chunk, dim = tl.arange(0, ALL), tl.arange(0, DP)
     exists = (chunk < SPLITS) & (chunk * CHUNK < end)
     at = (row.to(tl.int64) * HEADS + head) * SPLITS + chunk

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.core.dice import Dice
+from outrider.core.draft import Draft
 from outrider.core.errors import OutriderError
 from outrider.models.base import Feed, Output, Outputs
 from outrider.models.cuda import kernels
@@ -44,6 +47,8 @@ class Run:
     """A pass of one shape: its buffers, and its graph once it has one."""
 
     meta: Tensor  # [FIELDS, rows] int32
+    staging: Tensor  # the same on the host
+    fields: np.ndarray  # a view of it
     x: Tensor  # [rows, hidden]
     logits: Tensor | None  # [rows, vocab] float32; None: too many rows, only those judged are computed
     best: Tensor | None  # [rows]
@@ -136,9 +141,10 @@ class CudaLlama(Open):
         half = config.head_dim // 2
         self._turns = cos[:, :half].contiguous().to(device), sin[:, half:].contiguous().to(device)
         self._staging = _pinned(kernels.FIELDS * MOST, device)
+        self._told = _pinned(MOST_ROWS, device, torch.int64)  # `best` of the last pass
         self._shadow = _pinned(self._pages.table.size, device).view(self._pages.table.shape)
         self._pages.table = self._shadow.numpy()
-        self._sent = torch.cuda.Event() if device.type == "cuda" else _Never()
+        self._sent, self._done = (torch.cuda.Event() if device.type == "cuda" else _Never() for _ in range(2))
 
     def length(self, id: int) -> int:
         return self._pages.length(id)
@@ -182,7 +188,8 @@ class CudaLlama(Open):
         hidden = None if run.hidden is None else run.hidden[: batch.rows].clone()
         if run.logits is not None and len(batch.judged) == batch.rows:
             self._mark()
-            best = None if run.best is None else run.best[: batch.rows]
+            self._done.record()
+            best = partial(self._best, batch.rows)
             return Outputs(run.logits[: batch.rows], batch.starts, hidden, batch.begins, best, self.choose, first)
         judged = torch.from_numpy(np.asarray(batch.judged)).to(self.device, non_blocking=True)
         if run.logits is not None:
@@ -191,6 +198,11 @@ class CudaLlama(Open):
             self._judged, logits = judged, self._head(run.x[judged])
         self._mark()
         return Outputs(logits, batch.starts, hidden, batch.begins, None, self.choose, first)
+
+    def _best(self, rows: int) -> list[int]:
+        """The likeliest token of each row of the pass that runs, once it is over."""
+        self._done.synchronize()
+        return self._told[:rows].tolist()
 
     @torch.inference_mode()
     def write(self, ids: Sequence[int], last: Sequence[int], dice: Sequence[Dice | None], temperatures: Sequence[float],
@@ -269,13 +281,9 @@ class CudaLlama(Open):
             self._marks[-1].record()
 
     def _send(self, run: Run, batch: _Batch) -> None:
-        size = run.meta.shape[1]
-        if kernels.FIELDS * size > len(self._staging):
-            self._staging = _pinned(kernels.FIELDS * size, self.device)
-        staging = self._staging[: kernels.FIELDS * size]
         self._sent.synchronize()  # the device has read what was written there before
-        batch.write(staging.numpy().reshape(kernels.FIELDS, size), self._pages.padding)
-        run.meta.view(-1).copy_(staging, non_blocking=True)
+        batch.write(run.fields, self._pages.padding)
+        run.meta.copy_(run.staging, non_blocking=True)
         changed = self._pages.changed
         if len(changed) <= 4:
             for slot in changed:
@@ -321,8 +329,14 @@ class CudaLlama(Open):
         rows, config = shape.rows, self.config
         buffers = self._buffers if rows <= MOST else Buffers(config, rows, self.dtype, self.device)
         attention = kernels.Attention(rows, shape.tile, shape.longest, buffers.parts, buffers.sums)
+        size = kernels.FIELDS * rows
+        if size > len(self._staging):
+            self._staging = _pinned(size, self.device)
+        staging = self._staging[:size].view(kernels.FIELDS, rows)
         return Run(
-            buffers.meta[: kernels.FIELDS * rows].view(kernels.FIELDS, rows),
+            buffers.meta[:size].view(kernels.FIELDS, rows),
+            staging,
+            staging.numpy(),
             buffers.x[:rows],
             buffers.logits[:rows] if rows <= MOST_ROWS else None,
             buffers.best[:rows] if rows <= MOST_ROWS else None,
@@ -383,6 +397,7 @@ class CudaLlama(Open):
             head = _dense(self.weights.head)
             kernels.linear(self._work.next, head.weight, head.bias, run.logits, rows, self._work, config.norm_eps)
             kernels.best(run.logits, self._buffers.best_parts, run.best)
+            self._told[:rows].copy_(run.best, non_blocking=True)
 
     def _few(self, index: int, run: Run, q: Tensor, mixed: Tensor) -> None:
         """A layer in six kernels; its norms are part of the products around them."""
@@ -464,45 +479,36 @@ class _Batch:
         meta[:, self.rows :] = 0
         meta[kernels.SLOT, self.rows :] = padding
         meta[kernels.BLOCK_COUNT] = 0
-        if self.rows == len(self._parts):
-            self._write_plain(meta)
-            return
-        block = 0
-        for (feed, slot, begin), row, after in zip(self._parts, self.begins[:-1], self.begins[1:], strict=True):
-            count, size = len(feed.tokens), after - row
-            rows = slice(row, after)
-            place = np.arange(begin, begin + size, dtype=np.int32)
-            meta[kernels.TOKEN, rows] = (*feed.tokens, *feed.draft.tokens)
-            meta[kernels.POSITION, rows] = meta[kernels.PLACE, rows] = place
-            meta[kernels.LIMIT, rows] = place + 1
-            meta[kernels.SLOT, rows] = slot
-            meta[kernels.BASE, rows] = begin + count
-            meta[kernels.END, rows] = begin + size
-            meta[kernels.LOW, rows] = meta[kernels.HIGH, rows] = 0
-            if feed.draft.tokens:
-                self._write_draft(meta, feed, row + count, begin + count)
-            for first in range(row, after, self._block):
-                meta[kernels.BLOCK_ROW, block] = first
-                meta[kernels.BLOCK_COUNT, block] = min(self._block, after - first)
-                block += 1
+        self._write_rows(meta[:, : self.rows])
+        for (feed, _, held), row in zip(self._parts, self.begins, strict=False):
+            if not feed.draft.is_chain:  # a chain is as committed tokens: each sees those before
+                self._write_tree(meta, feed.draft, row + len(feed.tokens), held + len(feed.tokens))
+        spans = [
+            (first, min(self._block, end - first))
+            for row, end in zip(self.begins, self.begins[1:], strict=False)
+            for first in range(row, end, self._block)
+        ]
+        meta[kernels.BLOCK_ROW : kernels.BLOCK_COUNT + 1, : len(spans)] = np.array(spans, dtype=np.int32).T
 
-    def _write_plain(self, meta: np.ndarray) -> None:
-        """One token each: no loop over sequences."""
-        count = self.rows
-        tokens, slots, begins = zip(*((feed.tokens[0], slot, begin) for feed, slot, begin in self._parts), strict=True)
-        meta[kernels.TOKEN, :count] = tokens
-        meta[kernels.SLOT, :count] = slots
-        meta[kernels.POSITION, :count] = meta[kernels.PLACE, :count] = begins
-        for field in (kernels.LIMIT, kernels.BASE, kernels.END):
-            meta[field, :count] = meta[kernels.PLACE, :count] + 1
-        meta[kernels.LOW, :count] = meta[kernels.HIGH, :count] = 0
-        meta[kernels.BLOCK_ROW, :count] = np.arange(count, dtype=np.int32)
-        meta[kernels.BLOCK_COUNT, :count] = 1
+    def _write_rows(self, rows: np.ndarray) -> None:
+        """As if every draft were a chain; no numpy for each sequence, of which there may be thousands."""
+        rows[kernels.TOKEN] = [token for feed, _, _ in self._parts for token in (*feed.tokens, *feed.draft.tokens)]
+        each = np.array(  # slot, base, end; from a row's number to its place
+            [
+                (slot, held + len(feed.tokens), held + end - row, held - row)
+                for (feed, slot, held), row, end in zip(self._parts, self.begins, self.begins[1:], strict=False)
+            ],
+            dtype=np.int32,
+        )
+        if len(each) > 1:
+            each = each.repeat(np.diff(self.begins), 0)
+        rows[kernels.SLOT : kernels.LOW] = each.T[:3]
+        place = each[:, 3] + np.arange(self.rows, dtype=np.int32)
+        rows[kernels.POSITION : kernels.LIMIT] = place
+        rows[kernels.LIMIT] = place + 1
+        rows[kernels.LOW : kernels.BLOCK_ROW] = 0
 
-    def _write_draft(self, meta: np.ndarray, feed: Feed, row: int, base: int) -> None:
-        draft = feed.draft
-        if draft.is_chain:  # as committed tokens: each sees those before
-            return
+    def _write_tree(self, meta: np.ndarray, draft: Draft, row: int, base: int) -> None:
         if len(draft) > NODES:
             raise OutriderError(f"a tree of {len(draft)} nodes; on a GPU at most {NODES} can be verified at once")
         sees: list[int] = []
@@ -516,13 +522,13 @@ class _Batch:
         meta[kernels.HIGH, nodes] = (masks >> np.uint64(32)).astype(np.uint32).view(np.int32)
 
 
-def _pinned(size: int, device: torch.device) -> Tensor:
-    return torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+def _pinned(size: int, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def _up(rows: int) -> int:
     """The size of graph that a pass of so many rows uses."""
-    return next((size for size in ROWS if size >= rows), -(-rows // LARGE) * LARGE)
+    return ROWS[bisect_left(ROWS, rows)] if rows <= MOST else -(-rows // LARGE) * LARGE
 
 
 def _longest(tokens: int, context: int) -> int:
