@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from outrider.models.memory import PAGE, large
 
 FIRST = 64  # tokens that a new buffer holds
 
@@ -75,7 +78,10 @@ class Cache:
         layers, kv_heads, head_dim = self._shape
         # zeros, not empty: masked attention multiplies what lies past the end by 0, and 0 * nan is nan
         shape = (layers, kv_heads, size, head_dim)
-        return Slot(
-            torch.zeros(shape, dtype=self._dtype, device=self._device),
-            torch.zeros(shape, dtype=self._dtype, device=self._device),
-        )
+        return Slot(self._zeros(shape), self._zeros(shape))
+
+    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+        size = math.prod(shape) * self._dtype.itemsize
+        if self._device.type != "cpu" or size < PAGE:
+            return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        return large(size)[:size].view(self._dtype).view(shape)

@@ -34,6 +34,7 @@ constexpr int ROWS = 8;    // rows that share one reading of a tile
 constexpr float MOST = 32512.0f;  // the largest activation: 127 * 256, so that both parts fit 8 bits
 constexpr float LEAST = 1e-30f;   // blocks with nothing larger are zero: their scale would not be a normal number
 
+constexpr int AHEAD = 4096;       // bytes of weights that are asked for before they are used
 constexpr int TOGETHER = 12;      // queries that share one reading of keys and values
 constexpr int SERIAL = 4;         // rows whose small work is not worth sharing
 
@@ -242,9 +243,12 @@ void tile_rows(const Matrix& w, int64_t tile, const Activations& x, int64_t row,
     __m512 sums[R];  // a local one stays in registers
     const int64_t blocks = w.inputs / BLOCK;
     const int PARTS = BLOCK / GROUP;  // groups in a block
-    const uint8_t* q = w.q + tile * blocks * (BITS == 4 ? 256 : 512);
+    const int LINES = BITS;  // of 64 bytes that a block takes
+    const uint8_t* q = w.q + tile * blocks * 64 * LINES;
     for (int r = 0; r < R; r++) sums[r] = _mm512_setzero_ps();
     for (int64_t b = 0; b < blocks; b++) {
+        const char* ahead = reinterpret_cast<const char*>(q) + b * 64 * LINES + AHEAD;  // mostly of the next tile
+        for (int line = 0; line < LINES; line++) _mm_prefetch(ahead + 64 * line, _MM_HINT_T0);
         for (int part = 0; part < PARTS; part++) {
             int64_t place = ((tile * blocks + b) * PARTS + part) * TILE;
             int64_t above = SUPERS ? super_place(w, tile, b) : 0;
@@ -253,7 +257,7 @@ void tile_rows(const Matrix& w, int64_t tile, const Activations& x, int64_t row,
             __m512 minimum = MINIMUM ? group_values<SUPERS>(w.minimums, w.super_minimums + above, place)
                                      : _mm512_mul_ps(scale, _mm512_set1_ps(static_cast<float>(-w.zero)));
             __m512i dots[R];
-            block_dots<BITS, R>(q + b * (BITS == 4 ? 256 : 512), x.q + (row * blocks + b) * 2 * BLOCK, blocks * 2 * BLOCK,
+            block_dots<BITS, R>(q + b * 64 * LINES, x.q + (row * blocks + b) * 2 * BLOCK, blocks * 2 * BLOCK,
                                 part * 8 / PARTS, (part + 1) * 8 / PARTS, dots);
             for (int r = 0; r < R; r++) {
                 const int64_t at = (row + r) * blocks + b;
@@ -349,7 +353,7 @@ TileFunction tile_function(const Matrix&) { return tile_all; }
 #endif
 
 void product(const Joint& w, const Activations& x, int64_t rows, float* y, const float* add) {
-    pool().run(w.outputs / TILE, 2, [&](int64_t begin, int64_t end, int64_t) {
+    pool().run(w.outputs / TILE, 1, [&](int64_t begin, int64_t end, int64_t) {
         int64_t part = 0, first = 0;  // of the tiles of this part
         TileFunction tile = tile_function(w.parts[0]);
         for (int64_t t = begin; t < end; t++) {
@@ -445,6 +449,19 @@ void gated(float* gate, const float* up, int64_t size) {
     for (; i < size; i++) gate[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
 }
 
+// The largest score; a NaN does not count, it shows in the sum of exponentials.
+float largest(const float* scores, int64_t size) {
+    float most = -INFINITY;
+    int64_t i = 0;
+#if WIDE
+    __m512 parts = _mm512_set1_ps(most);
+    for (; i + 16 <= size; i += 16) parts = _mm512_max_ps(_mm512_loadu_ps(scores + i), parts);
+    most = _mm512_reduce_max_ps(parts);
+#endif
+    for (; i < size; i++) most = scores[i] > most ? scores[i] : most;
+    return most;
+}
+
 // scores -> e^(score - most); returns their sum
 float exponentials(float* scores, int64_t size, float most) {
 #if WIDE
@@ -521,9 +538,7 @@ struct Query {
 
 void attend(const Query& query, const float* keys, const float* values, int64_t size) {
     dots(query.q, keys, query.places, query.seen, size, 1.0f / std::sqrt(static_cast<float>(size)), query.scores);
-    float most = -INFINITY;
-    for (int64_t i = 0; i < query.seen; i++) most = query.scores[i] > most ? query.scores[i] : most;
-    float total = exponentials(query.scores, query.seen, most);
+    float total = exponentials(query.scores, query.seen, largest(query.scores, query.seen));
     mix(query.scores, values, query.places, query.seen, total, size, query.to);
 }
 
@@ -558,9 +573,7 @@ void attend_together(const Query* queries, int64_t count, const float* keys, con
     for (int64_t n = 0; n < count; n++) {
         const Query& query = queries[n];
         dots(query.q, keys, query.places + shared, query.seen - shared, size, factor, query.scores + shared);
-        float most = -INFINITY;
-        for (int64_t i = 0; i < query.seen; i++) most = query.scores[i] > most ? query.scores[i] : most;
-        totals[n] = exponentials(query.scores, query.seen, most);
+        totals[n] = exponentials(query.scores, query.seen, largest(query.scores, query.seen));
         std::memset(query.to, 0, size * sizeof(float));
     }
     for (int64_t begin = 0; begin < shared; begin += 64) {
@@ -594,13 +607,7 @@ void attend_all(const Query* queries, int64_t count, const float* keys, const fl
 
 // The place of the largest logit, and its chance under softmax; the logits are overwritten.
 int64_t likeliest(float* logits, int64_t size, float* chance) {
-    float parts[16];
-    for (float& part : parts) part = -INFINITY;
-    for (int64_t i = 0; i + 16 <= size; i += 16)
-        for (int j = 0; j < 16; j++) parts[j] = logits[i + j] > parts[j] ? logits[i + j] : parts[j];
-    float most = -INFINITY;
-    for (float part : parts) most = part > most ? part : most;
-    for (int64_t i = size / 16 * 16; i < size; i++) most = logits[i] > most ? logits[i] : most;
+    const float most = largest(logits, size);
     int64_t place = 0;
     while (place < size - 1 && logits[place] != most) place++;
     *chance = 1.0f / exponentials(logits, size, most);
@@ -611,20 +618,25 @@ struct Item {
     int64_t span, kv_head, first, count;  // queries [first, first + count) of the span's rows x heads of the group
 };
 
-// Enough items for the threads to share evenly, and as many queries in each as that allows; the heads of a row that share
-// keys stay together, or every thread would read all of them.
-std::vector<Item> attention_items(const Shape& s, const Span* spans, int64_t span_count, int64_t rows) {
-    const int64_t group = s.heads / s.kv_heads, wanted = 3 * pool().size();
-    int64_t together = rows * s.heads / wanted / group * group;
-    together = together < group ? group : together > TOGETHER / group * group ? TOGETHER / group * group : together;
-    if (group > TOGETHER) together = TOGETHER;
-    std::vector<Item> items;
+// As many queries in an item as one reading of the keys serves; the last items are split, so that all threads end together.
+std::vector<Item> attention_items(const Shape& s, const Span* spans, int64_t span_count) {
+    const int64_t group = s.heads / s.kv_heads, threads = pool().size();
+    const int64_t most = group > TOGETHER ? TOGETHER : TOGETHER / group * group;
+    std::vector<Item> whole, items;
     for (int64_t n = 0; n < span_count; n++)
         for (int64_t h = 0; h < s.kv_heads; h++)
-            for (int64_t first = 0; first < spans[n].rows * group; first += together) {
-                int64_t rest = spans[n].rows * group - first;
-                items.push_back({n, h, first, rest < together ? rest : together});
+            for (int64_t first = 0; first < spans[n].rows * group; first += most) {
+                const int64_t rest = spans[n].rows * group - first;
+                whole.push_back({n, h, first, rest < most ? rest : most});
             }
+    const size_t even = whole.size() / threads * threads;
+    items.assign(whole.begin(), whole.begin() + even);
+    for (size_t i = even; i < whole.size(); i++) {
+        const Item& item = whole[i];
+        const int64_t piece = (item.count + threads - 1) / threads, end = item.first + item.count;
+        for (int64_t first = item.first; first < end; first += piece)
+            items.push_back({item.span, item.kv_head, first, end - first < piece ? end - first : piece});
+    }
     return items;
 }
 
@@ -742,7 +754,7 @@ void outrider_head(const Shape* shape, const Layer* layers, const Span* spans, i
             work->owners[row] = static_cast<int32_t>(n);
         }
     }
-    const std::vector<Item> items = attention_items(s, spans, span_count, rows);
+    const std::vector<Item> items = attention_items(s, spans, span_count);
     const int64_t item_count = static_cast<int64_t>(items.size());
     for (int64_t index = 0; index < s.layers; index++) {
         const Layer& layer = layers[index];

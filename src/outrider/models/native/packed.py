@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.models.memory import Shelf
 from outrider.models.native import structs
 from outrider.models.native.library import library
 from outrider.models.quant import Quantised
 
 TILE, BLOCK = 16, 32
+LARGE = 1 << 17  # bytes of a matrix
+SHELF = Shelf()
 # What the kernels run, by bits: inputs of a group, whether there are super-blocks, whether there are minimums.
 KINDS = {
     4: ((32, False, False), (32, False, True), (32, True, True)),
@@ -31,7 +34,7 @@ class Packed:
 
     def __init__(self, matrices: Sequence[Quantised], biases: Sequence[Tensor | None] = (None,)) -> None:
         parts = _merge(list(matrices))
-        self._keep = [_tiles(part) for part in parts]  # the tensors that the structures point into
+        self._keep = [_placed(_tiles(part)) for part in parts]  # the tensors that the structures point into
         bias = self._keep_bias = _bias(matrices, biases)
         self.outputs, self.inputs = sum(part.q.shape[0] for part in parts), parts[0].q.shape[1]
         self._work: Workspace | None = None
@@ -151,6 +154,11 @@ def _tiles(m: Quantised) -> dict[str, Tensor]:
     q = (q[:, :, :4] | (q[:, :, 4:] << 4)) if m.bits == 4 else q
     groups = {name: getattr(m, name) for name in ("scales", "minimums", "super_scales", "super_minimums")}
     return {"q": q.contiguous(), **{name: _lanes(value) for name, value in groups.items() if value is not None}}
+
+
+def _placed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Where a pass streams through them without waiting; what is small is in a cache anyway."""
+    return SHELF.copies(tensors) if sum(tensor.nbytes for tensor in tensors.values()) >= LARGE else tensors
 
 
 def _lanes(groups: Tensor) -> Tensor:

@@ -37,16 +37,16 @@ class Pool {
         for (int64_t id = 1; id < threads; id++) workers_.emplace_back([this, id, now] { serve(id, now); });
     }
 
-    // work(begin, end, thread) over [0, count) in pieces of at least `grain`; returns when all is done.
+    // work(begin, end, thread) over [0, count), in pieces that become smaller towards the end, of at least `grain`; returns
+    // when all is done.
     template <class Work>
     void run(int64_t count, int64_t grain, const Work& work) {
         if (workers_.empty() || count <= grain) {
             if (count > 0) work(int64_t{0}, count, int64_t{0});
             return;
         }
-        const int64_t even = (count + size() * 4 - 1) / (size() * 4);
         count_ = count;
-        piece_ = even > grain ? even : grain;
+        grain_ = grain;
         work_ = &work;
         call_ = [](const void* erased, int64_t begin, int64_t end, int64_t id) { (*static_cast<const Work*>(erased))(begin, end, id); };
         next_.store(0, std::memory_order_relaxed);
@@ -91,10 +91,12 @@ class Pool {
     }
 
     void take(int64_t id) {
-        for (;;) {
-            const int64_t begin = next_.fetch_add(piece_, std::memory_order_relaxed);
-            if (begin >= count_) return;
-            call_(work_, begin, begin + piece_ < count_ ? begin + piece_ : count_, id);
+        int64_t begin = next_.load(std::memory_order_relaxed);
+        while (begin < count_) {
+            const int64_t share = (count_ - begin) / (2 * size()), end = begin + (share > grain_ ? share : grain_);
+            if (!next_.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
+            call_(work_, begin, end < count_ ? end : count_, id);
+            begin = next_.load(std::memory_order_relaxed);
         }
     }
 
@@ -105,7 +107,7 @@ class Pool {
     std::atomic<bool> stop_{false};
     std::mutex mutex_;
     std::condition_variable wake_;
-    int64_t count_ = 0, piece_ = 1;
+    int64_t count_ = 0, grain_ = 1;
     const void* work_ = nullptr;
     void (*call_)(const void*, int64_t, int64_t, int64_t) = nullptr;
 };

@@ -93,7 +93,8 @@ class NativeStack:
         config, inner = self.config, self._inner
         heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         rows = max(rows, 32, old.rows if old else 0)
-        longest = max(2 * longest, 1024, old.struct.longest if old else 0)
+        longest = max(2 * longest // 32 * 32 + 16, 1040, old.struct.longest if old else 0)  # no power of 2: rows of
+        # scores would all fall on the same lines of the first cache
         work = Workspace(rows, self._widest)
         work.add(
             qkv=torch.empty(rows, heads + 2 * kv_heads),
