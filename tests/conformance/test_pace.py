@@ -11,7 +11,7 @@ from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Parts
 from outrider.engine.engine import Engine
-from outrider.engine.pace import Pace
+from outrider.engine.pace import Cost, Pace
 from outrider.engine.scheduler import Limits
 
 MODEL = Markov(seed=1)
@@ -26,10 +26,25 @@ PROMPT = [0, 1, 2, 0, 1, 2, 0, 1]
 SPECS = [spec for spec in ALL_SPECS if spec != "none"]
 
 
+class Fickle(Cost):
+    """Costs that change with every look, so that drafts are cut at ever other places."""
+
+    def __init__(self):
+        super().__init__()
+        self.slopes = itertools.cycle([1e-5, 1e-3, 0.3, 1e-4, 3e-3])
+        self.slope = 0.0
+
+    def at(self, rows):
+        self.slope = next(self.slopes)
+        return 1.0 + self.slope * rows
+
+    def more(self, rows):
+        return self.slope
+
+
 def fickle_pace():
-    """A pace whose costs change with every look, so that drafts are cut at ever other places."""
-    pace, costs = Pace(), itertools.cycle([(1.0, 1e-5), (1.0, 1e-3), (1.0, 0.3), (1.0, 1e-4), (1.0, 3e-3)])
-    pace.cost.line = lambda: next(costs)
+    pace = Pace()
+    pace.cost = Fickle()
     return pace
 
 

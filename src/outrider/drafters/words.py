@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence as Seq
 import torch
 from torch import Tensor
 
-from outrider.drafters.output import pack
 from outrider.models.native import structs
 from outrider.models.native.packed import TILE, Packed
+from outrider.models.quant import quantise
 
 FEW = 48  # rare tokens that came one by one; more join those of the prompt
 
@@ -26,10 +26,12 @@ class Lexicon:
     ) -> None:
         """`output`: packed rows of the tokens `ids`, of which the first `common` are always written. `learned`: all
         tokens that the head can write; `rows` are their rows of the output matrix, to be packed in `bits`."""
-        self._output, self._rows, self._bits = output, rows, bits
+        self._output = output
         self._common = min(common, len(ids)) // TILE * TILE
         self._ids = ids[: self._common].long()
-        self.rare = set(learned.tolist()).difference(self._ids.tolist())
+        rare = learned[torch.isin(learned, self._ids, invert=True)]
+        self._quantised = quantise(rows(rare), bits)  # now, for there is no time for it while a text is written
+        self.rare = {token: place for place, token in enumerate(rare.tolist())}
 
     def joint(self, groups: Seq[Packed]) -> structs.Joint:
         """The output matrix of the common tokens and of these."""
@@ -46,7 +48,12 @@ class Lexicon:
         return torch.cat([self._ids, *(torch.tensor(_full(group)) for group in groups)])
 
     def pack(self, tokens: Seq[int]) -> Packed:
-        return pack(self._rows(torch.tensor(_full(tokens))), self._bits)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # waking up torch's own threads, beside those of the kernels, takes longer than this
+        try:
+            return Packed([self._quantised.rows(torch.tensor([self.rare[token] for token in _full(tokens)]))])
+        finally:
+            torch.set_num_threads(threads)
 
 
 class Words:

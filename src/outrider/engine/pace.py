@@ -1,12 +1,13 @@
 """How much to draft now: measured cost times measured acceptance.
 
-A pass takes about a + b * rows seconds, learned from the passes themselves. A node that is kept with chance P is worth
-its row while it brings tokens faster than the step does without it: P / b > tokens / seconds. The best draft of a batch
-is found by adding nodes in the order of their chances until the next one no longer pays.
+What a pass of so many rows takes is learned from the passes themselves. A node that is kept with chance P is worth its
+row while it brings tokens faster than the step does without it: P / (seconds of the row) > tokens / seconds. The best
+draft of a batch is found by adding nodes in the order of their chances until the next one no longer pays.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence as Seq
 
 from outrider.core.draft import ROOT, Draft
@@ -15,44 +16,62 @@ from outrider.core.verify import Verdict
 GUESS = 0.2  # before anything is measured: one more row costs this share of a pass
 FADE = 0.95
 PROBE = 16  # a drafter that does not pay is tried again after so many steps
+FAITH = 2  # passes that the guess is worth
 TRIED = 12.0  # drafts by which a head is judged, at first
 UNLIKELY = 0.003  # seconds: no draft of one sequence takes longer
 REST, AGAIN = 32, 4  # steps for which one that does not earn what it costs rests, and then drafts again
 
 
 class Cost:
-    """Seconds of a pass by its rows: a line through robust averages."""
+    """Seconds of a pass by its rows: robust averages, and under them the curve along which every further row costs at
+    least as much as the one before. Where memory is the limit the first rows are nearly free; a straight line does not
+    know that. What was seen seldom and looks cheap is tried, and so seen again."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
         self._counts: dict[int, int] = {}
-        self._line: tuple[float, float] | None = None  # while it is known
+        self._curve: list[tuple[int, float]] = []  # its corners, while they are known
 
     def learn(self, rows: int, seconds: float) -> None:
-        self._line = None
+        self._curve = []
         count = self._counts[rows] = self._counts.get(rows, 0) + 1
         old = self._seconds.setdefault(rows, seconds)
         change = min(max(seconds - old, -0.3 * old), 0.3 * old)  # a pause of the machine is not the cost of a pass
         self._seconds[rows] = old + change / min(count, 10)
 
-    def line(self) -> tuple[float, float]:
-        """a and b of a + b * rows, drawn towards the guess while little is known."""
-        if self._line is None:
-            self._line = self._fit()
-        return self._line
+    def at(self, rows: int) -> float:
+        """Seconds of a pass."""
+        curve = self._curve = self._curve or self._fit()
+        place = bisect_left(curve, rows, key=lambda corner: corner[0])
+        (left, low), (right, high) = curve[min(max(place, 1), len(curve) - 1) - 1 :][:2]
+        return low + (high - low) / (right - left) * (rows - left)
 
-    def _fit(self) -> tuple[float, float]:
+    def more(self, rows: int) -> float:
+        """Seconds that one row more than these takes."""
+        return self.at(rows + 1) - self.at(rows)
+
+    def _fit(self) -> list[tuple[int, float]]:
+        """At least two corners; drawn towards the guess while little is known."""
         if not self._seconds:
-            return 1.0 - GUESS, GUESS
-        weights = {rows: min(count, 20) for rows, count in self._counts.items()}
-        total = sum(weights.values())
-        rows_mean = sum(w * rows for rows, w in weights.items()) / total
-        mean = sum(w * self._seconds[rows] for rows, w in weights.items()) / total
-        spread = sum(w * (rows - rows_mean) ** 2 for rows, w in weights.items())
-        product = sum(w * (rows - rows_mean) * (self._seconds[rows] - mean) for rows, w in weights.items())
-        guess = GUESS * min(self._seconds.values())
-        slope = max((product + 2.0 * guess) / (spread + 2.0), 1e-3 * guess)
-        return max(mean - slope * rows_mean, 0.0), slope
+            return [(0, 1.0 - GUESS), (1, 1.0)]
+        first = min(self._seconds)
+        base = self._seconds[first]
+        least = 1e-3 * GUESS * base
+        corners = [(first, base)]
+        for rows, seconds in sorted(self._seconds.items())[1:]:
+            count, guess = self._counts[rows], base + GUESS * base * (rows - first)
+            seconds = (count * seconds + FAITH * guess) / (count + FAITH)
+            while len(corners) > 1 and _slope(corners[-1], (rows, seconds)) <= _slope(*corners[-2:]):
+                corners.pop()
+            last, before = corners[-1]
+            corners.append((rows, max(seconds, before + least * (rows - last))))
+        if len(corners) == 1:
+            corners.append((first + 1, base + GUESS * base))
+        return corners
+
+
+def _slope(one: tuple[int, float], other: tuple[int, float]) -> float:
+    return (other[1] - one[1]) / (other[0] - one[0])
 
 
 class Depths:
@@ -119,21 +138,21 @@ class Pace:
     def rooms(self, drafter: str, rooms: Seq[int]) -> list[int]:
         """How many nodes to ask a drafter for; one whose nodes cost something is asked for no more than pay."""
         depths = self._depths.setdefault(drafter, Depths())
-        a, b = self.cost.line()
-        best = self._length(depths, a, b, len(rooms), max(rooms, default=0))
+        best = self._length(depths, len(rooms), max(rooms, default=0))
         if best == 0 and depths.idle < PROBE:
             depths.idle += 1
             return [0] * len(rooms)
         depths.idle = 0
         return [min(room, max(best, 1)) for room in rooms]
 
-    def _length(self, depths: Depths, a: float, b: float, seqs: int, most: int) -> int:
-        tokens, seconds, chance = float(seqs), a + b * seqs, 1.0
+    def _length(self, depths: Depths, seqs: int, most: int) -> int:
+        tokens, seconds, chance = float(seqs), self.cost.at(seqs), 1.0
         for depth in range(1, most + 1):
             chance *= depths.chance(depth)
-            if chance * seconds <= (b + depths.seconds) * tokens:
+            more = self.cost.at(seqs * (depth + 1)) - self.cost.at(seqs * depth) + depths.seconds * seqs
+            if chance * seqs * seconds <= more * tokens:
                 return depth - 1
-            tokens, seconds = tokens + chance * seqs, seconds + (b + depths.seconds) * seqs
+            tokens, seconds = tokens + chance * seqs, seconds + more
         return most
 
     def trim(self, drafter: str, drafts: Seq[Draft], rows: int) -> list[Draft]:
@@ -142,16 +161,16 @@ class Pace:
         reach = [_reach(draft, depths) for draft in drafts]
         order = sorted(((-p, i, n) for i, row in enumerate(reach) for n, p in enumerate(row)))
         profit = self._profits.get(drafter)
-        a, b = self.cost.line()
-        tokens, seconds = float(rows), a + b * rows
+        tokens, seconds = float(rows), self.cost.at(rows)
         if profit is not None:  # what the draft has cost counts as well: the step takes so long in any case
             seconds += profit.seconds * len(drafts)
         kept: list[list[int]] = [[] for _ in drafts]
         for negative, index, node in order:
-            if -negative * seconds <= b * tokens:
+            more = self.cost.more(rows)
+            if -negative * seconds <= more * tokens:
                 break
             kept[index].append(node)
-            tokens, seconds = tokens - negative, seconds + b
+            tokens, seconds, rows = tokens - negative, seconds + more, rows + 1
         for draft, nodes in zip(drafts, kept, strict=True):
             if profit is not None and draft and not nodes and not draft.sources:  # drafted for nothing
                 profit.learn(-profit.seconds)
@@ -169,8 +188,9 @@ class Pace:
             self._depths.setdefault(drafter, Depths()).learn(draft, verdict)
         profit = self._profits.get(drafter)
         if profit is not None and draft and not draft.sources:  # those of others cost nothing
-            a, b = self.cost.line()
-            profit.learn(len(verdict.path) * (a / profit.seqs + b) - profit.seconds - b * len(draft))
+            plain = self.cost.at(profit.seqs)
+            rows = self.cost.at(profit.seqs + len(draft)) - plain
+            profit.learn(len(verdict.path) * plain / profit.seqs - profit.seconds - rows)
 
     def spend(self, drafter: str, seconds: float, drafts: Seq[Draft]) -> None:
         """What drafting cost; a drafter that knows its chances is looked at for free."""

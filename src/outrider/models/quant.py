@@ -6,7 +6,8 @@ What is taken from a file is exact: the same integers and the same scales, only 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,12 @@ class Quantised:
     group: int = 32
     super_scales: Tensor | None = None  # [out, in / 256] float16
     super_minimums: Tensor | None = None
+
+    def rows(self, places: Tensor) -> Quantised:
+        """Some of its rows."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        some: dict[str, Any] = {name: part[places] for name, part in parts.items() if isinstance(part, Tensor)}
+        return replace(self, **some)
 
     def dense(self) -> Tensor:
         """[out, in] float32."""

@@ -212,7 +212,7 @@ class Session:
             "running": len(engine.scheduler.running),
             "waiting": len(engine.scheduler.waiting),
             "cache": engine.scheduler.reserved / engine.model.capacity,
-            "row_seconds": 0.0 if pace is None else pace.cost.line()[1],
+            "row_seconds": 0.0 if pace is None else pace.cost.more(1),
         }
 
 

@@ -105,12 +105,6 @@ float group_value(const void* values, const uint16_t* supers, int64_t place, int
 // Of a block of a tile.
 int64_t super_place(const Matrix& w, int64_t tile, int64_t block) { return (tile * (w.inputs / SUPER) + block * BLOCK / SUPER) * TILE; }
 
-int quantum(const Matrix& w, int64_t tile, int64_t block, int vector, int lane, int i) {
-    if (w.bits == 8) return w.q[(((tile * (w.inputs / BLOCK) + block) * 8 + vector) * TILE + lane) * 4 + i];
-    uint8_t byte = w.q[(((tile * (w.inputs / BLOCK) + block) * 4 + vector % 4) * TILE + lane) * 4 + i];
-    return vector < 4 ? byte & 15 : byte >> 4;
-}
-
 // A block that no 16 bits can stand for: all but zero, or with an infinity or a NaN in it, which then shows in every output.
 void degenerate_block(float value, int8_t* q, float* scale, float* sum) {
     std::memset(q, 0, 2 * BLOCK);
@@ -649,14 +643,22 @@ int64_t outrider_rows(const Matrix* w, const int64_t* ids, int64_t count, float*
     const int64_t parts = BLOCK / w->group;
     for (int64_t n = 0; n < count; n++) {
         if (ids[n] < 0 || ids[n] >= w->outputs) return n;
-        int64_t tile = ids[n] / TILE, lane = ids[n] % TILE;
-        for (int64_t k = 0; k < w->inputs; k++) {
-            int64_t block = k / BLOCK, inside = k % BLOCK;
-            int64_t place = ((tile * (w->inputs / BLOCK) + block) * parts + inside / w->group) * TILE + lane;
-            int q = quantum(*w, tile, block, static_cast<int>(inside / 4), static_cast<int>(lane), static_cast<int>(inside % 4));
-            int64_t above = w->super_scales ? super_place(*w, tile, block) + lane : 0;
-            float value = group_value(w->scales, w->super_scales, place, above) * static_cast<float>(q - w->zero);
-            to[n * w->inputs + k] = w->minimums ? value + group_value(w->minimums, w->super_minimums, place, above) : value;
+        const int64_t tile = ids[n] / TILE, lane = ids[n] % TILE, blocks = w->inputs / BLOCK;
+        for (int64_t part = 0; part < blocks * parts; part++) {
+            const int64_t block = part / parts, place = (tile * blocks * parts + part) * TILE + lane;
+            const int64_t above = w->super_scales ? super_place(*w, tile, block) + lane : 0;
+            const float scale = group_value(w->scales, w->super_scales, place, above);
+            const float minimum = w->minimums ? group_value(w->minimums, w->super_minimums, place, above) : 0.0f;
+            const bool four = w->bits == 4;
+            const uint8_t* q = w->q + ((tile * blocks + block) * (four ? 4 : 8) * TILE + lane) * 4;
+            float* row = to + n * w->inputs + part * w->group;
+            for (int64_t i = 0; i < w->group; i++) {
+                const int64_t vector = (part % parts * w->group + i) / 4;
+                const uint8_t byte = q[(four ? vector % 4 : vector) * TILE * 4 + i % 4];
+                const int quantum = !four ? byte : vector < 4 ? byte & 15 : byte >> 4;
+                const float value = scale * static_cast<float>(quantum - w->zero);
+                row[i] = w->minimums ? value + minimum : value;
+            }
         }
     }
     return count;

@@ -50,16 +50,18 @@ class Pool {
         work_ = &work;
         call_ = [](const void* erased, int64_t begin, int64_t end, int64_t id) { (*static_cast<const Work*>(erased))(begin, end, id); };
         next_.store(0, std::memory_order_relaxed);
-        busy_.store(static_cast<int64_t>(workers_.size()), std::memory_order_relaxed);
+        door_.store(OPEN);
         announce();
         take(0);
-        for (int spins = 0; busy_.load(std::memory_order_acquire) > 0; spins++)
+        door_.fetch_sub(OPEN);  // who has not come by now, because it sleeps, is not waited for
+        for (int spins = 0; door_.load(std::memory_order_acquire) > 0; spins++)
             if (spins < PATIENCE) relax();
             else std::this_thread::yield();  // a worker has lost its core to somebody
     }
 
   private:
-    static constexpr int PATIENCE = 20000;  // turns of a waiting loop, some hundred microseconds
+    static constexpr int PATIENCE = 60000;  // turns of a waiting loop, about a millisecond
+    static constexpr int64_t OPEN = int64_t{1} << 32;
 
     void announce() {
         generation_.fetch_add(1);
@@ -71,23 +73,34 @@ class Pool {
 
     void serve(int64_t id, uint32_t seen) {
         for (;;) {
-            await(seen);
-            seen++;
+            seen = await(seen);
             if (stop_) return;
+            if (!enter()) continue;
             take(id);
-            busy_.fetch_sub(1, std::memory_order_release);
+            door_.fetch_sub(1, std::memory_order_release);
         }
     }
 
-    void await(uint32_t seen) {
+    // Whether the job that was announced is still open; then it does not end before this worker has left it.
+    bool enter() {
+        int64_t inside = door_.load();
+        while (inside >= OPEN)
+            if (door_.compare_exchange_weak(inside, inside + 1)) return true;
+        return false;
+    }
+
+    // The newest generation, once it is another than `seen`.
+    uint32_t await(uint32_t seen) {
         for (int spins = 0; spins < PATIENCE; spins++) {
-            if (generation_.load(std::memory_order_acquire) != seen) return;
+            const uint32_t now = generation_.load(std::memory_order_acquire);
+            if (now != seen) return now;
             relax();
         }
         std::unique_lock<std::mutex> lock(mutex_);
         asleep_++;
         wake_.wait(lock, [&] { return generation_.load() != seen; });
         asleep_--;
+        return generation_.load();
     }
 
     void take(int64_t id) {
@@ -102,7 +115,8 @@ class Pool {
 
     std::vector<std::thread> workers_;
     std::atomic<uint32_t> generation_{0};  // of jobs
-    std::atomic<int64_t> next_{0}, busy_{0};
+    std::atomic<int64_t> next_{0};
+    std::atomic<int64_t> door_{0};  // workers inside a job, and OPEN while it has something to give
     std::atomic<int> asleep_{0};
     std::atomic<bool> stop_{false};
     std::mutex mutex_;
