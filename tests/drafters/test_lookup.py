@@ -1,14 +1,16 @@
-"""Lookup beside a head: when a copy is taken instead of asking the head."""
+"""Lookup beside a head: when the head is not asked, and how both make one draft."""
+
+from dataclasses import replace
 
 import pytest
 import tiny
 
-from outrider.core.draft import Draft
+from outrider.core.draft import EMPTY, Draft
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.core.verify import Verdict
 from outrider.drafters.base import Step
-from outrider.drafters.lookup import Lookup, _promise
+from outrider.drafters.lookup import Lookup, merged
 
 TEXT = [5, 6, 7, 8, 9, 10, 11, 5, 6, 7, 8]
 
@@ -25,14 +27,15 @@ def sequence() -> Sequence:
     return Sequence(0, list(TEXT), SamplingParams(max_tokens=50))
 
 
-def test_a_match_is_copied_where_the_head_keeps_little():
+def copy(*tokens: int, chances: list[float]) -> Draft:
+    return replace(Draft.chain(tokens, chances=chances), sources=("ngram",) * len(tokens))
+
+
+def test_what_followed_the_match_is_copied():
     draft = lookup(kept=1).propose(sequence(), 6)
     assert draft.tokens[:3] == (9, 10, 11)
     assert set(draft.sources) == {"ngram"}
-
-
-def test_it_is_not_where_the_head_keeps_all():
-    assert not lookup(kept=5).propose(sequence(), 6)
+    assert draft.borrowed
 
 
 def test_nothing_is_copied_without_room_or_match():
@@ -40,7 +43,43 @@ def test_nothing_is_copied_without_room_or_match():
     assert not lookup(kept=0).propose(Sequence(1, [1, 2, 3, 4], SamplingParams(max_tokens=9)), 6)
 
 
-def test_a_copy_promises_what_it_gains_beyond_its_rows():
-    assert _promise([0.5, 0.5, 0.5]) == pytest.approx(0.25)  # the second and third cost more than they bring
-    assert _promise([1.0, 1.0]) == pytest.approx(1.5)
-    assert _promise([]) == 0.0
+@pytest.mark.parametrize(
+    ("kept", "chance", "enough"), [(1, 0.5, False), (1, 0.9, True), (5, 0.9, False), (5, 0.98, True), (0, 0.1, True)]
+)
+def test_the_head_is_asked_where_it_would_help_more_than_it_takes(kept, chance, enough):
+    assert lookup(kept).enough(copy(9, chances=[chance])) == enough
+
+
+def test_without_a_copy_the_head_is_always_asked():
+    assert not lookup(kept=0).enough(EMPTY)
+
+
+def test_what_was_copied_is_not_the_merit_of_the_head():
+    made = Lookup(3, tiny.parts("llama"))
+    draft = Draft((1, 2, 3), (-1, 0, 1), sources=("", "ngram", "ngram"), chances=(0.5,) * 3)
+    for _ in range(200):
+        made.observe(Step(sequence(), [8], draft, Verdict((0, 1, 2), 0), None))
+    assert made._kept / made._tries == pytest.approx(1.0, abs=0.01)
+
+
+class TestMerged:
+    def test_where_they_part_the_copy_is_a_branch(self):
+        tree = merged(Draft.chain([1, 2, 3], chances=[0.8, 0.5, 0.5]), copy(1, 7, 8, chances=[0.9, 0.9, 0.7]))
+        assert tree.tokens == (1, 2, 3, 7, 8)
+        assert tree.parents == (-1, 0, 1, 0, 3)
+        assert tree.chances == pytest.approx((0.9, 0.5, 0.5, 0.9 * 0.5, 0.7))
+        assert tree.sources == ("", "", "", "ngram", "ngram")
+        assert not tree.borrowed
+        assert tree.named("eagle") == ("eagle",) * 3 + ("ngram",) * 2
+
+    def test_a_copy_that_goes_on_after_the_head_hangs_below_it(self):
+        tree = merged(Draft.chain([1], chances=[0.8]), copy(1, 2, chances=[0.5, 0.6]))
+        assert tree.is_chain
+        assert tree.tokens == (1, 2)
+        assert tree.chances == pytest.approx((0.8, 0.6))
+
+    def test_a_copy_that_says_the_same_adds_no_node(self):
+        tree = merged(Draft.chain([1, 2], chances=[0.8, 0.1]), copy(1, 2, chances=[0.5, 0.6]))
+        assert tree.tokens == (1, 2)
+        assert tree.chances == pytest.approx((0.8, 0.6))
+        assert not tree.sources

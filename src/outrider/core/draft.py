@@ -18,7 +18,7 @@ class Draft:
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     probs: Tensor | None = None  # [n, vocab] the law tokens[i] was drawn from; None: guessed, not drawn
-    sources: tuple[str, ...] = ()  # who guessed each node; empty: the drafter that was asked
+    sources: tuple[str, ...] = ()  # who guessed each node; "", or empty for all: the drafter that was asked
     chances: tuple[float, ...] = ()  # how likely each node is kept if its parent is; empty: the drafter cannot say
     # Nodes are dropped by their chances, so a drawn node's must not depend on the token that was drawn: a law of which
     # only the likely draws are shown is another law, and rejection would no longer be exact.
@@ -41,6 +41,15 @@ class Draft:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def borrowed(self) -> bool:
+        """Whether no node is of the drafter that was asked: it cost nothing then."""
+        return bool(self.sources) and all(self.sources)
+
+    def named(self, drafter: str) -> tuple[str, ...]:
+        """Who guessed each node, by name; `drafter` was asked."""
+        return tuple(source or drafter for source in self.sources) if self.sources else (drafter,) * len(self)
 
     @property
     def is_chain(self) -> bool:

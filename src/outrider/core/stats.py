@@ -30,7 +30,7 @@ class Stats:
         self.tokens += written
         if not draft:
             return
-        depths, sources = draft.depths(), draft.sources or (drafter,) * len(draft)
+        depths, sources = draft.depths(), draft.named(drafter)
         self.drafts += 1
         self.drafted += len(draft)
         self.accepted += len(path)

@@ -20,7 +20,7 @@ from outrider.core.sequence import Sequence
 from outrider.drafters.base import Drafter, Parts, Step
 from outrider.drafters.grow import grow
 from outrider.drafters.lesson import FADE, Figures, Laws, Lesson, distance
-from outrider.drafters.lookup import Lookup
+from outrider.drafters.lookup import Lookup, merged
 from outrider.drafters.packed import PackedRunner
 from outrider.drafters.runner import Ahead, Shown, gathered, start
 from outrider.drafters.trust import Trust
@@ -384,14 +384,17 @@ class Eagle(Drafter):
         self._lookup = Lookup(options.lookup, parts) if options.lookup else None
 
     def propose(self, seqs: Seq[Sequence], rooms: Seq[int]) -> list[Draft]:
-        drafts = self.cheap(seqs, rooms)
-        asked = [i for i, draft in enumerate(drafts) if not draft and rooms[i] > 0 and self._ready(seqs[i])]
+        copies = self.cheap(seqs, rooms)
+        asked = [i for i, copy in enumerate(copies) if rooms[i] > 0 and self._ready(seqs[i]) and self._wants(copy)]
         most = self._options.tree or self._length
         writers = {i: Writer(seqs[i], min(rooms[i], most), self._options.greedy) for i in asked}
         if writers and not self._at_once(list(writers.values())):
             self._write(list(writers.values()), self._catch_up([seqs[i] for i in asked]))
+        drafts = list(copies)
         for i, writer in writers.items():
-            drafts[i] = writer.draft(self._drawing if writer.draws else self._guessing)
+            draft = writer.draft(self._drawing if writer.draws else self._guessing)
+            # nodes that were drawn come alone: verification has to know the law of every one
+            drafts[i] = merged(draft, copies[i]) if draft and copies[i] and draft.probs is None else draft or copies[i]
             state = self._states[writer.seq.id]
             state.written, state.length = writer, len(writer.seq.tokens)
         return drafts
@@ -424,6 +427,10 @@ class Eagle(Drafter):
 
     def _looked_up(self, seq: Sequence, room: int) -> Draft:
         return EMPTY if self._lookup is None else self._lookup.propose(seq, room)
+
+    def _wants(self, copy: Draft) -> bool:
+        """Whether the head is asked as well."""
+        return self._lookup is None or not self._lookup.enough(copy)
 
     def _ready(self, seq: Sequence) -> bool:
         """Whether the target has shown its states up to the last token, and no draft began from there yet."""

@@ -1,47 +1,62 @@
-"""Prompt lookup beside a head: copy from the text where a long match promises more than the head usually keeps."""
+"""Prompt lookup beside a head: copied tokens alone where they are all but certain, and beside the head's elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from dataclasses import replace
-from itertools import accumulate
-from operator import mul
 
-from outrider.core.draft import EMPTY, Draft
+from outrider.core.draft import EMPTY, ROOT, Draft
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Parts, Step
 from outrider.drafters.ngram import Ngram
 
 _FADE = 0.97  # what an old draft of the head weighs after each new one
-# in tokens that would be written meanwhile:
-_DRAFT = 0.15  # what a draft of the head takes
-_ROW = 0.25  # and a row of the target's pass
-_BETTER = 1.5  # where the text repeats itself the head, too, keeps more than it usually does
+LEAST = 0.1  # chance of a node that can be worth its row
+_DRAFT = 0.15  # what a draft of the head takes, in tokens that would be written meanwhile
 
 
 class Lookup:
     def __init__(self, least: int, parts: Parts) -> None:
         """`least`: how many tokens have to match."""
         self._ngram = Ngram(Ngram.Options(max_n=least + 2, min_n=least), parts)
-        self._tries, self._gain = 1.0, 0.7  # drafts of the head, and what they gained
+        self._tries, self._kept = 1.0, 1.0  # drafts that the head was asked for, and their tokens that were kept
 
     def propose(self, seq: Sequence, room: int) -> Draft:
-        """A copy, if it promises more than the head earns; the choice looks at nothing but the past."""
+        """A copy of what followed, if so many tokens match; the choice looks at nothing but the past."""
         draft = self._ngram.propose([seq], [room])[0] if room > 0 else EMPTY
-        if not draft or _promise(draft.chances) < _BETTER * self._gain / self._tries - _DRAFT:
-            return EMPTY
-        return replace(draft, sources=(Ngram.name,) * len(draft))
+        return replace(draft, sources=(Ngram.name,) * len(draft)) if draft else EMPTY
+
+    def enough(self, copy: Draft) -> bool:
+        """Whether the head, which would help where the copy is wrong at once, is not worth its time."""
+        return bool(copy) and (1.0 - copy.chances[0]) * self._kept / self._tries < _DRAFT
 
     def observe(self, step: Step) -> None:
         self._ngram.observe(step)
-        if step.verdict is not None and step.draft and not step.draft.sources:
-            gain = len(step.verdict.path) - _ROW * len(step.draft)
-            self._tries, self._gain = _FADE * self._tries + 1.0, _FADE * self._gain + gain
+        if step.verdict is not None and step.draft and not step.draft.borrowed:
+            kept = sum(not step.draft.sources or not step.draft.sources[node] for node in step.verdict.path)
+            self._tries, self._kept = _FADE * self._tries + 1.0, _FADE * self._kept + kept
 
     def forget(self, id: int) -> None:
         self._ngram.forget(id)
 
 
-def _promise(chances: Seq[float]) -> float:
-    """What a chain will gain, as far as its chances can be believed; nodes that cost more than that are not run."""
-    return sum(max(reach - _ROW, 0.0) for reach in accumulate(chances, mul))
+def merged(draft: Draft, copy: Draft) -> Draft:
+    """Both as one tree: what they agree on stands there once, where they part the copy is a branch of its own."""
+    tokens, parents, chances = list(draft.tokens), list(draft.parents), list(draft.chances)
+    sources = list(draft.sources or ("",) * len(draft))
+    node, reach = ROOT, 1.0
+    for token, chance, source in zip(copy.tokens, copy.chances, copy.sources, strict=True):
+        below = [child for child, parent in enumerate(parents) if parent == node]
+        same = next((child for child in below if tokens[child] == token), None)
+        if same is None:
+            chance *= max(0.0, 1.0 - sum(chances[child] for child in below))
+            if reach * chance < LEAST:
+                break
+            same = len(tokens)
+            tokens.append(token)
+            parents.append(node)
+            chances.append(chance)
+            sources.append(source)
+        else:
+            chances[same] = max(chances[same], chance)
+        node, reach = same, reach * chances[same]
+    return Draft(tuple(tokens), tuple(parents), None, tuple(sources) if any(sources) else (), tuple(chances))

@@ -240,7 +240,7 @@ class Engine:
     def _commit(self, seq: Sequence, draft: Draft, verdict: Verdict, logits: Tensor | None) -> Verdict:
         """Append the kept tokens and the target's own; what comes after the end of the sequence is not kept."""
         name = self._drafter(seq).name
-        sources = draft.sources or (name,) * len(draft)
+        sources = draft.named(name)
         parent, written, kept = -1, 0, 0
         for depth, node in enumerate([*verdict.path, None], 1):
             token = verdict.token if node is None else draft.tokens[node]

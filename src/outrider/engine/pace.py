@@ -172,7 +172,7 @@ class Pace:
             kept[index].append(node)
             tokens, seconds, rows = tokens - negative, seconds + more, rows + 1
         for draft, nodes in zip(drafts, kept, strict=True):
-            if profit is not None and draft and not nodes and not draft.sources:  # drafted for nothing
+            if profit is not None and draft and not nodes and not draft.borrowed:  # drafted for nothing
                 profit.learn(-profit.seconds)
         return [
             draft if len(nodes) == len(draft) else draft.keep(sorted(nodes))
@@ -187,7 +187,7 @@ class Pace:
         if draft and not draft.chances:
             self._depths.setdefault(drafter, Depths()).learn(draft, verdict)
         profit = self._profits.get(drafter)
-        if profit is not None and draft and not draft.sources:  # those of others cost nothing
+        if profit is not None and draft and not draft.borrowed:  # those of others cost nothing
             plain = self.cost.at(profit.seqs)
             rows = self.cost.at(profit.seqs + len(draft)) - plain
             profit.learn(len(verdict.path) * plain / profit.seqs - profit.seconds - rows)
