@@ -1,9 +1,11 @@
 """Our engine behind a tokenizer: requests in, streams out, from any thread."""
 
 import asyncio
+import itertools
 import threading
 
 import pytest
+import torch
 from tiny import Markov, new_engine, outputs, plainly
 
 from outrider import drafters
@@ -14,6 +16,7 @@ from outrider.core.request import Request
 from outrider.core.sampling import SamplingParams
 from outrider.drafters.base import Drafter, Parts
 from outrider.engine.scheduler import Limits
+from outrider.models.base import Outputs
 
 LETTERS = "abcdef"
 
@@ -425,3 +428,91 @@ class TestDraftersThatRequestsName:
         go.set()
         late.join(10)
         local.close()
+
+
+class Apart:
+    """A model whose passes run on a device of its own, as far as the engine can tell."""
+
+    page = 1
+
+    def __init__(self):
+        self._model = Markov(seed=3)
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+    def begin(self, id, tokens): ...
+
+    def seen(self, id, tokens): ...
+
+    def held(self):
+        """Sequences that it has memory for."""
+        return set(self._model.seen)
+
+    def write(self, *args):
+        raise AssertionError("nobody asked for so many")
+
+    def forward(self, feeds, layers=()):
+        outputs = self._model.forward(feeds, layers)
+        starts = [0, *itertools.accumulate(len(output.logits) for output in outputs)]
+        return Outputs(torch.cat([output.logits for output in outputs]), starts)
+
+
+def reason(stream):
+    """Why a request failed: raised, or in its result."""
+    try:
+        return stream.result().error
+    except OutriderError as error:
+        return str(error)
+
+
+class TestPassesThatRunApart:
+    """Chunks are handed over while the next pass runs, and the last ones at once."""
+
+    def test_streams_carry_the_same_tokens_and_text(self):
+        local = backend(model=Apart())
+        streams = [local.submit(Request(prompt, params=SamplingParams(30), stream=True)) for prompt in ("abc", "fa")]
+        for prompt, stream in zip(("abc", "fa"), streams, strict=True):
+            chunks = list(stream)
+            expected = plain(Letters().encode(prompt, False), SamplingParams(30))
+            assert [token.id for chunk in chunks for token in chunk.tokens] == expected
+            assert "".join(chunk.text for chunk in chunks) == text(expected)
+            assert chunks[-1].finish_reason == "length"
+            assert len(chunks) > 3
+        assert not local.engine.model.held()
+        local.close()
+
+    @pytest.mark.parametrize("stop", [(), ("never",)])
+    def test_a_text_that_cannot_be_written_ends_its_request_alone(self, stop):
+        class Broken(Letters):
+            def decode(self, ids, skip_special_tokens):
+                if 0 in ids:
+                    raise ValueError("no such piece")
+                return super().decode(ids, skip_special_tokens)
+
+        local = backend(model=Apart())
+        local.tokenizer = Broken()
+        prompts = [[a, b] for a in range(6) for b in range(6)]
+        params = SamplingParams(12, stop=stop)
+        streams = [local.submit(Request(prompt, params=params, stream=True)) for prompt in prompts]
+        failed = 0
+        for prompt, stream in zip(prompts, streams, strict=True):
+            expected = plain(prompt, SamplingParams(12))
+            if 0 in expected:
+                assert "no such piece" in reason(stream)
+                failed += 1
+            else:
+                assert [token.id for chunk in stream for token in chunk.tokens] == expected
+        assert 0 < failed < len(prompts)
+        local.close()
+        assert not local.engine.busy
+        assert not local.engine.model.held()
+
+    def test_a_cancelled_stream_ends(self):
+        local = backend(model=Apart())
+        stream = local.submit(Request("abc", params=SamplingParams(50), stream=True))
+        next(iter(stream))
+        stream.cancel()
+        assert stream.result().finish_reason in ("cancelled", "length")
+        local.close()
+        assert not local.engine.model.held()

@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from outrider import drafters
+from outrider.backends.local import Local
 from outrider.core.dice import Dice
 from outrider.core.draft import Draft
+from outrider.core.errors import OutriderError
+from outrider.core.request import Request
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.core.verify_batch import Case, verify_batch
@@ -268,6 +271,45 @@ def test_cancel_gives_the_memory_back():
         run.cancel(id)
     assert model._pages.free_count == model._pages.count - 1
     assert not run.busy
+
+
+class Broken:
+    """A tokenizer that fails when the text of a certain token is wanted."""
+
+    chat_template = None
+
+    def decode(self, ids, skip_special_tokens):
+        if 7 in ids:
+            raise ValueError("no such piece")
+        return "".join(chr(97 + id % 26) for id in ids)
+
+
+def test_streams_carry_every_token_and_one_that_fails_or_is_cancelled_leaves_the_others_alone():
+    """Chunks are handed over while the next pass runs."""
+    model = cuda_model()
+    prompts = [[id, id + 1, 3] * 5 for id in range(6)]
+    plain = [Sequence(id, list(prompt), SamplingParams(60)) for id, prompt in enumerate(prompts)]
+    alone = engine("none", model)
+    for seq in plain:
+        alone.add(seq)
+    while alone.busy:
+        alone.step()
+    backend = Local(engine("ngram", model), lambda spec: None, Broken())
+    streams = [backend.submit(Request(prompt, params=SamplingParams(60), stream=True)) for prompt in prompts]
+    streams[5].cancel()
+    for seq, stream in zip(plain[:5], streams, strict=False):
+        expected = [token.id for token in seq.output]
+        got = []
+        if 7 in expected:
+            with pytest.raises(OutriderError, match="no such piece"):
+                got += [token.id for chunk in stream for token in chunk.tokens]
+            assert got == expected[: len(got)]
+        else:
+            got += [token.id for chunk in stream for token in chunk.tokens]
+            assert got == stream.result().token_ids == expected
+    assert streams[5].result().finish_reason == "cancelled"
+    backend.close()
+    assert model._pages.free_count == model._pages.count - 1
 
 
 def test_the_fused_distance_equals_plain_torch():

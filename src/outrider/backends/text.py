@@ -10,7 +10,10 @@ UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are not yet a char
 
 
 class Writer:
-    """The text of one sample as it grows. `push` takes a token; `take` gives the text that is certain by now."""
+    """The text of one sample as it grows. `push` takes a token; `take` gives the text that is certain by now.
+
+    Without stop strings nothing is decoded before somebody takes it: between two passes there is no time for it.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), least: int = 0) -> None:
         """Stop strings that are complete before `least` tokens are written do not count."""
@@ -24,16 +27,15 @@ class Writer:
     def push(self, token: int) -> bool:
         """True when a stop string is complete; the text is then cut before it."""
         self._tokens.append(token)
-        before = self._decode(self._context, self._decoded)
-        after = self._decode(self._context, len(self._tokens))
-        if len(after) <= len(before) or after.endswith(UNFINISHED):
+        if not self._stop:
             return False
-        self.text += after[len(before) :]
-        self._context, self._decoded = self._decoded, len(self._tokens)
-        return len(self._tokens) >= self._least and self._cut(len(after) - len(before))
+        fresh = self._read()
+        return fresh > 0 and len(self._tokens) >= self._least and self._cut(fresh)
 
     def take(self, last: bool = False) -> str:
         """New text that no stop string can take back; with `last`, all that is left."""
+        if not self._stop:
+            self._read()
         if last and self._decoded < len(self._tokens) and not self._ended:
             before = self._decode(self._context, self._decoded)
             self.text += self._decode(self._context, len(self._tokens))[len(before) :]
@@ -43,6 +45,17 @@ class Writer:
         return taken
 
     _ended = False
+
+    def _read(self) -> int:
+        """Decode up to the last token that ends a character; how many characters that gives."""
+        before = self._decode(self._context, self._decoded)
+        for end in range(len(self._tokens), self._decoded, -1):
+            after = self._decode(self._context, end)
+            if len(after) > len(before) and not after.endswith(UNFINISHED):
+                self.text += after[len(before) :]
+                self._context, self._decoded = self._decoded, end
+                return len(after) - len(before)
+        return 0
 
     def _cut(self, fresh: int) -> bool:
         """Look for stop strings that end in the last `fresh` characters; the text ends before the first of them."""

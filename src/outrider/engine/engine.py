@@ -231,7 +231,10 @@ class Engine:
                 self.pace.learn(seq.draft, draft, verdict)
             seen = len(seq.tokens)
             logits = None if seq.params.logprobs is None else outputs[index].logits
-            verdict = self._commit(seq, draft, verdict, logits)
+            try:
+                verdict = self._commit(seq, draft, verdict, logits)
+            except Exception as error:  # of the text that a stop string is looked for in: as above
+                seq.fail(f"{type(error).__name__}: {error}")
             self.model.crop(seq.id, seen, verdict.path)
             if self._paged is not None:
                 self._paged.seen(seq.id, seq.tokens)
