@@ -31,8 +31,8 @@ class TestNgram:
         assert guess(build("ngram:length=1,max_n=2"), [0, 1, 2, 7, 9, 1, 2, 8, 0, 1, 2]) == [8]
 
     def test_too_short_a_match_does_not_count(self):
-        assert guess(build("ngram"), [1, 2, 3, 1]) == []
-        assert guess(build("ngram:min_n=1,length=2"), [1, 2, 3, 1]) == [2, 3]
+        assert guess(build("ngram:min_n=2"), [1, 2, 3, 1]) == []
+        assert guess(build("ngram:length=2"), [1, 2, 3, 1]) == [2, 3]
 
     def test_a_text_that_repeats_itself_goes_on_repeating(self):
         assert guess(build("ngram:length=7"), [1, 2, 3, 1, 2, 3]) == [1, 2, 3, 1, 2, 3, 1]

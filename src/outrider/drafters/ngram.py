@@ -21,6 +21,7 @@ from outrider.core.sequence import Sequence
 from outrider.drafters.base import Drafter, Parts, Step
 from outrider.drafters.odds import MOST, Odds
 
+HOPELESS = 0.02  # a node with less chance is worth no row, however cheap
 Guess = list[tuple[int, int]]  # tokens, each with how many tokens match before it
 
 
@@ -31,7 +32,7 @@ class Ngram(Drafter):
     @dataclass(frozen=True)
     class Options:
         max_n: int = 4  # the longest n-gram that is looked up; shorter ones follow
-        min_n: int = 2
+        min_n: int = 1
         length: int = 12
         store: Literal["recent", "adaptive"] = "recent"
 
@@ -54,8 +55,14 @@ class Ngram(Drafter):
             state = self._states[seq.id] = _State(store, Odds(self._odds))
         state.store.learn(seq.tokens)
         state.guess, state.length = state.store.guess(seq.tokens, self._options.length), len(seq.tokens)
-        drafted = state.guess[:room]
-        return Draft.chain([token for token, _ in drafted], chances=[state.odds.chance(n) for _, n in drafted])
+        chances: list[float] = []
+        reach = 1.0
+        for _, matched in state.guess[:room]:
+            chances.append(state.odds.chance(matched))
+            reach *= chances[-1]
+            if reach < HOPELESS:
+                break
+        return Draft.chain([token for token, _ in state.guess[: len(chances)]], chances=chances)
 
     def observe(self, step: Step) -> None:
         state = self._states.get(step.seq.id)

@@ -186,6 +186,8 @@ class Engine:
         """Each drafter is asked once, for all of its sequences that have something to judge."""
         drafts = [EMPTY] * len(plans)
         for name in {plan.seq.draft for plan in plans}:
+            if type(self.drafters[name]) is Drafter:  # the one that never drafts
+                continue
             asked = [i for i, plan in enumerate(plans) if plan.seq.draft == name and plan.last]
             for i, draft in zip(asked, self._ask(name, [plans[i] for i in asked]), strict=True):
                 drafts[i] = draft

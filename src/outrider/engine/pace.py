@@ -16,7 +16,8 @@ from outrider.core.verify import Verdict
 GUESS = 0.2  # before anything is measured: one more row costs this share of a pass
 FADE = 0.95
 PROBE = 16  # a drafter that does not pay is tried again after so many steps
-FAITH = 2  # passes that the guess is worth
+FAITH = 2  # passes that the line is worth
+LEAST = 2e-4  # of a pass: no row is cheaper
 TRIED = 12.0  # drafts by which a head is judged, at first
 UNLIKELY = 0.003  # seconds: no draft of one sequence takes longer
 REST, AGAIN = 32, 4  # steps for which one that does not earn what it costs rests, and then drafts again
@@ -31,9 +32,10 @@ class Cost:
         self._seconds: dict[int, float] = {}
         self._counts: dict[int, int] = {}
         self._curve: list[tuple[int, float]] = []  # its corners, while they are known
+        self._known: dict[int, float] = {}  # and what was asked of it
 
     def learn(self, rows: int, seconds: float) -> None:
-        self._curve = []
+        self._curve, self._known = [], {}
         count = self._counts[rows] = self._counts.get(rows, 0) + 1
         old = self._seconds.setdefault(rows, seconds)
         change = min(max(seconds - old, -0.3 * old), 0.3 * old)  # a pause of the machine is not the cost of a pass
@@ -41,33 +43,47 @@ class Cost:
 
     def at(self, rows: int) -> float:
         """Seconds of a pass."""
-        curve = self._curve = self._curve or self._fit()
-        place = bisect_left(curve, rows, key=lambda corner: corner[0])
-        (left, low), (right, high) = curve[min(max(place, 1), len(curve) - 1) - 1 :][:2]
-        return low + (high - low) / (right - left) * (rows - left)
+        if rows not in self._known:
+            curve = self._curve = self._curve or self._fit()
+            place = bisect_left(curve, rows, key=lambda corner: corner[0])
+            (left, low), (right, high) = curve[min(max(place, 1), len(curve) - 1) - 1 :][:2]
+            self._known[rows] = low + (high - low) / (right - left) * (rows - left)
+        return self._known[rows]
 
     def more(self, rows: int) -> float:
         """Seconds that one row more than these takes."""
         return self.at(rows + 1) - self.at(rows)
 
     def _fit(self) -> list[tuple[int, float]]:
-        """At least two corners; drawn towards the guess while little is known."""
-        if not self._seconds:
-            return [(0, 1.0 - GUESS), (1, 1.0)]
-        first = min(self._seconds)
-        base = self._seconds[first]
-        least = 1e-3 * GUESS * base
-        corners = [(first, base)]
-        for rows, seconds in sorted(self._seconds.items())[1:]:
-            count, guess = self._counts[rows], base + GUESS * base * (rows - first)
-            seconds = (count * seconds + FAITH * guess) / (count + FAITH)
+        """At least two corners; what was seen seldom is drawn towards the line through all."""
+        a, b = self._line()
+        corners: list[tuple[int, float]] = []
+        for rows, seconds in sorted(self._seconds.items()):
+            seconds = (self._counts[rows] * seconds + FAITH * (a + b * rows)) / (self._counts[rows] + FAITH)
             while len(corners) > 1 and _slope(corners[-1], (rows, seconds)) <= _slope(*corners[-2:]):
                 corners.pop()
-            last, before = corners[-1]
-            corners.append((rows, max(seconds, before + least * (rows - last))))
-        if len(corners) == 1:
-            corners.append((first + 1, base + GUESS * base))
+            if corners:
+                last, before = corners[-1]
+                seconds = max(seconds, before + LEAST * before * (rows - last))
+            corners.append((rows, seconds))
+        if len(corners) < 2:
+            first = corners[0][0] if corners else 0
+            corners = [(first, a + b * first), (first + 1, a + b * (first + 1))]
         return corners
+
+    def _line(self) -> tuple[float, float]:
+        """a and b of a + b * rows, drawn towards the guess while little is known."""
+        if not self._seconds:
+            return 1.0 - GUESS, GUESS
+        weights = {rows: min(count, 20) for rows, count in self._counts.items()}
+        total = sum(weights.values())
+        rows_mean = sum(w * rows for rows, w in weights.items()) / total
+        mean = sum(w * self._seconds[rows] for rows, w in weights.items()) / total
+        spread = sum(w * (rows - rows_mean) ** 2 for rows, w in weights.items())
+        product = sum(w * (rows - rows_mean) * (self._seconds[rows] - mean) for rows, w in weights.items())
+        guess = GUESS * min(self._seconds.values())
+        slope = max((product + 2.0 * guess) / (spread + 2.0), LEAST * guess)
+        return max(mean - slope * rows_mean, 0.0), slope
 
 
 def _slope(one: tuple[int, float], other: tuple[int, float]) -> float:
