@@ -16,6 +16,7 @@ from outrider.core.verify import Verdict
 GUESS = 0.2  # before anything is measured: one more row costs this share of a pass
 FADE = 0.95
 PROBE = 16  # a drafter that does not pay is tried again after so many steps
+RENEW = 8  # passes after which the curve is drawn anew: each time would cost as much as a draft
 FAITH = 2  # passes that the line is worth
 LEAST = 2e-4  # of a pass: no row is cheaper
 TRIED = 12.0  # drafts by which a head is judged, at first
@@ -31,20 +32,23 @@ class Cost:
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
         self._counts: dict[int, int] = {}
-        self._curve: list[tuple[int, float]] = []  # its corners, while they are known
-        self._known: dict[int, float] = {}  # and what was asked of it
+        self._curve = self._fit()  # its corners
+        self._known: dict[int, float] = {}  # what was asked of it
+        self._new = 0  # passes since it was drawn
 
     def learn(self, rows: int, seconds: float) -> None:
-        self._curve, self._known = [], {}
         count = self._counts[rows] = self._counts.get(rows, 0) + 1
         old = self._seconds.setdefault(rows, seconds)
         change = min(max(seconds - old, -0.3 * old), 0.3 * old)  # a pause of the machine is not the cost of a pass
         self._seconds[rows] = old + change / min(count, 10)
+        self._new += 1
+        if self._new >= RENEW or count < RENEW:
+            self._curve, self._known, self._new = self._fit(), {}, 0
 
     def at(self, rows: int) -> float:
         """Seconds of a pass."""
         if rows not in self._known:
-            curve = self._curve = self._curve or self._fit()
+            curve = self._curve
             place = bisect_left(curve, rows, key=lambda corner: corner[0])
             (left, low), (right, high) = curve[min(max(place, 1), len(curve) - 1) - 1 :][:2]
             self._known[rows] = low + (high - low) / (right - left) * (rows - left)
