@@ -3,7 +3,7 @@
 import torch
 from hypothesis import given, settings, strategies as st
 
-from outrider.models.cache import FIRST, Cache
+from outrider.models.cache import ROOM, SPARE, Cache
 
 LAYERS, HEADS, DIM = 2, 3, 4
 
@@ -57,10 +57,51 @@ def test_it_holds_what_was_kept_and_nothing_of_others(ours, theirs):
 
 def test_it_grows_by_doubling_and_forgets_nothing():
     held = cache()
-    for mark in range(5 * FIRST):
+    for mark in range(5 * ROOM):
         write(held, 0, [mark])
-    assert read(held, 0) == list(range(5 * FIRST))
-    assert held.extend(0, 0).size == 8 * FIRST
+    assert read(held, 0) == list(range(5 * ROOM))
+    assert held.extend(0, 0).size == 8 * (1 + ROOM)
+
+
+def large_cache(clean):
+    return Cache(4, 4, 256, torch.float32, torch.device("cpu"), clean)  # so that a buffer takes some pages
+
+
+def test_the_buffer_of_a_sequence_that_ended_is_taken_over():
+    held = large_cache(False)
+    first = held.extend(0, 1000).keys
+    held.free(0)
+    second = held.extend(1, 700)
+    assert second.keys is first
+    assert second.length == 700
+    assert held.extend(2, 700).keys is not first  # one sequence each
+    held.free(1)
+    assert held.extend(3, 9).keys is not first  # far too large for it
+
+
+def test_a_buffer_that_was_outgrown_is_taken_over_too():
+    held = large_cache(False)
+    small = held.extend(0, 300).keys
+    held.extend(0, 300)
+    assert held.extend(1, 300).keys is small
+
+
+def test_nothing_of_the_sequence_before_is_left_where_it_could_be_seen():
+    held = large_cache(True)
+    held.extend(0, 300).keys.fill_(float("nan"))
+    held.free(0)
+    slot = held.extend(1, 200)
+    assert not slot.keys.any()
+    assert not slot.values.any()
+
+
+def test_not_more_than_a_few_are_kept():
+    held = large_cache(False)
+    for id in range(6):
+        held.extend(id, 300)
+    for id in range(6):
+        held.free(id)
+    assert len(held._spare) == SPARE
 
 
 def test_a_crop_to_more_than_there_is_keeps_all():

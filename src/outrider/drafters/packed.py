@@ -41,7 +41,8 @@ class PackedRunner:
         self._embedding_norm = None if config.first else head.decoder[0].input_layernorm.weight.detach().contiguous()
         self._stack = self._start(head, target, [_layer(layer, bits) for layer in head.decoder])
         device = torch.device("cpu")
-        self._cache = Cache(config.depth, config.num_kv_heads, config.head_dim, torch.float32, device)
+        sizes = config.depth, config.num_kv_heads, config.head_dim
+        self._cache = Cache(*sizes, torch.float32, device, clean=False)
         self._lengths: dict[int, int] = {}  # committed rows
         self._lexicon = self._words_of(head, target, bits, common) if common else None
         self._words: dict[int, _Own] = {}

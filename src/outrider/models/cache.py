@@ -11,7 +11,8 @@ from torch import Tensor
 
 from outrider.models.memory import PAGE, large
 
-FIRST = 64  # tokens that a new buffer holds
+ROOM = 192  # tokens that a new buffer holds beyond those that are there: a short answer fits
+SPARE = 2  # buffers of sequences that have ended which the next ones take over: to get memory takes longer than a pass
 
 
 @dataclass(eq=False)
@@ -28,10 +29,20 @@ class Slot:
 
 
 class Cache:
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        clean: bool = True,
+    ) -> None:
+        """`clean`: what lies past the end is never a NaN. Masked attention multiplies it by 0, kernels skip it."""
         self._shape = (layers, kv_heads, head_dim)
-        self._dtype, self._device = dtype, device
+        self._dtype, self._device, self._clean = dtype, device, clean
         self._slots: dict[int, Slot] = {}
+        self._spare: list[Slot] = []  # the last ones last
 
     @property
     def bytes_per_token(self) -> int:
@@ -46,13 +57,14 @@ class Cache:
         """The sequence's slot, with room for `count` more tokens, which it now counts as held."""
         slot = self._slots.get(id)
         if slot is None:
-            slot = self._slots[id] = self._new(max(FIRST, count))
+            slot = self._slots[id] = self._new(count + ROOM)
         need = slot.length + count
         if need > slot.size:
-            bigger = self._new(max(need, 2 * slot.size))
+            bigger = self._new(max(need + ROOM, 2 * slot.size))
             bigger.keys[:, :, : slot.length] = slot.keys[:, :, : slot.length]
             bigger.values[:, :, : slot.length] = slot.values[:, :, : slot.length]
             bigger.length = slot.length
+            self._keep(slot)
             slot = self._slots[id] = bigger
         slot.length = need
         return slot
@@ -72,11 +84,25 @@ class Cache:
         slot.length = min(slot.length, kept)
 
     def free(self, id: int) -> None:
-        self._slots.pop(id, None)
+        slot = self._slots.pop(id, None)
+        if slot is not None:
+            self._keep(slot)
+
+    def _keep(self, slot: Slot) -> None:
+        if self._device.type == "cpu" and slot.keys.nbytes >= PAGE:
+            self._spare = [*self._spare, slot][-SPARE:]
 
     def _new(self, size: int) -> Slot:
+        fitting = [slot for slot in self._spare if size <= slot.size <= 4 * size]
+        if fitting:
+            slot = min(fitting, key=lambda slot: slot.size)
+            self._spare.remove(slot)
+            slot.length = 0
+            if self._clean:
+                slot.keys.zero_()
+                slot.values.zero_()
+            return slot
         layers, kv_heads, head_dim = self._shape
-        # zeros, not empty: masked attention multiplies what lies past the end by 0, and 0 * nan is nan
         shape = (layers, kv_heads, size, head_dim)
         return Slot(self._zeros(shape), self._zeros(shape))
 

@@ -12,6 +12,7 @@ from outrider.models.base import Feed, Output
 from outrider.models.cache import Cache
 from outrider.models.linear import Embedding, Linear
 from outrider.models.native.packed import Packed
+from outrider.models.native.stack import NativeStack
 from outrider.models.read import Open
 from outrider.models.stack import Pass, Stack, StackConfig
 
@@ -55,7 +56,11 @@ class Llama(Open):
         self.config, self.weights, self._memory = config, weights, memory
         self.vocab_size, self.num_layers, self.context = config.vocab_size, config.num_layers, config.context
         self.dtype, self.device = weights.norm.dtype, weights.norm.device
-        self._cache = Cache(config.num_layers, config.num_kv_heads, config.head_dim, self.dtype, self.device)
+        sizes, clean = (
+            (config.num_layers, config.num_kv_heads, config.head_dim),
+            not isinstance(weights.stack, NativeStack),
+        )
+        self._cache = Cache(*sizes, self.dtype, self.device, clean)
         self.capacity = memory // (2 * self._cache.bytes_per_token)  # a buffer that doubles may be half empty
         self._cos = self._sin = torch.empty(0)  # [positions met so far and some more, head_dim]
 
