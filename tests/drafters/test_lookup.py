@@ -10,7 +10,7 @@ from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.core.verify import Verdict
 from outrider.drafters.base import Step
-from outrider.drafters.lookup import Lookup, merged
+from outrider.drafters.lookup import Lookup
 
 TEXT = [5, 6, 7, 8, 9, 10, 11, 5, 6, 7, 8]
 
@@ -44,7 +44,7 @@ def test_nothing_is_copied_without_room_or_match():
 
 
 @pytest.mark.parametrize(
-    ("kept", "chance", "enough"), [(1, 0.5, False), (1, 0.9, True), (5, 0.9, False), (5, 0.98, True), (0, 0.1, True)]
+    ("kept", "chance", "enough"), [(1, 0.5, False), (1, 0.8, True), (5, 0.8, False), (5, 0.98, True), (0, 0.1, True)]
 )
 def test_the_head_is_asked_where_it_would_help_more_than_it_takes(kept, chance, enough):
     assert lookup(kept).enough(copy(9, chances=[chance])) == enough
@@ -60,6 +60,10 @@ def test_what_was_copied_is_not_the_merit_of_the_head():
     for _ in range(200):
         made.observe(Step(sequence(), [8], draft, Verdict((0, 1, 2), 0), None))
     assert made._kept / made._tries == pytest.approx(1.0, abs=0.01)
+
+
+def merged(draft: Draft, other: Draft) -> Draft:
+    return Lookup(3, tiny.parts("llama")).merge(sequence(), draft, other)
 
 
 class TestMerged:
@@ -83,3 +87,27 @@ class TestMerged:
         assert tree.tokens == (1, 2)
         assert tree.chances == pytest.approx((0.8, 0.6))
         assert not tree.sources
+
+    def test_where_the_head_is_right_as_a_rule_the_copy_is_trusted_less(self):
+        made, head = Lookup(3, tiny.parts("llama")), Draft.chain([1], chances=[0.2])
+        before = made.merge(sequence(), head, copy(7, chances=[0.9])).chances[1]
+        for _ in range(100):
+            seq = sequence()
+            draft = made.merge(seq, head, copy(7, chances=[0.9]))
+            seq.tokens += [1, 5]
+            made.observe(Step(seq, [8], draft, Verdict((0,), 5), None))
+        tree = made.merge(sequence(), head, copy(7, chances=[0.9]))
+        assert before == pytest.approx(0.72)
+        assert len(tree) == 1 or tree.chances[1] < 0.2
+
+    def test_what_was_never_reached_teaches_nothing(self):
+        made, head = Lookup(3, tiny.parts("llama")), Draft.chain([1, 2], chances=[0.9, 0.2])
+        for _ in range(100):
+            seq = sequence()
+            draft = made.merge(seq, head, copy(1, 7, chances=[0.9, 0.9]))
+            seq.tokens += [3]  # neither the head's nor the copy's
+            made.observe(Step(seq, [8], draft, Verdict((), 3), None))
+        assert made.merge(sequence(), head, copy(1, 7, chances=[0.9, 0.9])).chances[2] == pytest.approx(0.72)
+        assert made._parted != {}
+        made.forget(0)
+        assert made._parted == {}

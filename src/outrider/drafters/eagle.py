@@ -20,7 +20,7 @@ from outrider.core.sequence import Sequence
 from outrider.drafters.base import Drafter, Parts, Step
 from outrider.drafters.grow import grow
 from outrider.drafters.lesson import FADE, Figures, Laws, Lesson, distance
-from outrider.drafters.lookup import Lookup, merged
+from outrider.drafters.lookup import Lookup
 from outrider.drafters.packed import PackedRunner
 from outrider.drafters.runner import Ahead, Shown, gathered, start
 from outrider.drafters.trust import Trust
@@ -394,7 +394,9 @@ class Eagle(Drafter):
         for i, writer in writers.items():
             draft = writer.draft(self._drawing if writer.draws else self._guessing)
             # nodes that were drawn come alone: verification has to know the law of every one
-            drafts[i] = merged(draft, copies[i]) if draft and copies[i] and draft.probs is None else draft or copies[i]
+            if self._lookup is not None and draft and copies[i] and draft.probs is None:
+                draft = self._lookup.merge(seqs[i], draft, copies[i])
+            drafts[i] = draft or copies[i]
             state = self._states[writer.seq.id]
             state.written, state.length = writer, len(writer.seq.tokens)
         return drafts

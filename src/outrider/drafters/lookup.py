@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from outrider.core.draft import EMPTY, ROOT, Draft
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Parts, Step
 from outrider.drafters.ngram import Ngram
+from outrider.drafters.trust import Trust
 
 _FADE = 0.97  # what an old draft of the head weighs after each new one
 LEAST = 0.1  # chance of a node that can be worth its row
-_DRAFT = 0.15  # what a draft of the head takes, in tokens that would be written meanwhile
+_DRAFT = 0.3  # what a draft of the head takes, in tokens that would be written meanwhile
 
 
 class Lookup:
@@ -19,6 +21,8 @@ class Lookup:
         """`least`: how many tokens have to match."""
         self._ngram = Ngram(Ngram.Options(max_n=least + 2, min_n=least), parts)
         self._tries, self._kept = 1.0, 1.0  # drafts that the head was asked for, and their tokens that were kept
+        self._trust = Trust()  # in copies where the head says something else
+        self._parted: dict[int, _Parting] = {}  # by sequence, in its last draft
 
     def propose(self, seq: Sequence, room: int) -> Draft:
         """A copy of what followed, if so many tokens match; the choice looks at nothing but the past."""
@@ -29,26 +33,52 @@ class Lookup:
         """Whether the head, which would help where the copy is wrong at once, is not worth its time."""
         return bool(copy) and (1.0 - copy.chances[0]) * self._kept / self._tries < _DRAFT
 
+    def merge(self, seq: Sequence, draft: Draft, copy: Draft) -> Draft:
+        """Both as one tree: what they agree on stands there once, where they part the copy is a branch of its own."""
+        tree, parting = _merged(draft, copy, self._trust.chance)
+        if parting is not None:
+            self._parted[seq.id] = replace(parting, begin=len(seq.tokens))
+        return tree
+
     def observe(self, step: Step) -> None:
         self._ngram.observe(step)
+        parting = self._parted.pop(step.seq.id, None)
+        if parting is not None:
+            *before, last = parting.tokens
+            written = step.seq.tokens[parting.begin :][: len(parting.tokens)]
+            if written[: len(before)] == before and len(written) > len(before):
+                self._trust.learn(parting.said, written[-1] == last)
         if step.verdict is not None and step.draft and not step.draft.borrowed:
             kept = sum(not step.draft.sources or not step.draft.sources[node] for node in step.verdict.path)
             self._tries, self._kept = _FADE * self._tries + 1.0, _FADE * self._kept + kept
 
     def forget(self, id: int) -> None:
         self._ngram.forget(id)
+        self._parted.pop(id, None)
 
 
-def merged(draft: Draft, copy: Draft) -> Draft:
-    """Both as one tree: what they agree on stands there once, where they part the copy is a branch of its own."""
+@dataclass(frozen=True)
+class _Parting:
+    """Where a copy says something else than the head."""
+
+    tokens: tuple[int, ...]  # copied, up to the first that the head does not have
+    said: float  # the chance of that one
+    begin: int = 0  # tokens that were committed
+
+
+def _merged(draft: Draft, copy: Draft, trusted: Callable[[float], float]) -> tuple[Draft, _Parting | None]:
+    parting = None
     tokens, parents, chances = list(draft.tokens), list(draft.parents), list(draft.chances)
     sources = list(draft.sources or ("",) * len(draft))
     node, reach = ROOT, 1.0
-    for token, chance, source in zip(copy.tokens, copy.chances, copy.sources, strict=True):
+    for depth, (token, chance, source) in enumerate(zip(copy.tokens, copy.chances, copy.sources, strict=True)):
         below = [child for child, parent in enumerate(parents) if parent == node]
         same = next((child for child in below if tokens[child] == token), None)
         if same is None:
-            chance *= max(0.0, 1.0 - sum(chances[child] for child in below))
+            if below:
+                said = chance * max(0.0, 1.0 - sum(chances[child] for child in below))
+                parting = _Parting(copy.tokens[: depth + 1], said)
+                chance = trusted(said)
             if reach * chance < LEAST:
                 break
             same = len(tokens)
@@ -59,4 +89,5 @@ def merged(draft: Draft, copy: Draft) -> Draft:
         else:
             chances[same] = max(chances[same], chance)
         node, reach = same, reach * chances[same]
-    return Draft(tuple(tokens), tuple(parents), None, tuple(sources) if any(sources) else (), tuple(chances))
+    tree = Draft(tuple(tokens), tuple(parents), None, tuple(sources) if any(sources) else (), tuple(chances))
+    return tree, parting
