@@ -20,7 +20,8 @@ def test_a_name_leads_to_its_class(name):
 
 def test_options_are_read_by_their_types():
     assert drafters.parse("ngram") == ("ngram", Ngram.Options())
-    assert drafters.parse(" ngram:max_n=5, length=3,store=adaptive") == ("ngram", Ngram.Options(max_n=5, length=3, store="adaptive"))
+    expected = Ngram.Options(max_n=5, length=3, store="adaptive")
+    assert drafters.parse(" ngram:max_n=5, length=3,store=adaptive") == ("ngram", expected)
     for text, value in [("true", True), ("Yes", True), ("1", True), ("false", False), ("no", False), ("0", False)]:
         assert drafters.parse(f"draft_model:model=a/b,greedy={text}")[1] == DraftModel.Options("a/b", greedy=value)
 
