@@ -29,6 +29,7 @@ from outrider.models.base import Feed, Model, Readable
 from outrider.models.rope import rope
 
 PIECE = 512  # states of the target that may wait to be taken in
+SOON = 64  # where the kernels do that: a prompt belongs to the time before the first token
 NEVER = -1e9  # the logarithm of no chance
 DEEP = 16  # levels of a tree, at most; it ends where no deeper node can be among its best
 SHARP = 0.75  # a greedy target always takes its likeliest token, so a head's likely ones hold oftener than their chance
@@ -418,7 +419,8 @@ class Eagle(Drafter):
         state.show(step.hidden, rows)
         if step.verdict is not None:
             self._learn(state, step)
-        if state.waiting > PIECE:  # a long prompt, or long not asked: all but the last, from which a draft begins
+        most = SOON if isinstance(self._runner, PackedRunner) else PIECE
+        if state.waiting > most:  # a prompt, or long not asked: all but the last, from which a draft begins
             self._take_in([step.seq], keep=1)
 
     def forget(self, id: int) -> None:

@@ -100,7 +100,7 @@ class PackedRunner:
         states = self._states(hidden)
         flat = torch.tensor([token for each in tokens for token in each])
         rows = _rows([len(each) for each in tokens])
-        x = self._run(flat, states, Pass((), slots, rows, positions, parents))
+        x = self._run(flat, states, Pass((), slots, rows, positions, parents), last=len(ids) == 1)
         return self._ahead(x if len(ends) == len(x) else x[ends])
 
     @torch.inference_mode()
@@ -148,10 +148,10 @@ class PackedRunner:
             return self._stack.states(hidden)
         return self._final(hidden[:, 0]).clone()
 
-    def _run(self, tokens: Tensor, x: Tensor, batch: Pass, trails: _Trails | None = None) -> Tensor:
-        """[rows, hidden] after the layers; x is overwritten."""
+    def _run(self, tokens: Tensor, x: Tensor, batch: Pass, trails: _Trails | None = None, last: bool = False) -> Tensor:
+        """[rows, hidden] after the layers; x is overwritten. `last`: only the last row's result is wanted."""
         embedded = self._embed(tokens)
-        extra = structs.Extra()
+        extra = structs.Extra(last=int(last))
         if self.config.first:
             x = self._fc(torch.cat([embedded, x], 1))
         else:

@@ -682,6 +682,7 @@ struct Extra {
     const int32_t* trails;        // [rows][length]: what a row sees between what all see and what this pass brings
     int64_t length;
     const int64_t* seen;          // [spans]: what all rows see; the new ones lie after `start`
+    int64_t last;                 // whether only the last row's result is wanted: of the others the last layer keeps keys and values
 };
 
 static void attend_item(const Shape& s, const Item& item, const Span& span, int64_t seen, int64_t index, int64_t all, float* scores,
@@ -756,8 +757,8 @@ void outrider_head(const Shape* shape, const Layer* layers, const Span* spans, i
             work->owners[row] = static_cast<int32_t>(n);
         }
     }
-    const std::vector<Item> items = attention_items(s, spans, span_count);
-    const int64_t item_count = static_cast<int64_t>(items.size());
+    std::vector<Item> items = attention_items(s, spans, span_count);
+    std::vector<Span> ends(spans, spans + span_count);
     for (int64_t index = 0; index < s.layers; index++) {
         const Layer& layer = layers[index];
         if (index == 0 && extra && extra->embedded) {
@@ -770,12 +771,20 @@ void outrider_head(const Shape* shape, const Layer* layers, const Span* spans, i
                 store_row(s, layer, span, index, row - span.first, work->qkv + row * all, cos + row * s.head_dim, sin + row * s.head_dim);
             }
         });
-        pool().run(item_count, 1, [&](int64_t begin, int64_t end, int64_t id) {
+        if (extra && extra->last && index == s.layers - 1 && rows > 1) {  // of one span; from here on there is one row
+            ends[0].first += ends[0].rows - 1;
+            ends[0].rows = 1;
+            items = attention_items(s, ends.data(), 1);
+            x += (rows - 1) * s.hidden;
+            rows = 1;
+        }
+        const float* mixed = work->mixed + ends[0].first * q_size;
+        pool().run(static_cast<int64_t>(items.size()), 1, [&](int64_t begin, int64_t end, int64_t id) {
             for (int64_t item = begin; item < end; item++)
-                attend_item(s, items[item], spans[items[item].span], shared(items[item].span), index, all, work->scores + id * TOGETHER * work->longest, work);
+                attend_item(s, items[item], ends[items[item].span], shared(items[item].span), index, all, work->scores + id * TOGETHER * work->longest, work);
         });
         pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
-            for (int64_t r = begin; r < end; r++) quantise_row(work->mixed + r * q_size, q_size, r, work->x);
+            for (int64_t r = begin; r < end; r++) quantise_row(mixed + r * q_size, q_size, r, work->x);
         });
         product(layer.output, work->x, rows, x, x);
         outrider_linear(&layer.gate_up, x, layer.mlp_norm, s.eps, rows, work->inner, work);
@@ -846,7 +855,7 @@ static bool follow(const Shape& s, const Layer* layers, const Head& head, const 
         positions[r] = static_cast<int32_t>(span.start + r);
         parents[r] = static_cast<int32_t>(r - 1);
     }
-    const Extra extra = {embedded.data(), head.embedding_norm, head.norm_residual, nullptr, 0, nullptr};
+    const Extra extra = {embedded.data(), head.embedding_norm, head.norm_residual, nullptr, 0, nullptr, 1};
     outrider_head(&s, layers, &span, 1, span.rows, x, cos, sin, positions.data(), parents.data(), nullptr, 0, nullptr, work, &extra);
     return true;
 }

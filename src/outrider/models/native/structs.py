@@ -88,6 +88,7 @@ class Extra(Structure):
         ("trails", c_void_p),
         ("length", c_int64),
         ("seen", c_void_p),
+        ("last", c_int64),
     )
 
 
