@@ -176,28 +176,31 @@ def _short(said: Found) -> Found:
 def one_stream(llm: LLM, prompts: Seq[workloads.Prompt], rounds: int = 3) -> Found:
     """Plain and prompt lookup, prompt by prompt in turns: tokens a second after the first token, and the same text."""
     params = SamplingParams(max_tokens=128, ignore_eos=True)
-    speeds: dict[str, dict[str, list[float]]] = {}
+    speeds: list[dict[str, list[float]]] = [{"none": [], "ngram": []} for _ in prompts]
     same = [0, 0]  # texts that were, of all
     for number in range(2 + rounds):
-        for prompt in prompts:
+        for prompt, both in zip(prompts, speeds, strict=True):
             texts = []
-            for draft in ("none", "ngram"):
+            for draft, found in both.items():
                 stream = llm.stream([{"role": "user", "content": prompt.text}], params, draft=draft)
                 times = [(time.perf_counter(), len(chunk.tokens)) for chunk in stream]
                 texts.append([token.id for token in stream.result().tokens])
                 if number > 1:  # the first rounds capture graphs
-                    speed = sum(count for _, count in times[1:]) / (times[-1][0] - times[0][0])
-                    speeds.setdefault(prompt.kind, {}).setdefault(draft, []).append(speed)
+                    found.append(sum(count for _, count in times[1:]) / (times[-1][0] - times[0][0]))
             if number:  # in the first round one computes the prompt and the other finds it in the cache
                 same = [same[0] + (texts[0] == texts[1]), same[1] + 1]
-    kinds = {
-        kind: {"plain": statistics.median(both["none"]), "ngram": statistics.median(both["ngram"])}
-        | {"ratio": statistics.harmonic_mean(both["ngram"]) / statistics.harmonic_mean(both["none"])}
-        for kind, both in speeds.items()
-    }
-    plain = statistics.harmonic_mean([s for both in speeds.values() for s in both["none"]])
-    lookup = statistics.harmonic_mean([s for both in speeds.values() for s in both["ngram"]])
-    return {"plain": plain, "ngram": lookup, "ratio": lookup / plain, "same_texts": same, "kinds": kinds}
+    kinds = {}
+    for kind in dict.fromkeys(prompt.kind for prompt in prompts):
+        own = [both for prompt, both in zip(prompts, speeds, strict=True) if prompt.kind == kind]
+        kinds[kind] = _compared(own) | {"prompts": [_compared([both])["ratio"] for both in own]}
+    return {**_compared(speeds), "same_texts": same, "kinds": kinds}
+
+
+def _compared(speeds: Seq[dict[str, list[float]]]) -> Found:
+    """Tokens a second over all of these prompts, and lookup against plain."""
+    plain = statistics.harmonic_mean([speed for both in speeds for speed in both["none"]])
+    lookup = statistics.harmonic_mean([speed for both in speeds for speed in both["ngram"]])
+    return {"plain": plain, "ngram": lookup, "ratio": lookup / plain}
 
 
 def batches(model: CudaLlama, prompts: Seq[Seq[int]]) -> list[Found]:
@@ -302,10 +305,10 @@ def measure_small(model: str, folder: str | None, best: float, found: Found, sav
         found["ready"] = {"load_s": loaded, "first_token_s": time.perf_counter() - begin}
     small = llm.engine.model
     assert isinstance(small, CudaLlama)
-    prompts = workloads.select(workloads.built_in(), limit=2)
     with _part("one stream"):
-        found["one stream"] = one_stream(llm, prompts)
+        found["one stream"] = one_stream(llm, workloads.built_in())
     save(found)
+    prompts = workloads.select(workloads.built_in(), limit=2)
     ids = [llm.backend.render([{"role": "user", "content": prompt.text}]) for prompt in prompts]
     with _part("small passes"):
         found["small"] = {"bytes": small.pass_bytes, "passes": passes(small, best)}

@@ -1,5 +1,7 @@
 """What each method guesses, on texts small enough to check by eye."""
 
+import random
+
 import pytest
 from tiny import Markov, outputs, run
 
@@ -19,6 +21,15 @@ def guess(drafter, tokens, room=20, **more):
     return list(draft.tokens)
 
 
+def _by_hand(tokens, length):
+    """What followed the most recent occurrence of the longest match."""
+    for n in range(min(4, len(tokens)), 0, -1):
+        for end in range(len(tokens) - 1, n - 1, -1):
+            if tokens[end - n : end] == tokens[-n:]:
+                return [tokens[end + i % (len(tokens) - end)] for i in range(length)]
+    return []
+
+
 class TestNgram:
     def test_what_followed_before_follows_again(self):
         assert guess(build("ngram:length=3"), [1, 2, 3, 4, 5, 9, 1, 2]) == [3, 4, 5]
@@ -33,6 +44,17 @@ class TestNgram:
     def test_too_short_a_match_does_not_count(self):
         assert guess(build("ngram:min_n=2"), [1, 2, 3, 1]) == []
         assert guess(build("ngram:length=2"), [1, 2, 3, 1]) == [2, 3]
+
+    @pytest.mark.parametrize("size", [15, 16, 17, 18, 20, 60])
+    def test_a_prompt_learned_at_once_is_as_one_learned_token_by_token(self, size):
+        dice = random.Random(size)
+        tokens = [dice.randrange(5) for _ in range(size)]
+        slowly, seq = build("ngram"), Sequence(0, tokens[:1])
+        for token in tokens[1:]:
+            slowly.propose([seq], [20])
+            seq.append(Token(token))
+        (draft,) = slowly.propose([seq], [20])
+        assert list(draft.tokens) == guess(build("ngram"), tokens) == _by_hand(tokens, 12)
 
     def test_a_text_that_repeats_itself_goes_on_repeating(self):
         assert guess(build("ngram:length=7"), [1, 2, 3, 1, 2, 3]) == [1, 2, 3, 1, 2, 3, 1]

@@ -48,8 +48,11 @@ def _small(found: Found) -> list[str]:
         f"{one['same_texts'][0]} of {one['same_texts'][1]} texts the same.",
         "",
     ]
-    kinds = [[kind, each["plain"], each["ngram"], each["ratio"]] for kind, each in one["kinds"].items()]
-    lines += [*_table(["kind", "plain", "ngram", "ratio"], kinds), ""]
+    kinds = [
+        [kind, each["plain"], each["ngram"], each["ratio"], f"{min(each['prompts']):.2f}-{max(each['prompts']):.2f}"]
+        for kind, each in one["kinds"].items()
+    ]
+    lines += [*_table(["kind", "plain", "ngram", "ratio", "of its prompts"], kinds), ""]
     batches = [
         [b["batch"], *_speeds(b["none"]), *_speeds(b["ngram"]), f"{b['same']} of {b['batch']}"]
         for b in found["batches"]

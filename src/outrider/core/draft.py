@@ -11,6 +11,11 @@ from torch import Tensor
 ROOT = -1  # the last committed token, seen as a node
 
 
+def _chain(length: int) -> tuple[int, ...]:
+    """The parents of a chain."""
+    return tuple(range(ROOT, length - 1))
+
+
 @dataclass(frozen=True, eq=False)
 class Draft:
     """Immutable. `parents[i] < i`; a parent of -1 is the last committed token."""
@@ -26,7 +31,7 @@ class Draft:
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.parents):
             raise ValueError(f"{len(self.tokens)} tokens but {len(self.parents)} parents")
-        if any(not ROOT <= parent < node for node, parent in enumerate(self.parents)):
+        if not self.is_chain and any(not ROOT <= parent < node for node, parent in enumerate(self.parents)):
             raise ValueError("a node's parent must come before it")
         if self.probs is not None and self.probs.shape[0] != len(self.tokens):
             raise ValueError(f"{len(self.tokens)} tokens but {self.probs.shape[0]} laws")
@@ -37,7 +42,7 @@ class Draft:
 
     @classmethod
     def chain(cls, tokens: Sequence[int], probs: Tensor | None = None, chances: Sequence[float] = ()) -> Draft:
-        return cls(tuple(tokens), tuple(range(-1, len(tokens) - 1)), probs, chances=tuple(chances))
+        return cls(tuple(tokens), _chain(len(tokens)), probs, chances=tuple(chances))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -53,10 +58,12 @@ class Draft:
 
     @property
     def is_chain(self) -> bool:
-        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+        return self.parents == _chain(len(self.parents))
 
     def depths(self) -> list[int]:
         """How far below the last committed token each node hangs; its children have depth 1."""
+        if self.is_chain:
+            return list(range(1, len(self.tokens) + 1))
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
@@ -91,7 +98,10 @@ class Draft:
 
     def cut(self, room: int) -> Draft:
         """The first `room` nodes. Parents come first, so what is left is a tree."""
-        return self if len(self) <= room else self.keep(range(room))
+        if len(self) <= room:
+            return self
+        probs = None if self.probs is None else self.probs[:room]
+        return Draft(self.tokens[:room], self.parents[:room], probs, self.sources[:room], self.chances[:room])
 
     def keep(self, nodes: Sequence[int]) -> Draft:
         """Only these nodes, in order; a node may stay only with its parent."""

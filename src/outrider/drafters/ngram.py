@@ -15,13 +15,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Literal
 
-from outrider.core.draft import Draft
+from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Drafter, Parts, Step
 from outrider.drafters.odds import MOST, Odds
 
 HOPELESS = 0.02  # a node with less chance is worth no row, however cheap
+FEW = 16  # tokens that are learned one by one
 Guess = list[tuple[int, int]]  # tokens, each with how many tokens match before it
 
 
@@ -55,14 +56,17 @@ class Ngram(Drafter):
             state = self._states[seq.id] = _State(store, Odds(self._odds))
         state.store.learn(seq.tokens)
         state.guess, state.length = state.store.guess(seq.tokens, self._options.length), len(seq.tokens)
+        tokens: list[int] = []
         chances: list[float] = []
         reach = 1.0
-        for _, matched in state.guess[:room]:
-            chances.append(state.odds.chance(matched))
-            reach *= chances[-1]
+        for token, matched in state.guess[:room]:
+            chance = state.odds.chance(matched)
+            tokens.append(token)
+            chances.append(chance)
+            reach *= chance
             if reach < HOPELESS:
                 break
-        return Draft.chain([token for token, _ in state.guess[: len(chances)]], chances=chances)
+        return Draft.chain(tokens, chances=chances) if tokens else EMPTY
 
     def observe(self, step: Step) -> None:
         state = self._states.get(step.seq.id)
@@ -97,11 +101,16 @@ class Recent:
 
     def learn(self, tokens: list[int]) -> None:
         """Take in the n-grams that end before the last token: the last one has no continuation yet."""
-        for end in range(self._seen + 1, len(tokens)):
-            for n in self._sizes:
-                if n <= end:
+        last = len(tokens) - 1
+        for n in self._sizes:
+            first = max(self._seen + 1, n)  # where the first of them ends
+            if last - first < FEW:
+                for end in range(first, last + 1):
                     self._ends[tuple(tokens[end - n : end])] = end
-        self._seen = max(self._seen, len(tokens) - 1)
+            else:  # a prompt: column by column, without a loop
+                columns = (tokens[first - n + i : last - n + 1 + i] for i in range(n))
+                self._ends.update(zip(zip(*columns, strict=True), range(first, last + 1), strict=True))
+        self._seen = max(self._seen, last)
 
     def guess(self, tokens: list[int], length: int) -> Guess:
         """What follows the match; past the end it goes on with what it has copied (a text that repeats itself)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 MOST = 16  # longer matches are counted with this one
+FIRST = [1.0 - 0.8 ** (n + 1) for n in range(MOST + 1)]  # believed before anything was seen
 FADE = 0.95  # what an old observation weighs after each new one of its kind
 
 
@@ -15,8 +16,8 @@ class Odds:
         self._hits = [0.0] * (MOST + 1)
 
     def chance(self, matched: int) -> float:
-        n = min(matched, MOST)
-        before = self._base.chance(n) if self._base is not None else 1.0 - 0.8 ** (n + 1)
+        n = matched if matched < MOST else MOST
+        before = FIRST[n] if self._base is None else self._base.chance(n)
         return (self._hits[n] + self._weight * before) / (self._tries[n] + self._weight)
 
     def learn(self, matched: int, held: bool) -> None:

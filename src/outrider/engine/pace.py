@@ -185,19 +185,18 @@ class Pace:
         if profit is not None:  # what the draft has cost counts as well: the step takes so long in any case
             seconds += profit.seconds * len(drafts)
         kept: list[list[int]] = [[] for _ in drafts]
+        before = self.cost.at(rows)
         for negative, index, node in order:
-            more = self.cost.more(rows)
-            if -negative * seconds <= more * tokens:
+            rows += 1
+            after = self.cost.at(rows)
+            if -negative * seconds <= (after - before) * tokens:
                 break
             kept[index].append(node)
-            tokens, seconds, rows = tokens - negative, seconds + more, rows + 1
+            tokens, seconds, before = tokens - negative, seconds + after - before, after
         for draft, nodes in zip(drafts, kept, strict=True):
             if profit is not None and draft and not nodes and not draft.borrowed:  # drafted for nothing
                 profit.learn(-profit.seconds)
-        return [
-            draft if len(nodes) == len(draft) else draft.keep(sorted(nodes))
-            for draft, nodes in zip(drafts, kept, strict=True)
-        ]
+        return [_kept(draft, nodes) for draft, nodes in zip(drafts, kept, strict=True)]
 
     def forget(self, drafter: str) -> None:
         self._depths.pop(drafter, None)
@@ -218,6 +217,11 @@ class Pace:
         self._depths.setdefault(drafter, Depths()).spend(seconds, nodes)
         if drafter in self._profits and drafts:
             self._profits[drafter].spend(seconds, len(drafts))
+
+
+def _kept(draft: Draft, nodes: list[int]) -> Draft:
+    first = max(nodes, default=ROOT) == len(nodes) - 1  # nothing in between is missing
+    return draft.cut(len(nodes)) if first else draft.keep(sorted(nodes))
 
 
 def _reach(draft: Draft, depths: Depths) -> list[float]:
