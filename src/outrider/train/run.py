@@ -37,6 +37,7 @@ from outrider.train.order import Order
 LONGEST = 1024  # tokens of a text that are learned from
 LIVE, SHORT = 5, 64  # so often acceptance is measured on the way, with so many tokens of each answer
 LOOKING = 0.05  # of the time, at most
+SOONER = 0.8  # of its passes a trained head needs at most, against one that has not learned anything
 FULL = 128  # tokens of an answer in the table at the end
 FEW = 8  # prompts of a file are too few to learn from
 
@@ -171,11 +172,7 @@ class _Run:
         if not state.step:
             kinds.calibrate(pupil, self._teacher.lesson(next(order.batches(0))))
         log = Log(self._out, state.step)
-        first = seconds = self._look(pupil)
-        if self._device.type == "cuda":
-            seconds = self._look(pupil)  # the first one also built what all others use, and the table needs more of it
-        loop, reserve = Loop(pupil, self._teacher, order, optimiser, self._job.unroll), self._reserve(seconds)
-        reserve += first - min(first, seconds)
+        loop, (seconds, reserve) = Loop(pupil, self._teacher, order, optimiser, self._job.unroll), self._times(pupil)
         for _ in loop.run(state, log, clock, reserve, min(LIVE * seconds, LOOKING * clock.limit)):
             self._watch(pupil, optimiser, log)
             if self._task.stop.is_set():
@@ -225,11 +222,30 @@ class _Run:
         """Acceptance on the held-out prompts as of now; the seconds it took."""
         begin = time.monotonic()
         self._write(pupil)
-        spec = next(iter(kinds.specs(self._job.kind, self._out).values()))
-        found = total(self._measure(spec, self._task.held_out, SHORT))
+        found = total(self._measure(self._specs[0], self._task.held_out, SHORT))
         self._state.figures.setdefault("live", []).append([self._state.step, round(found.tokens_per_step, 3)])
         self._looked += time.monotonic() - begin
         return time.monotonic() - begin
+
+    def _times(self, pupil: nn.Module) -> tuple[float, float]:
+        """Seconds of a look, and those that the table at the end and the last saving may take.
+
+        A tree takes several times as long as a chain, so every way is timed; what only the first look took, to build
+        what all others use, the table takes once more, for its longer prompts."""
+        first = self._look(pupil)
+        if self._device.type != "cuda":
+            looks = [first] * len(self._specs)
+        else:
+            looks = []
+            for spec in self._specs:
+                begin = time.monotonic()
+                self._measure(spec, self._task.held_out, SHORT)
+                looks.append(time.monotonic() - begin)
+        asked = len(self._task.evaluation or self._task.held_out)
+        more = asked / max(1, len(self._task.held_out)) * FULL / SHORT
+        reserve = 2.0 + first + sum(looks) * min(SOONER * more, 12.0)
+        self._state.figures["looks"] = {"first": round(first, 2), "each": [round(look, 2) for look in looks]}
+        return min(first, looks[0]), reserve
 
     def _measure(self, spec: str, asked: Sequence[Asked], tokens: int) -> dict[str, Stats]:
         model = self._loaded.model
@@ -247,19 +263,16 @@ class _Run:
 
     def _final(self) -> table.Measured:
         asked = self._task.evaluation or self._task.held_out
-        measured = {}
+        measured, took = {}, {}
         for way, spec in kinds.specs(self._job.kind, self._out).items():
             self._task.show(f"measuring {way}", 0, None)
+            begin = time.monotonic()
             measured[way] = self._measure(spec, asked, FULL)
+            took[way] = round(time.monotonic() - begin, 1)
+        self._state.figures["table_seconds"] = took
         facts = {"model": self._name, "prompts": len(asked), "new tokens": FULL, "steps": self._state.step}
         table.write(measured, self._out, facts)
         return measured
-
-    def _reserve(self, look: float) -> float:
-        """Seconds that the table at the end and the last saving may take, by how long a look took."""
-        asked, ways = len(self._task.evaluation or self._task.held_out), len(kinds.specs(self._job.kind, self._out))
-        scale = ways * asked / max(1, len(self._task.held_out)) * FULL / SHORT
-        return 2.0 + look * (1.0 + min(scale, 12.0 * ways))
 
     # What lasts.
 
@@ -282,6 +295,11 @@ class _Run:
             "figures": {**state.figures, "tokens_per_pass": table.figures(measured)},
         }
         provenance.write(self._out, self._task.command, self._task.machine, facts)
+
+    @property
+    def _specs(self) -> list[str]:
+        """The ways in which the head is measured; the first one on the way, too."""
+        return list(kinds.specs(self._job.kind, self._out).values())
 
     @property
     def _name(self) -> str:
