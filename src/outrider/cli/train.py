@@ -48,7 +48,10 @@ def train(
     ] = "auto",
     minutes: Annotated[
         float | None,
-        typer.Option(help="For everything: writing, learning, measuring, saving.", show_default="10, if no --tokens"),
+        typer.Option(
+            help="For writing, learning, measuring and saving; prompts of --eval come after it.",
+            show_default="10, if no --tokens",
+        ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, exactly.")] = False,
     tokens: Annotated[
@@ -118,7 +121,7 @@ def train(
         Path | None,
         typer.Option(
             "--eval",
-            help="JSONL in Spec-Bench form: tokens per pass by category, in the end.",
+            help="JSONL in Spec-Bench form: tokens per pass by category, when the minutes are over.",
             show_default="prompts of our own",
         ),
     ] = None,

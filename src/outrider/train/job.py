@@ -19,7 +19,7 @@ CUT = 32_768
 class Job:
     kind: str
     model: str = "smollm2-135m"
-    minutes: float = 0.0  # for everything: writing, learning, measuring; 0: as long as the tokens take
+    minutes: float = 0.0  # for writing, learning and measuring on our own prompts; 0: as the tokens take
     tokens: int = 0  # that the target writes; 0: what 40 % of the time is good for
     epochs: float = 0.0  # how often each text is learned from; 0: once, or as often as the time allows
     batch_tokens: int = 8_192  # of one step

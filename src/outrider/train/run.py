@@ -37,7 +37,6 @@ from outrider.train.order import Order
 LONGEST = 1024  # tokens of a text that are learned from
 LIVE, SHORT = 5, 64  # so often acceptance is measured on the way, with so many tokens of each answer
 LOOKING = 0.05  # of the time, at most
-SOONER = 0.8  # of its passes a trained head needs at most, against one that has not learned anything
 FULL = 128  # tokens of an answer in the table at the end
 FEW = 8  # prompts of a file are too few to learn from
 
@@ -228,24 +227,20 @@ class _Run:
         return time.monotonic() - begin
 
     def _times(self, pupil: nn.Module) -> tuple[float, float]:
-        """Seconds of a look, and those that the table at the end and the last saving may take.
-
-        A tree takes several times as long as a chain, so every way is timed; what only the first look took, to build
-        what all others use, the table takes once more, for its longer prompts."""
+        """Seconds of a look, and those to keep for the last saving and the table of the held-out prompts. Prompts of
+        the user's own, which may be any number, are measured when the time is over."""
         first = self._look(pupil)
-        if self._device.type != "cuda":
-            looks = [first] * len(self._specs)
-        else:
-            looks = []
-            for spec in self._specs:
-                begin = time.monotonic()
-                self._measure(spec, self._task.held_out, SHORT)
-                looks.append(time.monotonic() - begin)
-        asked = len(self._task.evaluation or self._task.held_out)
-        more = asked / max(1, len(self._task.held_out)) * FULL / SHORT
-        reserve = 2.0 + first + sum(looks) * min(SOONER * more, 12.0)
-        self._state.figures["looks"] = {"first": round(first, 2), "each": [round(look, 2) for look in looks]}
-        return min(first, looks[0]), reserve
+        if self._task.evaluation:
+            return first, 2.0
+        looks = [first] * len(self._specs)
+        if self._device.type == "cuda":  # the first one built what all others use; a tree takes longer than a chain
+            looks = [self._timed(spec) for spec in self._specs]
+        return looks[0], 2.0 + first + sum(looks) * FULL / SHORT
+
+    def _timed(self, spec: str) -> float:
+        begin = time.monotonic()
+        self._measure(spec, self._task.held_out, SHORT)
+        return time.monotonic() - begin
 
     def _measure(self, spec: str, asked: Sequence[Asked], tokens: int) -> dict[str, Stats]:
         model = self._loaded.model
