@@ -197,6 +197,21 @@ def test_so_it_does_in_the_kernels_to_the_bit():
     assert torch.equal(tree, chains)
 
 
+@pytest.mark.native
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in ("all its own", *EAGLE_1)])
+@pytest.mark.parametrize("rows", [1, 2, 40])
+def test_of_a_prompt_alone_the_last_row_is_that_of_a_prompt_in_company(form, rows):
+    """Alone, only the last row is computed to its end; beside another sequence all are."""
+    own, (alone, beside) = packed_runners(form, 4)
+    hidden = torch.randn(rows + 3, len(own.config.layers), 32, generator=torch.Generator().manual_seed(rows))
+    text, other = list(range(1, rows + 1)), [5, 6, 7]
+    one, two = alone.extend([0], [text], hidden[:rows]), beside.extend([0, 1], [text, other], hidden)
+    assert torch.equal(one.states[0], two.states[0])
+    assert torch.equal(one.logits[0], two.logits[0])
+    more = torch.ones(1, len(own.config.layers), 32)
+    assert torch.equal(alone.extend([0], [[3]], more).logits, beside.extend([0], [[3]], more).logits)
+
+
 def packed_runners(form, bits, count=2):
     """As many as wanted, of the same random head."""
     torch.manual_seed(7)

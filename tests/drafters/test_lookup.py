@@ -44,7 +44,7 @@ def test_nothing_is_copied_without_room_or_match():
 
 
 @pytest.mark.parametrize(
-    ("kept", "chance", "enough"), [(1, 0.5, False), (1, 0.8, True), (5, 0.8, False), (5, 0.98, True), (0, 0.1, True)]
+    ("kept", "chance", "enough"), [(1, 0.8, False), (1, 0.95, True), (5, 0.95, False), (5, 0.99, True), (0, 0.1, True)]
 )
 def test_the_head_is_asked_where_it_would_help_more_than_it_takes(kept, chance, enough):
     assert lookup(kept).enough(copy(9, chances=[chance])) == enough

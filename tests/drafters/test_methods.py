@@ -9,6 +9,8 @@ from outrider import drafters
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence, Token
 from outrider.drafters.base import Parts
+from outrider.drafters.ngram import Recent
+from outrider.drafters.odds import AGREED, ALONE, DIFFERED, MOST
 
 
 def build(spec, target=None, **models):
@@ -58,6 +60,24 @@ class TestNgram:
 
     def test_a_text_that_repeats_itself_goes_on_repeating(self):
         assert guess(build("ngram:length=7"), [1, 2, 3, 1, 2, 3]) == [1, 2, 3, 1, 2, 3, 1]
+
+    @pytest.mark.parametrize(
+        ("text", "others"),
+        [
+            ([1, 2, 3, 9, 7, 1, 2, 3], [ALONE, ALONE]),
+            ([1, 2, 3, 9, 7, 1, 2, 3, 9, 7, 1, 2, 3], [AGREED, AGREED]),
+            ([1, 2, 3, 8, 7, 1, 2, 3, 9, 7, 1, 2, 3], [DIFFERED, ALONE]),
+            ([1, 2, 3, 9, 8, 1, 2, 3, 9, 7, 1, 2, 3], [AGREED, DIFFERED]),
+            ([1, 2, 3, 4, 8, 1, 2, 3, 9, 8, 1, 2, 3, 9, 7, 1, 2, 3], [AGREED, DIFFERED]),  # the last two count
+            ([5, 5, 5], [ALONE, ALONE]),
+        ],
+    )
+    @pytest.mark.parametrize("known", [0, 3, 7])
+    def test_it_knows_whether_the_same_followed_the_time_before(self, text, others, known):
+        store = Recent(2, 3)
+        store.learn(text[: min(known, len(text))])
+        store.learn(text)
+        assert [sort // (MOST + 1) for _, sort in store.guess(text, 2)] == others
 
     def test_it_learns_from_the_output(self):
         drafter, seq = build("ngram:length=2"), Sequence(0, [1, 2])

@@ -56,6 +56,19 @@ def test_any_limits_give_the_same_tokens(shapes, batch, piece, room):
     assert model.seen == {}
 
 
+def test_passes_of_long_sequences_are_no_measure_for_short_ones():
+    model, pace = Watched(), Pace()
+    model.context = 512
+    engine = Engine(model, plain_drafter(), Limits(1, 512), pace)
+    known = []
+    for id, length in enumerate((5, 300)):
+        engine.add(Sequence(id, [1] * length, SamplingParams(max_tokens=8, ignore_eos=True)))
+        drain(engine)
+        known.append({bits: dict(cost._counts) for bits, cost in pace._costs.items()})
+    assert known[0] == {0: {1: 7}}
+    assert known[1] == {0: {1: 7}, 1: {1: 2 + 7}}  # of the short ones it takes no more than two
+
+
 def test_a_step_takes_in_no_more_prompt_than_a_piece():
     model = Watched()
     seqs = sequences([10, 3, 8])

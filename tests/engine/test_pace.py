@@ -66,6 +66,33 @@ class TestCost:
         assert cost.more(1) == pytest.approx(GUESS * 0.010)
 
 
+class TestLengths:
+    """Every row of a pass looks at the whole sequence, so long ones make rows dear."""
+
+    def test_each_range_of_lengths_has_its_own_costs(self):
+        pace = learned(0.004, 0.001)
+        for _ in range(200):
+            pace.turn(900)
+            for rows in (1, 2, 4, 8):
+                pace.cost.learn(rows, 0.006 + 0.003 * rows)
+        assert pace.cost.more(2) == pytest.approx(0.003, rel=0.05)
+        pace.turn(100)
+        assert pace.cost.more(2) == pytest.approx(0.001, rel=0.05)
+        pace.turn(700)
+        assert pace.cost.more(2) == pytest.approx(0.003, rel=0.05)
+
+    def test_a_new_range_begins_with_what_the_nearest_one_knows_and_soon_knows_better(self):
+        pace = learned(0.004, 0.001, times=200)
+        pace.turn(300)
+        assert pace.cost.at(4) == pytest.approx(0.008, rel=0.05)
+        for _ in range(12):
+            for rows in (1, 2, 4, 8):
+                pace.cost.learn(rows, 0.006 + 0.001 * rows)
+        assert pace.cost.at(4) == pytest.approx(0.010, rel=0.05)
+        pace.turn(255)
+        assert pace.cost.at(4) == pytest.approx(0.008, rel=0.05)
+
+
 class TestTrim:
     def test_sure_nodes_stay_and_hopeless_ones_go(self):
         pace = learned(0.004, 0.001)

@@ -540,6 +540,19 @@ class TestLongAndManyAtOnce:
         for a, b in zip(run(model, feeds), one, strict=True):
             assert torch.equal(a.logits, b.logits)
 
+    @pytest.mark.parametrize("count", [2, 3])
+    def test_so_it_does_where_heads_do_not_divide_among_the_threads(self, threads, count):
+        """What is left of the heads is split between them, down to single queries."""
+        sizes = dict(hidden_size=288, num_attention_heads=9, num_key_value_heads=3, head_dim=32)
+        model = packs.packed(packs.reference("llama", **sizes), 4)
+        for size in (1, 2, 5):
+            feeds = [Feed(0, tokens(40)[:size], TREES["branches"])]
+            threads(1)
+            (one,) = run(model, feeds)
+            threads(count)
+            (more,) = run(model, feeds)
+            assert torch.equal(one.logits, more.logits)
+
     def test_another_dtype_is_refused(self):
         """Packed weights are computed in float32: a cache of another dtype would be read as if it were that."""
         layer = pair("llama, 4 bits")[0].weights.stack.layers[0]

@@ -41,8 +41,14 @@ class Draft:
             raise ValueError(f"{len(self.tokens)} tokens but {len(self.chances)} chances")
 
     @classmethod
-    def chain(cls, tokens: Sequence[int], probs: Tensor | None = None, chances: Sequence[float] = ()) -> Draft:
-        return cls(tuple(tokens), _chain(len(tokens)), probs, chances=tuple(chances))
+    def chain(
+        cls,
+        tokens: Sequence[int],
+        probs: Tensor | None = None,
+        sources: Sequence[str] = (),
+        chances: Sequence[float] = (),
+    ) -> Draft:
+        return cls(tuple(tokens), _chain(len(tokens)), probs, tuple(sources), tuple(chances))
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -13,7 +13,7 @@ from outrider.drafters.trust import Trust
 
 _FADE = 0.97  # what an old draft of the head weighs after each new one
 LEAST = 0.1  # chance of a node that can be worth its row
-_DRAFT = 0.3  # what a draft of the head takes, in tokens that would be written meanwhile
+_DRAFT = 0.1  # what a draft of the head takes, in tokens that would be written meanwhile
 
 
 class Lookup:

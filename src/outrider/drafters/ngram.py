@@ -4,14 +4,15 @@
 `store=adaptive` counts what followed every n-gram of prompt and output so far and writes the likeliest continuation
 token by token (adaptive n-gram parallel decoding).
 
-How far a guess can be trusted depends on how many tokens match. That is learned from every token that is written,
-drafted or not: looking costs nothing, so a drafter that was wrong for a while knows when it becomes right again.
+How far a guess can be trusted depends on how many tokens match, and on whether the same followed the time before. That
+is learned from every token that is written, drafted or not: looking costs nothing, so a drafter that was wrong for a
+while knows when it becomes right again.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,11 +20,11 @@ from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Drafter, Parts, Step
-from outrider.drafters.odds import MOST, Odds
+from outrider.drafters.odds import AGREED, ALONE, DIFFERED, MOST, Odds, kind
 
 HOPELESS = 0.02  # a node with less chance is worth no row, however cheap
-FEW = 16  # tokens that are learned one by one
-Guess = list[tuple[int, int]]  # tokens, each with how many tokens match before it
+FEW = 16  # tokens of which n-grams are cut out one by one; those of a prompt come column by column
+Guess = list[tuple[int, int]]  # tokens, each with its kind of odds
 
 
 class Ngram(Drafter):
@@ -43,7 +44,7 @@ class Ngram(Drafter):
         if options.length < 1:
             raise OutriderError(f"ngram:length must be at least 1, not {options.length}")
         self._options = options
-        self._odds = Odds(weight=16.0)  # of all sequences
+        self._odds = Odds()  # of all sequences
         self._states: dict[int, _State] = {}
 
     def propose(self, seqs: Seq[Sequence], rooms: Seq[int]) -> list[Draft]:
@@ -59,8 +60,8 @@ class Ngram(Drafter):
         tokens: list[int] = []
         chances: list[float] = []
         reach = 1.0
-        for token, matched in state.guess[:room]:
-            chance = state.odds.chance(matched)
+        for token, sort in state.guess[:room]:
+            chance = state.odds.chance(sort)
             tokens.append(token)
             chances.append(chance)
             reach *= chance
@@ -72,8 +73,8 @@ class Ngram(Drafter):
         state = self._states.get(step.seq.id)
         if state is None or step.verdict is None:
             return
-        for (token, matched), written in zip(state.guess, step.seq.tokens[state.length :], strict=False):
-            state.odds.learn(matched, token == written)
+        for (token, sort), written in zip(state.guess, step.seq.tokens[state.length :], strict=False):
+            state.odds.learn(sort, token == written)
             if token != written:
                 break
 
@@ -92,34 +93,55 @@ class _State:
 
 
 class Recent:
-    """For every n-gram, where its most recent occurrence ended."""
+    """For every n-gram, where its most recent occurrence ended, and the one before."""
 
     def __init__(self, min_n: int, max_n: int) -> None:
         self._sizes = range(max_n, min_n - 1, -1)
         self._ends: dict[tuple[int, ...], int] = {}
+        self._older: dict[tuple[int, ...], int] = {}
         self._seen = 0  # n-grams that end before this place are known
 
     def learn(self, tokens: list[int]) -> None:
         """Take in the n-grams that end before the last token: the last one has no continuation yet."""
+        ends, older = self._ends, self._older
         last = len(tokens) - 1
         for n in self._sizes:
-            first = max(self._seen + 1, n)  # where the first of them ends
-            if last - first < FEW:
-                for end in range(first, last + 1):
-                    self._ends[tuple(tokens[end - n : end])] = end
-            else:  # a prompt: column by column, without a loop
-                columns = (tokens[first - n + i : last - n + 1 + i] for i in range(n))
-                self._ends.update(zip(zip(*columns, strict=True), range(first, last + 1), strict=True))
+            for gram, end in _grams(tokens, n, max(self._seen + 1, n), last):
+                before = ends.get(gram)
+                if before is not None:
+                    older[gram] = before
+                ends[gram] = end
         self._seen = max(self._seen, last)
 
     def guess(self, tokens: list[int], length: int) -> Guess:
         """What follows the match; past the end it goes on with what it has copied (a text that repeats itself)."""
         for n in self._sizes:
-            end = self._ends.get(tuple(tokens[-n:])) if n <= len(tokens) else None
+            gram = tuple(tokens[-n:])
+            end = self._ends.get(gram) if n <= len(tokens) else None
             if end is not None:
-                matched, period = _matched(tokens, end, n), len(tokens) - end
-                return [(tokens[end + i % period], matched + i) for i in range(length)]
+                return _copied(tokens, end, self._older.get(gram), _matched(tokens, end, n), length)
         return []
+
+
+def _grams(tokens: list[int], n: int, first: int, last: int) -> Iterable[tuple[tuple[int, ...], int]]:
+    """Those of n tokens that end at `first` to `last`, each with its end."""
+    if last - first < FEW:
+        return [(tuple(tokens[end - n : end]), end) for end in range(first, last + 1)]
+    columns = (tokens[first - n + i : last - n + 1 + i] for i in range(n))
+    return zip(zip(*columns, strict=True), range(first, last + 1), strict=True)
+
+
+def _copied(tokens: list[int], end: int, older: int | None, matched: int, length: int) -> Guess:
+    period, others = len(tokens) - end, ALONE if older is None else AGREED
+    guessed: Guess = []
+    for i in range(length):
+        token = tokens[end + i % period]
+        if older is not None and older + i < len(tokens) and tokens[older + i] != token:
+            guessed.append((token, kind(matched + i, DIFFERED)))
+            older, others = None, ALONE
+        else:
+            guessed.append((token, kind(matched + i, others)))
+    return guessed
 
 
 def _matched(tokens: list[int], end: int, n: int) -> int:
@@ -159,5 +181,5 @@ class Adaptive:
         for n in self._sizes:
             counts = self._next.get(tuple(tail[-n:])) if n <= len(tail) else None
             if counts:
-                return counts.most_common(1)[0][0], n
+                return counts.most_common(1)[0][0], kind(n)
         return None

@@ -9,7 +9,7 @@ from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Drafter, Parts, Step
-from outrider.drafters.odds import Odds
+from outrider.drafters.odds import Odds, kind
 
 TRUST = 8  # a prediction is believed from its first token on as if so many had matched
 
@@ -40,7 +40,7 @@ class Prediction(Drafter):
                 f"prediction needs 1 <= least <= overlap, not least={options.least}, overlap={options.overlap}"
             )
         self._options = options
-        self._odds = Odds(weight=16.0)
+        self._odds = Odds()
         self._places: dict[int, _Place] = {}
 
     def propose(self, seqs: Seq[Sequence], rooms: Seq[int]) -> list[Draft]:
@@ -54,7 +54,7 @@ class Prediction(Drafter):
         if not place.matched:
             return EMPTY
         tokens = seq.prediction[place.at : place.at + length]
-        return Draft.chain(tokens, chances=[self._odds.chance(place.matched + i) for i in range(len(tokens))])
+        return Draft.chain(tokens, chances=[self._odds.chance(kind(place.matched + i)) for i in range(len(tokens))])
 
     def observe(self, step: Step) -> None:
         """Learn how far the prediction can be trusted from what was written, drafted or not."""
@@ -63,7 +63,7 @@ class Prediction(Drafter):
             return
         written = step.seq.tokens[step.seq.prompt + place.read :]
         for i, (expected, token) in enumerate(zip(step.seq.prediction[place.at :], written, strict=False)):
-            self._odds.learn(place.matched + i, expected == token)
+            self._odds.learn(kind(place.matched + i), expected == token)
             if expected != token:
                 break
 

@@ -115,6 +115,8 @@ class Engine:
             assert not self.scheduler.running, "a running sequence has nothing to feed"
             return []
         clock = [time.perf_counter()]
+        if self.pace is not None:
+            self.pace.turn(sum(len(plan.seq.tokens) for plan in plans) // len(plans))
         drafts = self._draft(plans) if drafting else [EMPTY] * len(plans)
         clock.append(time.perf_counter())
         feeds = [Feed(p.seq.id, p.tokens, d) for p, d in zip(plans, drafts, strict=True)]

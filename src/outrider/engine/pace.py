@@ -1,8 +1,9 @@
 """How much to draft now: measured cost times measured acceptance.
 
-What a pass of so many rows takes is learned from the passes themselves. A node that is kept with chance P is worth its
-row while it brings tokens faster than the step does without it: P / (seconds of the row) > tokens / seconds. The best
-draft of a batch is found by adding nodes in the order of their chances until the next one no longer pays.
+What a pass of so many rows takes is learned from the passes themselves, for short sequences and for long ones. A node
+that is kept with chance P is worth its row while it brings tokens faster than the step does without it: P / (seconds of
+the row) > tokens / seconds. The best draft of a batch is found by adding nodes in the order of their chances until the
+next one no longer pays.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ FADE = 0.95
 PROBE = 16  # a drafter that does not pay is tried again after so many steps
 RENEW = 8  # passes after which the curve is drawn anew: each time would cost as much as a draft
 FAITH = 2  # passes that the line is worth
+SHORT = 256  # tokens of a sequence up to which a row costs the same
 LEAST = 2e-4  # of a pass: no row is cheaper
 TRIED = 12.0  # drafts by which a head is judged, at first
 UNLIKELY = 0.003  # seconds: no draft of one sequence takes longer
@@ -44,6 +46,13 @@ class Cost:
         self._new += 1
         if self._new >= RENEW or count < RENEW:
             self._curve, self._known, self._new = self._fit(), {}, 0
+
+    def like(self) -> Cost:
+        """One that begins with what this one knows, and soon knows better."""
+        other = Cost()
+        other._seconds, other._counts = dict(self._seconds), {rows: min(n, FAITH) for rows, n in self._counts.items()}
+        other._curve = other._fit()
+        return other
 
     def at(self, rows: int) -> float:
         """Seconds of a pass."""
@@ -147,9 +156,18 @@ class Profit:
 
 class Pace:
     def __init__(self) -> None:
-        self.cost = Cost()
+        self.cost = Cost()  # at the length of the sequences that run
+        self._costs = {0: self.cost}  # by the bits of that length
         self._depths: dict[str, Depths] = {}
         self._profits: dict[str, Profit] = {}
+
+    def turn(self, length: int) -> None:
+        """Sequences of so many tokens run now: each row of a pass looks at all of them."""
+        bits = (length // SHORT).bit_length()
+        if bits not in self._costs:
+            nearest = min(self._costs, key=lambda known: abs(known - bits))
+            self._costs[bits] = self._costs[nearest].like()
+        self.cost = self._costs[bits]
 
     def rests(self, drafter: str) -> bool:
         """Whether a drafter that costs something should not draft now."""
