@@ -47,11 +47,24 @@ def test_nothing_is_copied_without_room_or_match():
     ("kept", "chance", "enough"), [(1, 0.8, False), (1, 0.95, True), (5, 0.95, False), (5, 0.99, True), (0, 0.1, True)]
 )
 def test_the_head_is_asked_where_it_would_help_more_than_it_takes(kept, chance, enough):
-    assert lookup(kept).enough(copy(9, chances=[chance])) == enough
+    assert lookup(kept).enough(sequence(), copy(9, chances=[chance])) == enough
 
 
 def test_without_a_copy_the_head_is_always_asked():
-    assert not lookup(kept=0).enough(EMPTY)
+    assert not lookup(kept=0).enough(sequence(), EMPTY)
+
+
+def test_in_a_text_that_goes_fast_the_head_is_asked_less():
+    made, seq, likely = lookup(kept=1), sequence(), copy(9, chances=[0.8])
+    for _ in range(3):
+        made.spend(0.001)
+    seq.stats.tokens, seq.stats.seconds = 101, {"target": 1.0}  # 0.1 tokens meanwhile
+    assert not made.enough(seq, likely)
+    seq.stats.seconds = {"target": 0.2}  # 0.5 tokens
+    assert made.enough(seq, likely)
+    for _ in range(50):
+        made.spend(0.0001)
+    assert not made.enough(seq, likely)
 
 
 def test_what_was_copied_is_not_the_merit_of_the_head():

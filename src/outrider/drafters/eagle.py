@@ -6,6 +6,7 @@ at s (the target's, joined from several of its blocks; while drafting its own la
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
@@ -386,11 +387,16 @@ class Eagle(Drafter):
 
     def propose(self, seqs: Seq[Sequence], rooms: Seq[int]) -> list[Draft]:
         copies = self.cheap(seqs, rooms)
-        asked = [i for i, copy in enumerate(copies) if rooms[i] > 0 and self._ready(seqs[i]) and self._wants(copy)]
+        asked = [
+            i for i, copy in enumerate(copies) if rooms[i] > 0 and self._ready(seqs[i]) and self._wants(seqs[i], copy)
+        ]
         most = self._options.tree or self._length
         writers = {i: Writer(seqs[i], min(rooms[i], most), self._options.greedy) for i in asked}
+        begin = time.perf_counter()
         if writers and not self._at_once(list(writers.values())):
             self._write(list(writers.values()), self._catch_up([seqs[i] for i in asked]))
+        if writers and self._lookup is not None:
+            self._lookup.spend((time.perf_counter() - begin) / len(writers))
         drafts = list(copies)
         for i, writer in writers.items():
             draft = writer.draft(self._drawing if writer.draws else self._guessing)
@@ -432,9 +438,9 @@ class Eagle(Drafter):
     def _looked_up(self, seq: Sequence, room: int) -> Draft:
         return EMPTY if self._lookup is None else self._lookup.propose(seq, room)
 
-    def _wants(self, copy: Draft) -> bool:
+    def _wants(self, seq: Sequence, copy: Draft) -> bool:
         """Whether the head is asked as well."""
-        return self._lookup is None or not self._lookup.enough(copy)
+        return self._lookup is None or not self._lookup.enough(seq, copy)
 
     def _ready(self, seq: Sequence) -> bool:
         """Whether the target has shown its states up to the last token, and no draft began from there yet."""

@@ -13,7 +13,8 @@ from outrider.drafters.trust import Trust
 
 _FADE = 0.97  # what an old draft of the head weighs after each new one
 LEAST = 0.1  # chance of a node that can be worth its row
-_DRAFT = 0.1  # what a draft of the head takes, in tokens that would be written meanwhile
+_DRAFT = 0.15  # what a draft of the head takes, in tokens that would be written meanwhile, until that is known
+_KNOWN = 8  # tokens of a sequence after which its speed is
 
 
 class Lookup:
@@ -21,6 +22,7 @@ class Lookup:
         """`least`: how many tokens have to match."""
         self._ngram = Ngram(Ngram.Options(max_n=least + 2, min_n=least), parts)
         self._tries, self._kept = 1.0, 1.0  # drafts that the head was asked for, and their tokens that were kept
+        self._seconds = 0.0  # of a draft of the head
         self._trust = Trust()  # in copies where the head says something else
         self._parted: dict[int, _Parting] = {}  # by sequence, in its last draft
 
@@ -29,9 +31,22 @@ class Lookup:
         draft = self._ngram.propose([seq], [room])[0] if room > 0 else EMPTY
         return replace(draft, sources=(Ngram.name,) * len(draft)) if draft else EMPTY
 
-    def enough(self, copy: Draft) -> bool:
+    def enough(self, seq: Sequence, copy: Draft) -> bool:
         """Whether the head, which would help where the copy is wrong at once, is not worth its time."""
-        return bool(copy) and (1.0 - copy.chances[0]) * self._kept / self._tries < _DRAFT
+        return bool(copy) and (1.0 - copy.chances[0]) * self._kept / self._tries < self._price(seq)
+
+    def spend(self, seconds: float) -> None:
+        """A draft of the head took so long."""
+        more = seconds - self._seconds
+        self._seconds += 0.1 * min(more, self._seconds) if self._seconds else more
+
+    def _price(self, seq: Sequence) -> float:
+        """Tokens that are written in the time of the head's draft: many where the text goes fast."""
+        stats = seq.stats
+        seconds = sum(stats.seconds.values()) - stats.first_seconds
+        if stats.tokens < _KNOWN or seconds <= 0.0 or not self._seconds:
+            return _DRAFT
+        return self._seconds * (stats.tokens - 1) / seconds
 
     def merge(self, seq: Sequence, draft: Draft, copy: Draft) -> Draft:
         """Both as one tree: what they agree on stands there once, where they part the copy is a branch of its own."""
