@@ -24,6 +24,7 @@ from outrider.train.kinds import calibrate
 from outrider.train.net import DraftNet, spread
 from outrider.train.optimiser import Optimiser, rate
 from outrider.train.order import Batch, Order
+from outrider.train.run import reserved
 from outrider.train.talks import Text, answer_to, talk
 from outrider.train.write import Writer
 
@@ -298,3 +299,8 @@ def test_a_job_says_what_is_wrong_with_it():
 def test_what_ended_a_turn_is_not_part_of_it():
     assert trim([1, 2, 9], frozenset([9])) == [1, 2]
     assert trim([1, 2], frozenset([9])) == [1, 2]
+
+
+@pytest.mark.parametrize(("seconds", "left", "kept"), [(50.0, 320.0, 50.0), (70.0, 80.0, 20.0), (5.0, 0.0, 0.0)])
+def test_a_short_run_learns_before_it_measures(seconds, left, kept):
+    assert reserved(seconds, left) == kept

@@ -37,6 +37,7 @@ from outrider.train.order import Order
 LONGEST = 1024  # tokens of a text that are learned from
 LIVE, SHORT = 5, 64  # so often acceptance is measured on the way, with so many tokens of each answer
 LOOKING = 0.05  # of the time, at most
+MEASURING = 0.25  # of the time after the texts may be kept for the table at the end
 FULL = 128  # tokens of an answer in the table at the end
 FEW = 8  # prompts of a file are too few to learn from
 
@@ -94,6 +95,12 @@ def train(task: Task) -> Outcome:
     state = checkpoint.begin(task.out, task.resume)
     task = replace(task, begun=task.begun - state.seconds)
     return _Run(task, state).go()
+
+
+def reserved(seconds: float, left: float) -> float:
+    """Of the time that is left, what is not for learning. A run that is too short ends late rather than having learned
+    nothing."""
+    return min(seconds, MEASURING * left)
 
 
 class _Run:
@@ -235,7 +242,7 @@ class _Run:
         looks = [first] * len(self._specs)
         if self._device.type == "cuda":  # the first one built what all others use; a tree takes longer than a chain
             looks = [self._timed(spec) for spec in self._specs]
-        return looks[0], 2.0 + first + sum(looks) * FULL / SHORT
+        return looks[0], reserved(2.0 + first + sum(looks) * FULL / SHORT, self._clock.left)
 
     def _timed(self, spec: str) -> float:
         begin = time.monotonic()
