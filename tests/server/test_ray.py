@@ -122,6 +122,7 @@ class TestOnRay:
         lorax = on_ray.post("/generate", {"inputs": "the red fox", "parameters": {"max_new_tokens": 24}}).json()
         assert lorax["generated_text"] == expected.text
         assert httpx.get(f"{on_ray.url}/v1/models").json()["data"][0]["id"] == "quick"
+        wait_for(lambda: on_ray.health()["models"]["quick"]["replicas"] == 2)  # one is enough to be ready
         assert on_ray.health() == {
             "status": "ok",
             "models": {"quick": {"status": "ready", "restarts": 0, "reason": "", "replicas": 2}},

@@ -155,8 +155,9 @@ class Profit:
 
 
 class Pace:
-    def __init__(self) -> None:
-        self.cost = Cost()  # at the length of the sequences that run
+    def __init__(self, cost: Cost | None = None) -> None:
+        """`cost`: of short sequences, where it is known."""
+        self.cost = cost or Cost()  # at the length of the sequences that run
         self._costs = {0: self.cost}  # by the bits of that length
         self._depths: dict[str, Depths] = {}
         self._profits: dict[str, Profit] = {}
