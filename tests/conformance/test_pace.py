@@ -32,10 +32,10 @@ class Fickle(Cost):
     def __init__(self):
         super().__init__()
         self.slopes = itertools.cycle([1e-5, 1e-3, 0.3, 1e-4, 3e-3])
-        self.slope, self.last = 0.0, 0
+        self.slope, self.last = next(self.slopes), 0
 
     def at(self, rows):
-        if rows != self.last + 1:  # not the next row of the same look
+        if rows < self.last:  # another look: within one, rows are added
             self.slope = next(self.slopes)
         self.last = rows
         return 1.0 + self.slope * rows
