@@ -1,5 +1,6 @@
 """`outrider bench --backend local --backend vllm`: the same drafters on both."""
 
+import json
 import sys
 
 import pytest
@@ -48,7 +49,7 @@ def test_vllm_alone_and_by_default_with_ngrams(tmp_path):
     [
         ({"backends": ["cluster"]}, "unknown backend 'cluster'; known: local, vllm"),
         ({"backends": ["local", "vllm"], "drafts": ["layer_skip"]}, "vLLM has no drafter 'layer_skip'"),
-        ({"backends": ["vllm"], "dtype": "float32"}, "for our own engine"),
+        ({"backends": ["vllm"], "own": {"dtype": "float32"}}, "for our own engine"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(tmp_path, given, reason):
@@ -74,3 +75,33 @@ def test_a_config_file_says_model_and_drafter(tmp_path, capsys, tiny_folder):
     assert main(["bench", "--config", *map(str, (file, *args))]) == 0
     said = capsys.readouterr().out
     assert "ngram:min_n=1" in said
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("device: cuda", "measure a GPU with python -m outrider.gpubench"),
+        ("backend: vllm\nengine_args: {block_size: 16}", "leave engine_args out of the file"),
+        ("backend: vllm\ndtype: float32", "leave dtype out of the file"),
+    ],
+)
+def test_what_a_benchmark_cannot_honour_of_a_file_is_refused(tmp_path, capsys, tiny_folder, said, why):
+    file = tmp_path / "c.yaml"
+    file.write_text(f"model: {tiny_folder}\n{said}\n")
+    assert main(["bench", "--config", str(file), "--output", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().err
+    assert why in " ".join(told.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_our_own_engine_is_measured_as_the_file_says(tmp_path, capsys, tiny_folder):
+    file = tmp_path / "c.yaml"
+    file.write_text(f"model: {tiny_folder}\nquantize: int8\npace: false\nthreads: 1\nsampling: {{temperature: 0.7}}\n")
+    args = ("--kind", "edit", "--limit", 1, "--rounds", 1, "--max-tokens", 8, "--output", tmp_path / "out")
+    drafts = ("--draft", "layer_skip:layers=2")
+    assert main(["bench", "--config", *map(str, (file, *args, *drafts))]) == 0
+    assert "sampling and query_prefix of the file play no part" in " ".join(capsys.readouterr().err.split())
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert (report["settings"]["quantize"], report["settings"]["pace"]) == ("int8", False)
+    [drafted] = [run for run in report["runs"] if run["mode"] != "none"]
+    assert drafted["stats"]["drafted"] > 0

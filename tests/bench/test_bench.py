@@ -32,9 +32,11 @@ def outrider(monkeypatch, capsys):
 
 
 def test_a_real_run(outrider, tiny_folder, prompts, tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text(f"model: {tiny_folder}\npace: false\n")  # what is drafted does not depend on the clock
     args = ("--prompts", prompts, "--rounds", 2, "--max-tokens", 24, "--threads", 1, "--output", tmp_path / "out")
     drafts = ("--draft", "ngram:min_n=1", "--draft", "layer_skip:layers=2")
-    code, out, _ = outrider("bench", "--model", tiny_folder, *args, *drafts)
+    code, out, _ = outrider("bench", "--config", file, *args, *drafts)
     assert code == 0
     assert "Decoding speed over all prompts" in out
     report = json.loads((tmp_path / "out" / "report.json").read_text())

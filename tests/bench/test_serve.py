@@ -11,10 +11,10 @@ import time
 from urllib.parse import urlsplit
 
 import pytest
+from serving import outrider_serve
 
 from outrider.bench import serve_report as reports
 from outrider.bench.load import Load
-from outrider.bench.own_server import OwnServer
 from outrider.bench.serve import Outcome, Plan, asked, body, parse_streams, speculative
 from outrider.bench.workloads import Prompt
 from outrider.cli import main
@@ -31,9 +31,11 @@ def prompts(tmp_path):
 
 @pytest.fixture(scope="module")
 def server(tiny_folder, tmp_path_factory):
-    log = tmp_path_factory.mktemp("server") / "server.log"
-    with OwnServer(str(tiny_folder), "ngram:min_n=1", 4, 1, log) as server:
-        yield server
+    """Where one listens that always drafts as much as it can: what is drafted does not depend on the clock."""
+    file = tmp_path_factory.mktemp("server") / "c.yaml"
+    file.write_text(f"model: {tiny_folder}\ndraft: ngram:min_n=1\nthreads: 1\nmax_batch: 4\npace: false\n")
+    with outrider_serve("--config", file, "--log-level", "warning") as client:
+        yield client.base_url
 
 
 def outrider(capsys, *args):
@@ -70,25 +72,26 @@ def test_a_real_run_with_a_server_of_our_own(capsys, tiny_folder, prompts, tmp_p
         assert row["tokens_per_second"] > 0
         assert row["first_ms"]["p50"] > 0
     assert rows[1, "none"]["acceptance_rate"] is None  # off is off
-    assert rows[1, "layer_skip:layers=2"]["acceptance_rate"] is not None
     assert "| 1 | none |" in (out / "report.md").read_text()
     assert not reachable(re.search(r"http\S+", (out / "server.log").read_text())[0])  # it ended with the benchmark
 
 
 def test_a_server_that_runs_already_with_luck_and_seeds(capsys, server, prompts, tmp_path):
     args = ("--prompts", prompts, "--streams", "2", "--rounds", 1, "--max-tokens", 12, "--temperature", 0.9)
-    out = tmp_path / "out"
-    code, _, _ = outrider(capsys, "bench", "serve", "--url", server.url + "/", *args, "--output", out)
+    drafts, out = ("--draft", "ngram", "--draft", "layer_skip:layers=2"), tmp_path / "out"
+    code, _, _ = outrider(capsys, "bench", "serve", "--url", server + "/", *args, *drafts, "--output", out)
     assert code == 0
     report = json.loads((out / "report.json").read_text())
-    plain, drafted = report["summary"]["levels"]
-    assert (plain["mode"], drafted["mode"], drafted["void"], drafted["as_alone"]) == ("none", "ngram", False, 2)
+    plain, *drafted = report["summary"]["levels"]
+    assert [row["mode"] for row in (plain, *drafted)] == ["none", *drafts[1::2]]
+    assert all((row["void"], row["as_alone"]) == (False, 2) for row in drafted)
+    assert drafted[1]["acceptance_rate"] is not None
     assert "temperature 0.9 with a seed for each prompt" in (out / "report.md").read_text()
-    assert reachable(server.url)
+    assert reachable(server)
 
 
 def test_what_the_server_refuses_is_said_before_anything_is_measured(capsys, server, prompts, tmp_path):
-    args = ("--url", server.url, "--prompts", prompts, "--output", tmp_path / "out")
+    args = ("--url", server, "--prompts", prompts, "--output", tmp_path / "out")
     code, _, err = outrider(capsys, "bench", "serve", *args, "--model", "nobody")
     assert code == 2
     assert "no model 'nobody' is launched" in err
@@ -283,7 +286,7 @@ def test_letting_go_ends_a_wave(speaker):
     threading.Timer(0.3, load.close).start()
     begin = time.monotonic()
     assert load.ask({}).error
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 15
 
 
 # The report

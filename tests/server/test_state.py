@@ -21,7 +21,9 @@ def test_the_launched_set_survives_a_restart(tmp_path, tiny_folder, tiny_draft):
     target, draft, gone = (tmp_path / name for name in ("target", "draft", "gone"))
     for source, folder in ((tiny_folder, target), (tiny_draft, draft), (tiny_draft, gone)):
         shutil.copytree(source, folder)
-    common = ("--state", state, "--allow-folder", tmp_path, "--threads", 1, "--cache-memory", 0.05)
+    settings = tmp_path / "c.yaml"
+    settings.write_text("pace: false\nthreads: 1\ncache_memory: 0.05\n")  # what is drafted does not depend on the clock
+    common = ("--config", settings, "--state", state, "--allow-folder", tmp_path)
     with outrider_serve("--no-model", *common) as client:
         pair = client.launch_speculative_llm(str(target), None, None, str(draft), None, None, n_gpu=None)
         client.launch_model(str(gone), model_uid="gone", max_batch=3)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from outrider import drafters
@@ -32,7 +33,7 @@ class Plan:
     timeout: float  # seconds for one run
     python: dict[str, str]  # engine -> interpreter
     draft_model: str | None = None
-    dtype: str = "auto"  # of our own engine
+    own: dict[str, Any] = field(default_factory=dict)  # settings of our own engine
     speculation: dict[str, dict[str, Any]] = field(default_factory=dict)  # mode of vLLM -> its speculative_config
 
     def __post_init__(self) -> None:
@@ -59,14 +60,14 @@ def make(
     python: Sequence[str],
     draft_model: str | None,
     output: Path,
-    dtype: str = "auto",
+    own: Mapping[str, Any] = MappingProxyType({}),
     backends: Sequence[str] = (),
 ) -> Plan:
     for spec in drafts:
         drafters.parse(spec)
     engines = [*engines, *(engine for engine in map(_engine, backends) if engine not in engines)]
     ours = any(spec in (OURS, "all") for spec in engines)
-    if not ours and (dtype != "auto" or (drafts and "vllm" not in backends)):
+    if not ours and (own or (drafts and "vllm" not in backends)):
         raise OutriderError(f"--draft and --dtype are for our own engine: add --engine {OURS} or leave them out")
     wanted = drafts or default_drafts()
     known = workloads.built_in() if prompts is None else workloads.read_jsonl(prompts)
@@ -82,7 +83,7 @@ def make(
         timeout=timeout,
         python=_interpreters(python),
         draft_model=draft_model,
-        dtype=Settings(dtype=dtype).dtype,
+        own=dict(own),
         speculation=_speculation(wanted) if "vllm" in backends else {},
     )
     claim(output)

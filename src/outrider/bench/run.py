@@ -116,7 +116,7 @@ class Bench:
             "modes": list(modes),
             "ends": self._text.ends,
             "threads": self._plan.threads,
-            "dtype": self._plan.dtype,
+            "own": self._plan.own,
             "context": context,
             "speculation": self._speculation(modes) if peer.name == "vllm" else {},
         }

@@ -7,7 +7,7 @@ import signal
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -20,10 +20,13 @@ from outrider.cli import bench_serve, options
 from outrider.cli.options import DEFAULT
 from outrider.cli.screen import bar, note
 from outrider.core.errors import OutriderError
+from outrider.core.sampling import SamplingParams
 from outrider.models import sources
-from outrider.settings import BACKENDS
+from outrider.settings import BACKENDS, Config, Settings
 
 WHAT = "What is measured"
+OWN = ("dtype", "quantize", "pace", "piece", "cache_memory", "max_draft_batch")  # settings that one stream can feel
+FIXED_ON_VLLM = ("dtype", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "engine_args")
 
 
 class Size(NamedTuple):
@@ -119,8 +122,9 @@ def bench(
     if ctx.invoked_subcommand is not None:
         _refuse_options(ctx)
         return
+    own = {} if dtype == DEFAULT.dtype else {"dtype": Settings(dtype=dtype).dtype}
     if config is not None:
-        model, backend, draft, dtype, threads = _said(ctx, config)
+        model, backend, draft, threads, own = _said(ctx, config)
     size = QUICK if quick else FULL
     plan = plans.make(
         model=model,
@@ -137,7 +141,7 @@ def bench(
         timeout=timeout,
         python=python or [],
         draft_model=draft_model,
-        dtype=dtype,
+        own=own,
         output=output or Path(f"outrider-bench-{datetime.now():%Y-%m-%d-%H%M%S}"),
     )
     for name in sources.KNOWN.keys() & {model, draft_model}:
@@ -162,19 +166,40 @@ def _refuse_options(ctx: typer.Context) -> None:
             raise OutriderError(f"{flag} stands before {ctx.invoked_subcommand}; write it after")
 
 
-def _said(ctx: typer.Context, file: Path) -> tuple[str, list[str] | None, list[str], str, int]:
-    """Model, backends, drafters, dtype and threads of a config file, and what was given on the command line over it."""
+def _said(ctx: typer.Context, file: Path) -> tuple[str, list[str], list[str], int, dict[str, Any]]:
+    """Model, backends, drafters, threads and settings of our own engine, of a config file and of what was given on the
+    command line over it."""
     lists = {name: ctx.params.pop(name) for name in ("backend", "draft")}
     said = options.chosen(ctx, file)
     for line in said.notes:
         note(line)
     settings = said.settings
+    backends = lists["backend"] or [settings.backend]
+    _refuse_settings(said, backends)
     if settings.speculative_config is not None and not lists["draft"]:
         lists["draft"] = [speculation.to_draft(settings.speculative_config)]
+    own = {name: getattr(settings, name) for name in OWN if getattr(settings, name) != getattr(DEFAULT, name)}
     return (
         settings.model,
-        lists["backend"] or [settings.backend],
+        backends,
         lists["draft"] or [settings.draft],
-        settings.dtype if settings.backend == "local" else "auto",
         settings.threads,
+        own if settings.backend == "local" else {},
     )
+
+
+def _refuse_settings(said: Config, backends: list[str]) -> None:
+    """What a file says and a benchmark cannot honour."""
+    if said.settings.device not in ("auto", "cpu"):
+        raise OutriderError(
+            f"outrider bench runs on the CPU, not on {said.settings.device}; leave out device, or measure a GPU with "
+            "python -m outrider.gpubench"
+        )
+    if "vllm" in backends:
+        for name in FIXED_ON_VLLM:
+            if getattr(said.settings, name) != getattr(DEFAULT, name):
+                raise OutriderError(f"outrider bench runs vLLM with a {name} of its own; leave {name} out of the file")
+    if said.params != SamplingParams() or said.query_prefix:
+        note(
+            "sampling and query_prefix of the file play no part: greedy decoding of the prompts as they are is measured"
+        )

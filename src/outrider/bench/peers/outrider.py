@@ -15,8 +15,8 @@ def load(config: dict[str, Any]) -> Any:
     from outrider.core.sampling import SamplingParams
     from outrider.settings import Settings
 
-    chosen = {name: config[name] for name in ("model", "dtype", "threads")}
-    backend = build.local(Settings(draft="none", device="cpu", **chosen))
+    settings = Settings(config["model"], draft="none", device="cpu", threads=config["threads"], **config["own"])
+    backend = build.local(settings)
 
     def generate(mode: str, ids: list[int], max_tokens: int) -> dict[str, Any]:
         request = Request(prompt=ids, params=SamplingParams(max_tokens=max_tokens), draft=mode, stream=True)
