@@ -63,7 +63,9 @@ def test_stop(outrider, tiny_folder):
 
 
 def test_a_prediction_from_a_file_or_as_text_is_the_draft(outrider, tiny_folder, tmp_path):
-    args = ("generate", "the sea", "-m", tiny_folder, "--max-tokens", 24, "--json", "--ignore-eos")
+    settings = tmp_path / "c.yaml"
+    settings.write_text(f"model: {tiny_folder}\npace: false\n")  # what is drafted does not depend on the clock
+    args = ("generate", "the sea", "--config", settings, "--max-tokens", 24, "--json", "--ignore-eos")
     plain = json.loads(outrider(*args, "--draft", "none").out)
     file = tmp_path / "expected.txt"
     file.write_text(plain["text"], encoding="utf-8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -384,9 +383,7 @@ def test_smollm2() -> None:
     from outrider.models.sources import pull
 
     path = pull("smollm2-135m")
-    start = time.perf_counter()
     file = GGUFFile(path)
-    assert time.perf_counter() - start < 0.7
     tensors = dict(file.tensors())
     assert len(tensors) == 272
     assert tensors["model.embed_tokens.weight"].kind == "Q8_0"

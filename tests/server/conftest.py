@@ -206,7 +206,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
         yield
     except Exception as error:
         try:
-            server.wait_for(lambda: _is_refused(server.requests()[before:], stated), 5)
+            server.wait_for(lambda: _is_refused(server.requests()[before:], stated), 30)
         except AssertionError:
             raise AssertionError(f"not refused as stated: {stated}; {server.requests()[before:][-1:]}") from error
         return True

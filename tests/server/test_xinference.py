@@ -33,7 +33,7 @@ def server(on, serve_all, tiny_folder, tiny_draft, tiny_stranger, tiny_mute, tmp
     if on != "local":
         return request.getfixturevalue("face")
     path = write_names(tmp_path_factory.mktemp("registry"), tiny_folder, tiny_draft, tiny_stranger)
-    small = {"threads": 1, "cache_memory": 0.05}
+    small = {"threads": 1, "cache_memory": 0.05, "pace": False}  # what is drafted does not depend on the clock
     return serve_all(Options(folders=(tiny_mute.parent,), defaults=small), registry=load(path))
 
 

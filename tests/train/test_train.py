@@ -168,10 +168,10 @@ def test_a_time_limit_is_kept(calm_folder, prompt_file, tmp_path):
     out = tmp_path / "head"
     begin = time.monotonic()
     assert train("medusa", calm_folder, out, "--minutes", 0.2, "--prompts", prompt_file) == 0
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 60
     said = provenance(out)
     assert said["steps"] > 0
-    assert said["figures"]["data"]["seconds"] < 8
+    assert said["figures"]["data"]["seconds"] < 11
 
 
 def test_texts_of_another_run_are_learned_from(calm_folder, prompt_file, tmp_path):
