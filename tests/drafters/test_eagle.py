@@ -539,11 +539,13 @@ def test_lookup_is_taken_where_it_promises_more_and_the_head_elsewhere():
         Sequence(0, list(repeating), SamplingParams(max_tokens=24)),
         Sequence(1, list(TEXTS[0]), SamplingParams(max_tokens=24)),
     ]
-    engine = run(model(), drafters.build("eagle:head=eagle,lookup=3", parts("llama")), seqs)
+    drafter = drafters.build("eagle:head=eagle,lookup=3", parts("llama"))
+    engine = run(model(), drafter, seqs)
     plain = [plainly(model(), seq.tokens[: seq.prompt], SamplingParams(max_tokens=24)) for seq in seqs]
     assert outputs(seqs) == outputs(plain)
     assert engine.stats.drafted_by_drafter["ngram"] > 0
     assert engine.stats.drafted_by_drafter["eagle"] > 0
+    assert drafter._lookup._seconds > 0.0  # what the head takes is weighed against what it brings
 
 
 def test_several_heads_and_none_share_a_batch():

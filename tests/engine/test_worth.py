@@ -82,8 +82,18 @@ def test_passes_that_meet_new_shapes_decide_nothing_though_they_are_many():
 def test_plain_steps_of_many_passes_are_as_fast_as_those_of_one():
     worth = Worth()
     for count in range(2 * TRIES):
-        passes = 1 if count % 4 == 0 else 16
+        passes = 16 if count % 4 == 0 else 1
         worth.learn(64, False, 64 * passes, 0.001 * passes)
     for _ in range(TRIES):
         worth.learn(64, True, 70, 0.001)
     assert worth.drafts(64)
+
+
+def test_after_a_change_it_looks_soon_again():
+    worth = Worth()
+    steps(worth, 2 * TRIES + 8 * SELDOM, {True: 100.0, False: 300.0})
+    changed = steps(worth, 8 * SELDOM, {True: 900.0, False: 300.0})
+    begin = changed.index(True)
+    while not all(changed[begin : begin + AGAIN - 1]):
+        begin += 1
+    assert changed[begin:][: 2 * AGAIN].count(False) == PROBE

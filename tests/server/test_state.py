@@ -29,6 +29,7 @@ def test_the_launched_set_survives_a_restart(tmp_path, tiny_folder, tiny_draft):
         client.launch_model(str(gone), model_uid="gone", max_batch=3)
         before = client.get_model(pair).generate("the red fox", {"max_tokens": 8, "temperature": 0})
     assert [spec.uid for spec in read(state)] == [pair, "gone"]
+    assert not any(spec.settings.pace for spec in read(state))  # as the server's own file says
     shutil.rmtree(gone)
     with outrider_serve(draft, "--uid", "given", *common) as client:
         models = client.list_models()
