@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from hypothesis import given, strategies as st
 from tiny import Markov, outputs, run
 
 from outrider import drafters
@@ -113,6 +114,11 @@ class TestNgram:
         assert [len(d) > 0 for d in drafter.propose(seqs, [9, 9])] == [True, False]
 
 
+def _places(text, part):
+    """Where the part ends in the text."""
+    return [end for end in range(len(part), len(text) + 1) if text[end - len(part) : end] == part]
+
+
 class TestPrediction:
     def follow(self, prediction, output, spec="prediction:length=3"):
         """The draft after the output came in one token at a time."""
@@ -141,6 +147,20 @@ class TestPrediction:
         prediction = [7, 3, 4, 1, 0, 3, 4, 2]
         assert self.follow(prediction, [7, 3, 4, 1, 0, 9, 3, 4], "prediction:length=1") == [2]
         assert self.follow(prediction, [7, 9, 3, 4], "prediction:length=1") == [1]
+
+    @given(st.lists(st.integers(0, 3), max_size=24), st.lists(st.integers(0, 4), min_size=1, max_size=24))
+    def test_it_is_found_as_by_hand(self, prediction, output):
+        """The longest of the output's ends that the prediction has, and of these the nearest."""
+        at, matched = 0, 8
+        for count in range(1, len(output) + 1):
+            written, expected = output[:count], prediction[at : at + 1]
+            at += 1
+            matched = matched + 1 if matched and expected == written[-1:] else 0
+            if not matched:
+                sizes = (size for size in range(min(8, count), 1, -1) if _places(prediction, written[-size:]))
+                matched = next(sizes, 0)
+                at = min(_places(prediction, written[-matched:]), key=lambda end: abs(end - at)) if matched else at
+        assert self.follow(prediction, output) == (prediction[at : at + 3] if matched else [])
 
 
 class TestDraftModel:

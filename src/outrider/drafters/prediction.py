@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -42,6 +43,7 @@ class Prediction(Drafter):
         self._options = options
         self._odds = Odds()
         self._places: dict[int, _Place] = {}
+        self._found: dict[int, dict[tuple[int, ...], list[int]]] = {}  # by sequence, once it has departed: see _ends
 
     def propose(self, seqs: Seq[Sequence], rooms: Seq[int]) -> list[Draft]:
         return [self._propose(seq, min(room, self._options.length)) for seq, room in zip(seqs, rooms, strict=True)]
@@ -49,8 +51,7 @@ class Prediction(Drafter):
     def _propose(self, seq: Sequence, length: int) -> Draft:
         if not seq.prediction:
             return EMPTY
-        output = seq.tokens[seq.prompt :]
-        place = self._places[seq.id] = self._follow(seq.prediction, output, self._places.get(seq.id, _Place()))
+        place = self._places[seq.id] = self._follow(seq, self._places.get(seq.id, _Place()))
         if not place.matched:
             return EMPTY
         tokens = seq.prediction[place.at : place.at + length]
@@ -62,24 +63,42 @@ class Prediction(Drafter):
         if place is None or not place.matched or step.verdict is None:
             return
         written = step.seq.tokens[step.seq.prompt + place.read :]
-        for i, (expected, token) in enumerate(zip(step.seq.prediction[place.at :], written, strict=False)):
-            self._odds.learn(kind(place.matched + i), expected == token)
-            if expected != token:
+        expected = step.seq.prediction[place.at : place.at + len(written)]
+        for i, (token, came) in enumerate(zip(expected, written, strict=False)):
+            self._odds.learn(kind(place.matched + i), token == came)
+            if token != came:
                 break
 
-    def _follow(self, prediction: tuple[int, ...], output: list[int], last: _Place) -> _Place:
+    def _follow(self, seq: Sequence, last: _Place) -> _Place:
         """Where in the prediction the output stands now."""
-        fresh = tuple(output[last.read :])
-        at = last.at + len(fresh)
-        if last.matched and prediction[last.at : at] == fresh:
-            return _Place(len(output), at, last.matched + len(fresh))
-        longest = min(self._options.overlap, len(output))
-        for size in range(longest, self._options.least - 1, -1):
-            tail = tuple(output[-size:])
-            ends = [i + size for i in range(len(prediction) - size + 1) if prediction[i : i + size] == tail]
-            if ends:
-                return _Place(len(output), min(ends, key=lambda end: abs(end - at)), size)
-        return _Place(len(output), at, matched=0)
+        fresh = tuple(seq.tokens[seq.prompt + last.read :])
+        read, at = last.read + len(fresh), last.at + len(fresh)
+        if last.matched and seq.prediction[last.at : at] == fresh:
+            return _Place(read, at, last.matched + len(fresh))
+        tail = seq.tokens[max(seq.prompt, len(seq.tokens) - self._options.overlap) :]
+        found = [(_shared(tail, seq.prediction, end), end) for end in self._ends(seq, tail)]
+        if not found:
+            return _Place(read, at, matched=0)
+        size, end = max(found, key=lambda place: (place[0], -abs(place[1] - at)))
+        return _Place(read, end, size)
+
+    def _ends(self, seq: Sequence, tail: list[int]) -> Seq[int]:
+        """Where the last tokens of the output, as few as will do, end in the prediction. It is searched once."""
+        least = self._options.least
+        if len(tail) < least:
+            return ()
+        if seq.id not in self._found:
+            found = self._found[seq.id] = defaultdict(list)
+            for end in range(least, len(seq.prediction) + 1):
+                found[seq.prediction[end - least : end]].append(end)
+        return self._found[seq.id].get(tuple(tail[-least:]), ())
 
     def forget(self, id: int) -> None:
         self._places.pop(id, None)
+        self._found.pop(id, None)
+
+
+def _shared(tail: list[int], prediction: tuple[int, ...], end: int) -> int:
+    """How many of the last tokens stand before this place."""
+    most = min(len(tail), end)
+    return next((i for i in range(most) if tail[-1 - i] != prediction[end - 1 - i]), most)
