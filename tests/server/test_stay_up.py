@@ -1,5 +1,6 @@
 """What a server must survive: crowds, clients that vanish, those that wait too long, strangers, and its own end."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import json
@@ -13,9 +14,13 @@ import time
 
 import httpx
 import pytest
+from fastapi import Request as HttpRequest
 
 from outrider import LLM, SamplingParams
-from outrider.server.answers import Options
+from outrider.server.answers import Options, patience
+from outrider.server.app import create_app
+from outrider.server.errors import Timeout
+from outrider.server.fleet import Fleet
 from outrider.server.workers import Limits
 
 ENDLESS = {"prompt": "the red fox", "max_tokens": 8000, "ignore_eos": True, "temperature": 0}
@@ -143,7 +148,7 @@ class TestLimits:
         assert too_many.status_code == 429
 
     def test_who_asks_for_too_long_is_stopped(self, serve, quick):
-        server = serve(Options(timeout=0.3))
+        server = serve(Options(timeout=0.8))
         server.launch(quick)
         late = server.post("/v1/completions", ENDLESS)
         assert (late.status_code, late.json()["error"]["type"]) == (408, "timeout_error")
@@ -151,6 +156,21 @@ class TestLimits:
             *_, last = events(answer.iter_lines())
         assert json.loads(last)["error"]["code"] == "timeout"
         settled(server, 5)
+
+    def test_waiting_and_answering_share_the_time(self):
+        """Where a request has waited for its turn, its answer has only what is left."""
+
+        async def answer() -> None:
+            begun = asyncio.get_running_loop().time() - 60.0
+            request = HttpRequest({"type": "http", "app": app, "state": {"begun": begun}})
+            async with patience(request):
+                await asyncio.sleep(0.01)
+
+        app = create_app(Fleet(), Options(timeout=90.0))
+        asyncio.run(answer())
+        app = create_app(Fleet(), Options(timeout=50.0))
+        with pytest.raises(Timeout, match="took longer than 50 s"):
+            asyncio.run(answer())
 
     def test_bodies_are_bounded(self, serve):
         server = serve(Options(max_body=1000))

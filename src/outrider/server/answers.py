@@ -74,7 +74,7 @@ async def submit(
     request: HttpRequest, name: str, asked: Request, pieces: bool = False, clip: bool = False, truncate: int = 0
 ) -> ServerStream:
     """`Fleet.submit`, unless the client goes away or waits too long before the worker has taken the request in."""
-    async with _patience(request):
+    async with patience(request):
         work = server_of(request).fleet.submit(name, asked, pieces, clip, truncate)
         return await _unless_gone(request.receive, work)
 
@@ -82,7 +82,7 @@ async def submit(
 async def result_of(request: HttpRequest, stream: ServerStream) -> Result:
     """The whole answer; an error of the engine's is raised."""
     try:
-        async with _patience(request):
+        async with patience(request):
             result = await _unless_gone(request.receive, stream.result())
     finally:
         stream.cancel()
@@ -130,7 +130,7 @@ class EventStream(Response):
 
     async def _write(self, send: Send) -> None:
         try:
-            async with _patience(self._request), contextlib.aclosing(self._events) as events:
+            async with patience(self._request), contextlib.aclosing(self._events) as events:
                 async for event in events:
                     await send({"type": "http.response.body", "body": _event(event), "more_body": True})
         except Exception as error:
@@ -147,10 +147,10 @@ def _event(data: str | Mapping[str, Any]) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def _patience(request: HttpRequest) -> AsyncIterator[None]:
+async def patience(request: HttpRequest) -> AsyncIterator[None]:
     limit = server_of(request).options.timeout
     try:
-        async with asyncio.timeout(limit):
+        async with asyncio.timeout_at(request.state.begun + limit):  # for all that is done for it together
             yield
     except TimeoutError:
         raise Timeout(f"the answer took longer than {limit:g} s and was stopped; ask for fewer tokens") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import re
 import time
@@ -156,7 +157,7 @@ class Gate:
 
 
 class Journal:
-    """Gives every request an id, and the log a line when it is over."""
+    """Gives every request an id and a time when it began, and the log a line when it is over."""
 
     def __init__(self, app: ASGIApp, fleet: Fleet) -> None:
         self._app, self._metrics = app, fleet.metrics
@@ -166,7 +167,7 @@ class Journal:
             await self._app(scope, receive, send)
             return
         id = _request_id(scope)
-        scope.setdefault("state", {})["request_id"] = id
+        scope.setdefault("state", {}).update(request_id=id, begun=asyncio.get_running_loop().time())
         begin, status = time.perf_counter(), 0
 
         async def noted(message: Message) -> None:
