@@ -49,7 +49,7 @@ def test_vllm_alone_and_by_default_with_ngrams(tmp_path):
     [
         ({"backends": ["cluster"]}, "unknown backend 'cluster'; known: local, vllm"),
         ({"backends": ["local", "vllm"], "drafts": ["layer_skip"]}, "vLLM has no drafter 'layer_skip'"),
-        ({"backends": ["vllm"], "own": {"dtype": "float32"}}, "for our own engine"),
+        ({"backends": ["vllm"], "own": {"quantize": "int8"}}, "quantize: only for our own engine"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(tmp_path, given, reason):

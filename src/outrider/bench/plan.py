@@ -67,8 +67,9 @@ def make(
         drafters.parse(spec)
     engines = [*engines, *(engine for engine in map(_engine, backends) if engine not in engines)]
     ours = any(spec in (OURS, "all") for spec in engines)
-    if not ours and (own or (drafts and "vllm" not in backends)):
-        raise OutriderError(f"--draft and --dtype are for our own engine: add --engine {OURS} or leave them out")
+    unheard = [*(["draft"] if drafts and "vllm" not in backends else []), *own]
+    if unheard and not ours:
+        raise OutriderError(f"{', '.join(unheard)}: only for our own engine; add --engine {OURS} or leave it out")
     wanted = drafts or default_drafts()
     known = workloads.built_in() if prompts is None else workloads.read_jsonl(prompts)
     plan = Plan(

@@ -44,6 +44,7 @@ def assemble(plan: Plan, outcome: Outcome, command: str) -> Report:
             "max_tokens": plan.max_tokens,
             "threads": plan.threads,
             "seed": plan.seed,
+            "dtype": "auto",
             **plan.own,
         },
         "interrupted": outcome.interrupted,

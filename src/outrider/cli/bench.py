@@ -25,7 +25,7 @@ from outrider.models import sources
 from outrider.settings import BACKENDS, Config, Settings
 
 WHAT = "What is measured"
-OWN = ("dtype", "quantize", "pace", "piece", "cache_memory", "max_draft_batch")  # settings that one stream can feel
+OWN = ("dtype", "quantize", "pace", "piece", "cache_memory")  # settings that one stream can feel
 FIXED_ON_VLLM = ("dtype", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "engine_args")
 
 
