@@ -147,6 +147,7 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
 
 _CHOICES = {"backend": BACKENDS, "dtype": DTYPES, "quantize": QUANTIZE, "rule": RULES}
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+VLLM_DEFAULTS = ("dtype", *_PARALLEL, "engine_args")  # how vLLM runs, whatever the model
 _LEAST = {
     "max_batch": 1,
     "max_draft_batch": 0,

@@ -45,7 +45,7 @@ def test_the_commands_and_the_python_of_the_guide_run(capsys):
         )
         answer = json.loads(done.stdout)
         assert "Danube" in answer["generated_text"]
-        assert "skipped_tokens" in answer["details"]  # how many depends on the clock
+        assert answer["details"]["skipped_tokens"] > 0
         exec(compile(blocks("python")[0].replace("127.0.0.1:8000", address), "faces.md", "exec"), {})
         assert list(client.list_models()) == ["smollm2-135m"]
     assert len(capsys.readouterr().out.split()) > 20

@@ -22,11 +22,10 @@ from outrider.cli.screen import bar, note
 from outrider.core.errors import OutriderError
 from outrider.core.sampling import SamplingParams
 from outrider.models import sources
-from outrider.settings import BACKENDS, Config, Settings
+from outrider.settings import BACKENDS, VLLM_DEFAULTS, Config, Settings
 
 WHAT = "What is measured"
 OWN = ("dtype", "quantize", "pace", "piece", "cache_memory")  # settings that one stream can feel
-FIXED_ON_VLLM = ("dtype", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "engine_args")
 
 
 class Size(NamedTuple):
@@ -196,7 +195,7 @@ def _refuse_settings(said: Config, backends: list[str]) -> None:
             "python -m outrider.gpubench"
         )
     if "vllm" in backends:
-        for name in FIXED_ON_VLLM:
+        for name in VLLM_DEFAULTS:
             if getattr(said.settings, name) != getattr(DEFAULT, name):
                 raise OutriderError(f"outrider bench runs vLLM with a {name} of its own; leave {name} out of the file")
     if said.params != SamplingParams() or said.query_prefix:

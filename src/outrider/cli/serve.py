@@ -18,6 +18,7 @@ from outrider.cli.options import DEFAULT
 from outrider.cli.screen import note
 from outrider.core.errors import OutriderError
 from outrider.models import sources
+from outrider.settings import VLLM_DEFAULTS
 
 if TYPE_CHECKING:
     from outrider.server.access import Access
@@ -150,7 +151,7 @@ def serve(
     _check_ray(ray, for_ray, {"--no-model": no_model, "--state": state})
     from outrider.server import registry as registries
     from outrider.server.access import Access
-    from outrider.server.answers import LAUNCH_DEFAULTS, VLLM_DEFAULTS, Options
+    from outrider.server.answers import LAUNCH_DEFAULTS, Options
     from outrider.server.log import configure
     from outrider.server.run import Plan, run
     from outrider.server.spec import LaunchSpec

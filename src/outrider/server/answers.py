@@ -27,10 +27,9 @@ from outrider.server.workers import ServerStream
 
 T = TypeVar("T")
 VERSION = version("outrider")
-# How the server was started, which launches over REST take over; the second ones where they run on vLLM.
+# How the server was started, which launches over REST take over; VLLM_DEFAULTS where they run on vLLM.
 LAUNCH_DEFAULTS: tuple[str, ...] = ("backend", "device", "threads", "cache_memory", "max_batch", "max_draft_batch")
 LAUNCH_DEFAULTS += ("rule", "pace", "piece")
-VLLM_DEFAULTS = ("dtype", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "engine_args")
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
 
 from outrider.core.errors import OutriderError
 from outrider.models import sources
-from outrider.server.answers import VLLM_DEFAULTS, Server, server_of
+from outrider.server.answers import Server, server_of
 from outrider.server.errors import Bad
 from outrider.server.fleet import Description
 from outrider.server.registry import Choice
 from outrider.server.spec import LaunchSpec
-from outrider.settings import from_mapping
+from outrider.settings import VLLM_DEFAULTS, from_mapping
 
 router = APIRouter(tags=["Xinference"])
 
