@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass
 
 from outrider.core.draft import EMPTY, Draft
@@ -43,7 +42,7 @@ class Prediction(Drafter):
         self._options = options
         self._odds = Odds()
         self._places: dict[int, _Place] = {}
-        self._found: dict[int, dict[tuple[int, ...], list[int]]] = {}  # by sequence, once it has departed: see _ends
+        self._found: dict[int, tuple[dict[int, int], list[int]]] = {}  # by sequence, once it has departed: see _ends
 
     def propose(self, seqs: Seq[Sequence], rooms: Seq[int]) -> list[Draft]:
         return [self._propose(seq, min(room, self._options.length)) for seq, room in zip(seqs, rooms, strict=True)]
@@ -76,22 +75,28 @@ class Prediction(Drafter):
         if last.matched and seq.prediction[last.at : at] == fresh:
             return _Place(read, at, last.matched + len(fresh))
         tail = seq.tokens[max(seq.prompt, len(seq.tokens) - self._options.overlap) :]
-        found = [(_shared(tail, seq.prediction, end), end) for end in self._ends(seq, tail)]
-        if not found:
-            return _Place(read, at, matched=0)
-        size, end = max(found, key=lambda place: (place[0], -abs(place[1] - at)))
-        return _Place(read, end, size)
+        found = [(_shared(tail, seq.prediction, end), -abs(end - at), -end) for end in self._ends(seq, tail)]
+        size, _, end = max(found, default=(0, 0, 0))
+        return _Place(read, at, matched=0) if size < self._options.least else _Place(read, -end, size)
 
-    def _ends(self, seq: Sequence, tail: list[int]) -> Seq[int]:
-        """Where the last tokens of the output, as few as will do, end in the prediction. It is searched once."""
+    def _ends(self, seq: Sequence, tail: list[int]) -> Iterator[int]:
+        """Where the last tokens of the output, as few as will do, may end in the prediction. It is searched once;
+        numbers are kept, not tuples and lists: thousands of those would call for a garbage collection."""
         least = self._options.least
         if len(tail) < least:
-            return ()
+            return
         if seq.id not in self._found:
-            found = self._found[seq.id] = defaultdict(list)
+            last: dict[int, int] = {}  # by hash, the last end
+            before = [0] * (len(seq.prediction) + 1)  # by end, the one before it
             for end in range(least, len(seq.prediction) + 1):
-                found[seq.prediction[end - least : end]].append(end)
-        return self._found[seq.id].get(tuple(tail[-least:]), ())
+                key = hash(seq.prediction[end - least : end])
+                before[end], last[key] = last.get(key, 0), end
+            self._found[seq.id] = last, before
+        last, before = self._found[seq.id]
+        end = last.get(hash(tuple(tail[-least:])), 0)
+        while end:
+            yield end
+            end = before[end]
 
     def forget(self, id: int) -> None:
         self._places.pop(id, None)
