@@ -15,9 +15,9 @@ from outrider.core.draft import Draft
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Drafter, Parts
-from outrider.drafters.eagle import EagleConfig, EagleHead
+from outrider.drafters.eagle.drafter import EagleConfig, EagleHead
 from outrider.drafters.lesson import Lesson
-from outrider.drafters.medusa import MedusaConfig, MedusaHead
+from outrider.drafters.medusa.drafter import MedusaConfig, MedusaHead
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Anatomy, Feed, Output

@@ -12,7 +12,7 @@ from tiny import eagle_head, lesson, medusa_head
 from outrider import LLM, SamplingParams
 from outrider.backends.speculation import for_head
 from outrider.core.errors import OutriderError
-from outrider.drafters import heads
+from outrider.drafters.heads import files as heads
 
 PROMPTS = ["the red fox", "count the stars, one, two", "a river ends in the sea"]
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)

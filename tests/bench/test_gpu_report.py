@@ -6,7 +6,7 @@ CARD = {"name": "A card", "copy_tb_s": 4.2, "matrix_tflop_s": 700.0}
 PASS = {"rows": 1, "ms": 4.334, "wall_ms": 4.5, "share": 0.813, "ratio": 1.0}
 SPEED = {"tokens_per_second": 50_011.0, "ms_between_tokens": 1.28, "tokens_per_pass": 3.5}
 FOUND = {
-    "command": "python -m outrider.gpubench",
+    "command": "python -m outrider.bench.gpu",
     "versions": {"commit": "abc", "torch": "2.11", "python": "3.12"},
     "card": CARD,
 }

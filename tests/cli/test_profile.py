@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from outrider.bench.profile import DEFAULT, Costs, Plan, Point, Profile
 from outrider.cli import profile as cli
-from outrider.profile import DEFAULT, Costs, Plan, Point, Profile
 
 QUICK = ("--context", 16, "--rows", "1,2,4", "--rounds", 2, "--threads", 1)
 WHERE = {"cpu": "a cpu", "cores": 2, "outrider": "0", "commit": None}

@@ -31,9 +31,9 @@ from outrider.core.errors import OutriderError
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Drafter, Parts
-from outrider.drafters.eagle import Eagle, EagleHead
-from outrider.drafters.packed import PackedRunner
-from outrider.drafters.runner import DenseRunner
+from outrider.drafters.eagle.drafter import Eagle, EagleHead
+from outrider.drafters.eagle.native_runner import PackedRunner
+from outrider.drafters.eagle.torch_runner import DenseRunner
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Feed
 
@@ -523,7 +523,7 @@ def test_a_long_prompt_is_taken_in_piece_by_piece(monkeypatch):
     tokens = torch.randint(40, (90,), generator=torch.Generator().manual_seed(1)).tolist()
     drafts = []
     for piece in (512, 7):
-        monkeypatch.setattr("outrider.drafters.eagle.PIECE", piece)
+        monkeypatch.setattr("outrider.drafters.eagle.drafter.PIECE", piece)
         drafter = drafters.build("eagle:head=eagle,length=5", parts("llama"))
         with begun(drafter, [Sequence(0, list(tokens), SamplingParams(max_tokens=20))], 9, Limits(piece=11)) as seqs:
             assert seqs[0].output

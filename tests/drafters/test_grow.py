@@ -7,8 +7,8 @@ import pytest
 import torch
 from tiny import eagle_head, family
 
-from outrider.drafters.grow import grow
-from outrider.drafters.runner import DenseRunner
+from outrider.drafters.eagle.torch_runner import DenseRunner
+from outrider.drafters.eagle.tree import grow
 from outrider.drafters.trust import Trust
 from outrider.models.base import Feed
 

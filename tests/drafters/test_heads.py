@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from tiny import eagle_head, family, lesson, medusa_head, ours, prompts, reference
 
 from outrider.core.errors import OutriderError
-from outrider.drafters import heads
-from outrider.drafters.eagle import EagleHead
-from outrider.drafters.medusa import MedusaHead
+from outrider.drafters.eagle.drafter import EagleHead
+from outrider.drafters.heads import files as heads
+from outrider.drafters.medusa.drafter import MedusaHead
 
 TEXTS = [prompt[:7] for prompt in prompts(12) if len(prompt) >= 7]
 EVERY_OTHER = torch.arange(0, 40, 2)

@@ -10,7 +10,7 @@ from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.core.verify import Verdict
 from outrider.drafters.base import Step
-from outrider.drafters.lookup import Lookup
+from outrider.drafters.eagle.with_lookup import Lookup
 
 TEXT = [5, 6, 7, 8, 9, 10, 11, 5, 6, 7, 8]
 

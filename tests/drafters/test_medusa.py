@@ -13,7 +13,7 @@ from outrider.core.errors import OutriderError
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Parts
-from outrider.drafters.medusa import Medusa, MedusaHead, grow_paths
+from outrider.drafters.medusa.drafter import Medusa, MedusaHead, grow_paths
 from outrider.models.native.packed import Packed
 
 RATES = [[0.6, 0.2, 0.1], [0.4, 0.15, 0.1], [0.2, 0.1, 0.05]]

@@ -24,7 +24,7 @@ from outrider.core.dice import Dice
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Foreign, Parts
-from outrider.drafters.translation import UNFINISHED, Translation, Words
+from outrider.drafters.retokenize import UNFINISHED, Translation, Words
 from outrider.engine.scheduler import Limits
 from outrider.models import sources
 from outrider.models.tokenizer import GGUFTokenizer

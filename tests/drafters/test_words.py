@@ -7,8 +7,8 @@ import ctypes
 import pytest
 import torch
 
-from outrider.drafters.output import pack
-from outrider.drafters.words import FEW, Lexicon, Words
+from outrider.drafters.eagle.vocabulary import FEW, Lexicon, Words
+from outrider.drafters.heads.output import pack
 from outrider.models.native.library import library
 from outrider.models.native.packed import TILE, Workspace
 

@@ -18,10 +18,12 @@ from outrider.core.request import Request
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.core.verify_batch import Case, verify_batch
-from outrider.drafters import eagle, heads, lesson
+from outrider.drafters import lesson
 from outrider.drafters.base import Parts
-from outrider.drafters.eagle import EagleHead
-from outrider.drafters.medusa import MedusaHead
+from outrider.drafters.eagle import drafter as eagle
+from outrider.drafters.eagle.drafter import EagleHead
+from outrider.drafters.heads import files as heads
+from outrider.drafters.medusa.drafter import MedusaHead
 from outrider.engine.engine import Engine, verify
 from outrider.engine.pace import Pace
 from outrider.engine.scheduler import Limits

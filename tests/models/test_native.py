@@ -20,10 +20,11 @@ from packs import VOCAB, blocks
 
 from outrider.core.draft import EMPTY, ROOT, Draft
 from outrider.core.errors import OutriderError
-from outrider.drafters.packed import PackedRunner
+from outrider.drafters.eagle import native_head as heads
+from outrider.drafters.eagle.native_runner import PackedRunner
 from outrider.models.base import Feed
 from outrider.models.load import Place, load
-from outrider.models.native import head as heads, packed as packing, stack as stacking
+from outrider.models.native import packed as packing, stack as stacking
 from outrider.models.native.library import SOURCE, NoCompiler, build, library
 from outrider.models.native.packed import Packed, packable, use_torch_threads
 from outrider.models.native.stack import NativeStack

@@ -22,9 +22,9 @@ from stated import DRAFTING, PLAIN, Refusal, refusal
 from outrider import LLM, SamplingParams
 from outrider.server.answers import Options
 from outrider.server.app import create_app
-from outrider.server.fleet import Fleet
-from outrider.server.spec import LaunchSpec
-from outrider.server.workers import Limits
+from outrider.server.fleet.fleet import Fleet
+from outrider.server.fleet.spec import LaunchSpec
+from outrider.server.fleet.supervisor import Limits
 from outrider.settings import Settings
 
 LIMITS = Limits(first_wait=0.05, longest_wait=0.2)

@@ -13,7 +13,7 @@ from foreign import lorax
 from tiny import eagle_head, medusa_head
 
 from outrider import LLM, SamplingParams
-from outrider.drafters import heads
+from outrider.drafters.heads import files as heads
 from outrider.server.answers import Options
 from outrider.server.registry import load
 

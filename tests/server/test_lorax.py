@@ -10,7 +10,7 @@ from foreign import lorax
 
 from outrider import LLM, SamplingParams
 from outrider.server.answers import Options
-from outrider.server.lorax_bodies import Parameters
+from outrider.server.faces.lorax_bodies import Parameters
 
 DRAFT = "layer_skip:layers=2,length=3"
 PROMPT = "the red fox and the blue fox count the stars, one, two, three; the red fox and the blue"

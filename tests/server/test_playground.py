@@ -14,9 +14,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from outrider.server import playground
 from outrider.server.answers import Options
-from outrider.server.workers import Limits
+from outrider.server.faces import playground
+from outrider.server.fleet.supervisor import Limits
 
 api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'outrider[test]'")
 expect = api.expect

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from outrider import LLM, SamplingParams
 from outrider.cli import app
 from outrider.core.errors import OutriderError
-from outrider.server.scale import Scale
+from outrider.server.ray.scale import Scale
 from outrider.settings import Settings
 
 ENDLESS = {"prompt": "the red fox", "max_tokens": 8000, "ignore_eos": True, "temperature": 0, "stream": True}
@@ -254,10 +254,10 @@ def in_a_process(*command):
 
 BUILD = """
 import sys, yaml
-from outrider.server.ray import application
+from outrider.server.ray.app import application
 service = next(each for each in yaml.safe_load_all(open(sys.argv[1])) if each["kind"] == "RayService")
 (said,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
-assert said["import_path"] == "outrider.server.ray:application"
+assert said["import_path"] == "outrider.server.ray.app:application"
 print(type(application(said["args"])).__name__)
 application({**said["args"], "replica": 3})
 """

@@ -8,7 +8,7 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 
 from outrider.server.app import create_app
-from outrider.server.fleet import Fleet
+from outrider.server.fleet.fleet import Fleet
 
 SCHEMA = schemathesis.openapi.from_dict(create_app(Fleet()).openapi())
 OPERATIONS = {found.ok().label: found.ok() for found in SCHEMA.get_all_operations()}

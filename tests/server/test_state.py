@@ -10,7 +10,7 @@ import pytest
 from serving import outrider_serve
 
 from outrider import OutriderError, Settings
-from outrider.server.spec import LaunchSpec
+from outrider.server.fleet.spec import LaunchSpec
 from outrider.server.state import read, write
 
 SPECS = [LaunchSpec(Settings("a", max_batch=3), "one", ("x",), {"size": 7}), LaunchSpec(Settings("b"), "two")]

@@ -20,8 +20,8 @@ from outrider import LLM, SamplingParams
 from outrider.server.answers import Options, patience
 from outrider.server.app import create_app
 from outrider.server.errors import Timeout
-from outrider.server.fleet import Fleet
-from outrider.server.workers import Limits
+from outrider.server.fleet.fleet import Fleet
+from outrider.server.fleet.supervisor import Limits
 
 ENDLESS = {"prompt": "the red fox", "max_tokens": 8000, "ignore_eos": True, "temperature": 0}
 TEXT = "the red fox and the blue fox count the stars one two three a river ends in the sea"

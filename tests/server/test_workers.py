@@ -20,11 +20,11 @@ from outrider import LLM, OutriderError, SamplingParams
 from outrider.core.request import Chunk, Request, Result
 from outrider.core.sequence import Token
 from outrider.core.stats import Stats
-from outrider.server import wire
 from outrider.server.errors import Gone
-from outrider.server.pieces import Pieces
+from outrider.server.fleet import wire
+from outrider.server.fleet.pieces import Pieces
+from outrider.server.fleet.supervisor import Limits
 from outrider.server.speedup import estimated_speedup
-from outrider.server.workers import Limits
 
 
 def over_the_wire(message):
@@ -249,8 +249,8 @@ def test_a_worker_ends_with_its_server(quick):
     """Even when the server is killed and can say nothing."""
     code = (
         "import asyncio, time\n"
-        "from outrider.server.fleet import Fleet\n"
-        "from outrider.server.spec import LaunchSpec\n"
+        "from outrider.server.fleet.fleet import Fleet\n"
+        "from outrider.server.fleet.spec import LaunchSpec\n"
         "from outrider.settings import Settings\n"
         "async def main():\n"
         "    fleet = Fleet()\n"

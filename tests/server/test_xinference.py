@@ -14,8 +14,8 @@ from xinference_client import AsyncRESTfulClient, RESTfulClient
 
 from outrider import SamplingParams
 from outrider.server.answers import Options
+from outrider.server.faces.xinference import GAMMA
 from outrider.server.registry import load
-from outrider.server.xinference import GAMMA
 
 PROMPT = "the red fox and the blue fox count"
 MESSAGES = [{"role": "user", "content": "count the stars"}]

@@ -10,7 +10,7 @@ from torch import nn
 
 from outrider.core.errors import OutriderError
 from outrider.drafters.base import Drafter, Parts
-from outrider.drafters.eagle import EagleHead
+from outrider.drafters.eagle.drafter import EagleHead
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Feed

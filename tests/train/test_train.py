@@ -14,8 +14,8 @@ import torch
 
 from outrider import LLM, SamplingParams
 from outrider.cli import main
-from outrider.drafters import heads
-from outrider.drafters.medusa import MedusaHead
+from outrider.drafters.heads import files as heads
+from outrider.drafters.medusa.drafter import MedusaHead
 from outrider.models.load import Place, load
 from outrider.train import checkpoint, table
 from outrider.train.capture import Teacher

@@ -192,7 +192,7 @@ def _refuse_settings(said: Config, backends: list[str]) -> None:
     if said.settings.device not in ("auto", "cpu"):
         raise OutriderError(
             f"outrider bench runs on the CPU, not on {said.settings.device}; leave out device, or measure a GPU with "
-            "python -m outrider.gpubench"
+            "python -m outrider.bench.gpu"
         )
     if "vllm" in backends:
         for name in VLLM_DEFAULTS:

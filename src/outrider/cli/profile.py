@@ -13,10 +13,20 @@ import typer
 
 from outrider import build
 from outrider.bench.plan import claim
+from outrider.bench.profile import (
+    DEFAULT as PLAN,
+    GPU_ROWS,
+    Choice,
+    OnCard,
+    Plan,
+    Point,
+    Profile,
+    parse_rows,
+    profile as run,
+)
 from outrider.cli import options
 from outrider.cli.options import DEFAULT
 from outrider.cli.screen import bar, note
-from outrider.profile import DEFAULT as PLAN, GPU_ROWS, Choice, OnCard, Plan, Point, Profile, parse_rows, profile as run
 from outrider.settings import QUANTIZE
 
 if TYPE_CHECKING:

@@ -152,10 +152,10 @@ def serve(
     from outrider.server import registry as registries
     from outrider.server.access import Access
     from outrider.server.answers import LAUNCH_DEFAULTS, Options
+    from outrider.server.fleet.spec import LaunchSpec
+    from outrider.server.fleet.supervisor import Limits
     from outrider.server.log import configure
     from outrider.server.run import Plan, run
-    from outrider.server.spec import LaunchSpec
-    from outrider.server.workers import Limits
 
     known = registries.load(registry)
     name = _only_one(**{"MODEL": model, "--model-id": model_id, "--no-model": no_model})
@@ -202,8 +202,8 @@ def serve(
         run(plan)
         return
     _prepare_ray(ray_address or os.environ.get("RAY_ADDRESS", ""))
-    from outrider.server import ray as on_ray
-    from outrider.server.scale import Scale
+    from outrider.server.ray import app as on_ray
+    from outrider.server.ray.scale import Scale
 
     on_ray.run(plan, Scale.of(replicas, cpus_per_replica, gpus_per_replica, settings), ray_address, log_level)
 
@@ -245,7 +245,7 @@ def _draft(own: str, tokens: int, adapter: str, access: Access) -> str:
     if tokens:
         return f"ngram:length={tokens}"
     if adapter:
-        from outrider.server.adapters import draft_of
+        from outrider.server.faces.adapters import draft_of
 
         return asyncio.run(draft_of(adapter, None, access))
     return own

@@ -17,8 +17,8 @@ TABLE = {
     "draft_model": "outrider.drafters.draft_model:DraftModel",
     "prediction": "outrider.drafters.prediction:Prediction",
     "layer_skip": "outrider.drafters.layer_skip:LayerSkip",
-    "eagle": "outrider.drafters.eagle:Eagle",
-    "medusa": "outrider.drafters.medusa:Medusa",
+    "eagle": "outrider.drafters.eagle.drafter:Eagle",
+    "medusa": "outrider.drafters.medusa.drafter:Medusa",
     "oracle": "outrider.drafters.oracle:Oracle",
 }
 

@@ -51,7 +51,7 @@ class Parts:
         target = self.readable(f"a head for {kind}")
         if name in self.heads:
             return deepcopy(self.heads[name])
-        from outrider.drafters import heads
+        from outrider.drafters.heads import files as heads
 
         return heads.find(kind, name, target, self.name, allow_pickle)
 

@@ -13,7 +13,7 @@ from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Drafter, Foreign, Parts, Step
-from outrider.drafters.translation import Translation
+from outrider.drafters.retokenize import Translation
 from outrider.models.base import Feed, Model, Paged
 
 PIECE = 512  # tokens of a prompt that one pass takes in

@@ -20,10 +20,10 @@ from outrider.core.errors import OutriderError
 from outrider.core.request import Request, Result
 from outrider.server.access import Access
 from outrider.server.errors import Failed, Timeout, body_of
-from outrider.server.fleet import Fleet
+from outrider.server.fleet.fleet import Fleet
+from outrider.server.fleet.supervisor import ServerStream
 from outrider.server.log import log
 from outrider.server.registry import Registry
-from outrider.server.workers import ServerStream
 
 T = TypeVar("T")
 VERSION = version("outrider")

@@ -18,11 +18,11 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.core.errors import OutriderError
-from outrider.server import lorax, openai, playground, xinference
 from outrider.server.access import Access
 from outrider.server.answers import VERSION, ClientGone, Options, Server, server_of
 from outrider.server.errors import Bad, ServerError, TooLarge, Unauthorised, body_of, lorax_shape, shape_of
-from outrider.server.fleet import Fleet
+from outrider.server.faces import lorax, openai, playground, xinference
+from outrider.server.fleet.fleet import Fleet
 from outrider.server.log import log
 from outrider.server.registry import BUILT_IN, Registry
 

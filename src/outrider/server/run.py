@@ -15,12 +15,12 @@ import uvicorn
 from outrider.core.errors import OutriderError
 from outrider.server.answers import Options
 from outrider.server.app import create_app
-from outrider.server.fleet import Fleet
+from outrider.server.fleet.fleet import Fleet
+from outrider.server.fleet.spec import LaunchSpec
+from outrider.server.fleet.supervisor import Limits
 from outrider.server.log import log
 from outrider.server.registry import BUILT_IN, Registry
-from outrider.server.spec import LaunchSpec
 from outrider.server.state import State
-from outrider.server.workers import Limits
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from outrider.core.errors import OutriderError
-from outrider.server.fleet import Description, Fleet
+from outrider.server.fleet.fleet import Description, Fleet
+from outrider.server.fleet.spec import LaunchSpec
 from outrider.server.log import log
-from outrider.server.spec import LaunchSpec
 
 VERSION = 1
 

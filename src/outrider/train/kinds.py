@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from outrider.drafters import heads
-from outrider.drafters.eagle import EagleHead
+from outrider.drafters.eagle.drafter import EagleHead
+from outrider.drafters.heads import files as heads
 from outrider.drafters.lesson import Figures, Lesson
-from outrider.drafters.medusa import MedusaHead
+from outrider.drafters.medusa.drafter import MedusaHead
 from outrider.models.tokenizer import Tokenizer
 from outrider.train.capture import Target
 from outrider.train.job import Job

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.core.errors import OutriderError
-from outrider.drafters import heads
+from outrider.drafters.heads import files as heads
 from outrider.drafters.lesson import Lesson
-from outrider.drafters.medusa import RANKS, MedusaHead, Paths, grow_paths
+from outrider.drafters.medusa.drafter import RANKS, MedusaHead, Paths, grow_paths
 from outrider.models.load import Loaded, load
 from outrider.models.weights import Place
 from outrider.train import texts

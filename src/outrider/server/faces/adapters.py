@@ -18,7 +18,7 @@ from outrider.server.errors import Bad, Forbidden, Unknown
 
 if TYPE_CHECKING:
     from outrider.server.answers import Server
-    from outrider.server.fleet import Description
+    from outrider.server.fleet.fleet import Description
 
 BASE = ("", "__base_model__")  # LoRAX's ids of the model without an adapter
 OWN = ("eagle", "medusa")  # the heads that come with a model

@@ -1,6 +1,6 @@
 """Everything that is claimed for one GPU, measured by one command:
 
-    PYTHONPATH=src python -m outrider.gpubench --model smollm2-135m --out gpu [--transformers]
+    PYTHONPATH=src python -m outrider.bench.gpu --model smollm2-135m --out gpu [--transformers]
 
 Writes gpu.json and gpu.md. Weights in the shape of an 8B model are random: its speed does not depend on them.
 """
@@ -291,7 +291,7 @@ def _part(name: str) -> Iterator[None]:
 
 
 def measure(model: str, folder: str | None, part: str, save: Callable[[Found], None]) -> Found:
-    found: Found = {"command": " ".join(["python -m outrider.gpubench", *(["--transformers"] if folder else [])])}
+    found: Found = {"command": " ".join(["python -m outrider.bench.gpu", *(["--transformers"] if folder else [])])}
     found["versions"] = {"torch": torch.__version__, "python": platform.python_version(), **machine.describe()}
     with _part("card"):
         found["card"] = asdict(card.measure(DEVICE))

@@ -13,10 +13,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from outrider import drafters
-from outrider.drafters.heads import SHIPPED
+from outrider.drafters.heads.files import SHIPPED
 from outrider.server.answers import server_of
 from outrider.server.errors import Unknown
-from outrider.server.fleet import Description
+from outrider.server.fleet.fleet import Description
 
 router = APIRouter(include_in_schema=False)
 

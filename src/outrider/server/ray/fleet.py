@@ -14,14 +14,14 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from outrider.core.request import Request, Result
-from outrider.server import wire
 from outrider.server.errors import Bad, Failed, Gone
-from outrider.server.fleet import Fleet
+from outrider.server.fleet import wire
+from outrider.server.fleet.fleet import Fleet
+from outrider.server.fleet.spec import LaunchSpec
+from outrider.server.fleet.supervisor import Fit, Limits, ServerStream, Worker
 from outrider.server.log import log
 from outrider.server.metrics import Metrics
-from outrider.server.replica import DEALT
-from outrider.server.spec import LaunchSpec
-from outrider.server.workers import Fit, Limits, ServerStream, Worker
+from outrider.server.ray.replica import DEALT
 
 LOOK = 1.0  # seconds between looks at the replicas
 TRIES = 3  # a request whose replica dies before it has written anything goes to another

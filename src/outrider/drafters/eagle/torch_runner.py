@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.drafters.output import Output, bits
+from outrider.drafters.heads.output import Output, bits
 from outrider.models.base import Readable
 from outrider.models.native.packed import packable
 
 if TYPE_CHECKING:
-    from outrider.drafters.eagle import EagleHead, Norm
+    from outrider.drafters.eagle.drafter import EagleHead, Norm
 
 FEW = 16  # rows up to which sequences are padded to share a pass
 _SIZE, _POSITIONS = 256, 1024  # places of a slot and positions of the rotary tables, to begin with
@@ -261,7 +261,7 @@ def start(head: EagleHead, target: Readable, quantize: str, common: int = 0) -> 
     count = bits(quantize, target)
     matrices = [weight for weight in (*head.fc.parameters(), *head.layers.parameters()) if weight.dim() == 2]
     if count and all(packable(*matrix.shape) for matrix in matrices):
-        from outrider.drafters.packed import PackedRunner
+        from outrider.drafters.eagle.native_runner import PackedRunner
 
         return PackedRunner(head, target, count, common)
     return DenseRunner(head, target)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from outrider.core.errors import OutriderError
-from outrider.drafters.forms import Head, Tensors, eagle, eagle_config, medusa, medusa_config, same
-from outrider.drafters.medusa import MedusaHead
+from outrider.drafters.heads.formats import Head, Tensors, eagle, eagle_config, medusa, medusa_config, same
+from outrider.drafters.medusa.drafter import MedusaHead
 from outrider.models.base import Readable
 
-SHIPPED = Path(__file__).parent.parent / "heads"  # <target>/<kind>/
+SHIPPED = Path(__file__).parent.parent.parent / "heads"  # <target>/<kind>/
 _SAMPLE = (8, 16)  # tokens and numbers of the target's embedding that a file remembers it by
 _ALIKE = 0.9  # what their cosine must be; the same weights in 4 bits have 0.99
 

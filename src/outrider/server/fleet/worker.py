@@ -1,6 +1,6 @@
 """What runs inside a worker process: one backend, and a socket to the server.
 
-    python -m outrider.server.worker FD
+    python -m outrider.server.fleet.worker FD
 
 A thread reads what the server says, a few take requests in, the main one sends: whatever came since the last frame goes
 into one. When the server is gone the process ends.
@@ -25,8 +25,8 @@ from outrider.backends.base import Stream
 from outrider.core.errors import OutriderError
 from outrider.core.request import Request
 from outrider.core.sequence import Token
-from outrider.server import wire
-from outrider.server.pieces import Pieces
+from outrider.server.fleet import wire
+from outrider.server.fleet.pieces import Pieces
 from outrider.settings import from_mapping
 
 BEAT = 1.0  # seconds between signs of life

@@ -13,9 +13,9 @@ from typing import Any
 from outrider.core.errors import OutriderError
 from outrider.core.request import Request
 from outrider.server.errors import Exists, Gone, Unknown
+from outrider.server.fleet.spec import LaunchSpec
+from outrider.server.fleet.supervisor import Fit, Limits, ServerStream, Worker
 from outrider.server.metrics import Metrics
-from outrider.server.spec import LaunchSpec
-from outrider.server.workers import Fit, Limits, ServerStream, Worker
 
 UID = re.compile(r"[\w][\w.:/@+-]{0,127}")
 

@@ -18,11 +18,11 @@ from typing import Any
 
 from outrider.core.errors import OutriderError
 from outrider.core.request import Chunk, Request, Result
-from outrider.server import wire
 from outrider.server.errors import Busy, Failed, Gone
+from outrider.server.fleet import wire
+from outrider.server.fleet.spec import LaunchSpec, settings_as_dict
 from outrider.server.log import log
 from outrider.server.metrics import Metrics
-from outrider.server.spec import LaunchSpec, settings_as_dict
 from outrider.server.speedup import estimated_speedup
 
 
@@ -135,7 +135,7 @@ class Process:
         ours, theirs = socket.socketpair()
         with theirs:
             child = subprocess.Popen(
-                [sys.executable, "-m", "outrider.server.worker", str(theirs.fileno())],
+                [sys.executable, "-m", "outrider.server.fleet.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

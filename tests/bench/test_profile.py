@@ -3,9 +3,10 @@
 import pytest
 from tiny import Markov
 
-from outrider import LLM, profile
+from outrider import LLM
+from outrider.bench import profile
+from outrider.bench.profile import ACCEPTANCES, DEFAULT, WRITTEN, Costs, Plan, Point, parse_rows
 from outrider.core.errors import OutriderError
-from outrider.profile import ACCEPTANCES, DEFAULT, WRITTEN, Costs, Plan, Point, parse_rows
 
 QUICK = Plan(context=32, rows=(1, 2, 4), rounds=2)
 

@@ -1,7 +1,7 @@
 """The server as a Ray Serve application: one door with all the HTTP faces, and replicas of the model behind it.
 
 outrider serve --ray --replicas 2
-serve run outrider.server.ray:application model=smollm2-135m replicas=1:4
+serve run outrider.server.ray.app:application model=smollm2-135m replicas=1:4
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from outrider.core.errors import OutriderError
 from outrider.server import log
 from outrider.server.answers import Options
 from outrider.server.app import create_app
-from outrider.server.ray_fleet import RayFleet
+from outrider.server.fleet.spec import LaunchSpec, settings_as_dict
+from outrider.server.fleet.supervisor import Limits
+from outrider.server.ray.fleet import RayFleet
+from outrider.server.ray.replica import Replica
+from outrider.server.ray.scale import Scale
 from outrider.server.registry import BUILT_IN, Registry
-from outrider.server.replica import Replica
 from outrider.server.run import Plan, listen
-from outrider.server.scale import Scale
-from outrider.server.spec import LaunchSpec, settings_as_dict
-from outrider.server.workers import Limits
 from outrider.settings import from_mapping
 
 APP, DOOR, MODEL = "outrider", "Door", "Model"

@@ -19,10 +19,10 @@ from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Drafter, Parts, Step
+from outrider.drafters.heads.chooser import Writer
+from outrider.drafters.heads.output import Output, bits
 from outrider.drafters.lesson import FADE, Figures, Laws, Lesson, distance
-from outrider.drafters.output import Output, bits
 from outrider.drafters.trust import Trust
-from outrider.drafters.writer import Writer
 from outrider.models.base import Readable
 
 Paths = tuple[tuple[int, ...], ...]  # nodes by the ranks from the root down, parents first, the most useful first

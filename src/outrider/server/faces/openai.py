@@ -22,11 +22,11 @@ from outrider.core.request import Chunk, Request, Result
 from outrider.core.sequence import Token
 from outrider.core.stats import Stats
 from outrider.server.access import Access
-from outrider.server.adapters import select
 from outrider.server.answers import VERSION, EventStream, Server, checked, id_of, result_of, server_of, submit
-from outrider.server.fleet import Description
-from outrider.server.openai_bodies import Body, ChatBody, CompletionBody
-from outrider.server.workers import ServerStream
+from outrider.server.faces.adapters import select
+from outrider.server.faces.openai_bodies import Body, ChatBody, CompletionBody
+from outrider.server.fleet.fleet import Description
+from outrider.server.fleet.supervisor import ServerStream
 
 router = APIRouter(prefix="/v1", tags=["openai"])
 Json = dict[str, Any]

@@ -12,9 +12,9 @@ from outrider.core.errors import OutriderError
 from outrider.models import sources
 from outrider.server.answers import Server, server_of
 from outrider.server.errors import Bad
-from outrider.server.fleet import Description
+from outrider.server.fleet.fleet import Description
+from outrider.server.fleet.spec import LaunchSpec
 from outrider.server.registry import Choice
-from outrider.server.spec import LaunchSpec
 from outrider.settings import VLLM_DEFAULTS, from_mapping
 
 router = APIRouter(tags=["Xinference"])

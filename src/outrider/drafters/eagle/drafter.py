@@ -19,13 +19,13 @@ from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Drafter, Parts, Step
-from outrider.drafters.grow import grow
+from outrider.drafters.eagle.native_runner import PackedRunner
+from outrider.drafters.eagle.torch_runner import Ahead, Shown, gathered, start
+from outrider.drafters.eagle.tree import grow
+from outrider.drafters.eagle.with_lookup import Lookup
+from outrider.drafters.heads.chooser import Writer
 from outrider.drafters.lesson import FADE, Figures, Laws, Lesson, distance
-from outrider.drafters.lookup import Lookup
-from outrider.drafters.packed import PackedRunner
-from outrider.drafters.runner import Ahead, Shown, gathered, start
 from outrider.drafters.trust import Trust
-from outrider.drafters.writer import Writer
 from outrider.models.base import Feed, Model, Readable
 from outrider.models.rope import rope
 

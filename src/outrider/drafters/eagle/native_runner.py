@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from outrider.drafters.output import Output, pack
-from outrider.drafters.runner import Ahead, Shown
-from outrider.drafters.words import Lexicon, Words
+from outrider.drafters.eagle.native_head import Beside, NativeHead
+from outrider.drafters.eagle.torch_runner import Ahead, Shown
+from outrider.drafters.eagle.vocabulary import Lexicon, Words
+from outrider.drafters.heads.output import Output, pack
 from outrider.models.base import Readable
 from outrider.models.cache import Cache
 from outrider.models.native import structs
-from outrider.models.native.head import Beside, NativeHead
 from outrider.models.native.packed import TILE, Packed
 from outrider.models.native.stack import NativeStack
 from outrider.models.quant import quantise
 from outrider.models.stack import Layer, Pass, StackConfig
 
 if TYPE_CHECKING:
-    from outrider.drafters.eagle import EagleHead, EagleLayer
+    from outrider.drafters.eagle.drafter import EagleHead, EagleLayer
 
 _POSITIONS = 1024  # of the rotary tables, to begin with
 

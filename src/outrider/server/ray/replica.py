@@ -13,8 +13,8 @@ from typing import Any
 
 from outrider import build
 from outrider.core.sequence import Token
-from outrider.server import wire
-from outrider.server.worker import Session, describe
+from outrider.server.fleet import wire
+from outrider.server.fleet.worker import Session, describe
 from outrider.settings import from_mapping
 
 DEALT = ("accepted", "chunks", "results", "refused", "failed")  # what a frame has for single requests

@@ -14,12 +14,12 @@ from fastapi.responses import JSONResponse, Response
 from outrider.core.errors import OutriderError
 from outrider.core.request import Result
 from outrider.core.sequence import Token
-from outrider.server.adapters import draft_of
 from outrider.server.answers import VERSION, EventStream, Server, checked, result_of, server_of, submit
 from outrider.server.errors import Bad, ServerError
-from outrider.server.fleet import Description
-from outrider.server.lorax_bodies import MAX_BEST_OF, MAX_STOP, Body, Invalid, StreamableBody
-from outrider.server.workers import ServerStream
+from outrider.server.faces.adapters import draft_of
+from outrider.server.faces.lorax_bodies import MAX_BEST_OF, MAX_STOP, Body, Invalid, StreamableBody
+from outrider.server.fleet.fleet import Description
+from outrider.server.fleet.supervisor import ServerStream
 
 router = APIRouter(tags=["LoRAX"])
 
