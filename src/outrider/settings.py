@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.backends import speculation
-from outrider.core.errors import OutriderError
+from outrider.core.errors import OutriderError, one_line
 from outrider.core.sampling import SamplingParams
 
 BACKENDS = ("local", "vllm")
@@ -119,7 +119,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise OutriderError(f"cannot read the config file {path}: {reason}") from error
     except yaml.YAMLError as error:
-        raise OutriderError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise OutriderError(f"{path} is not valid YAML: {one_line(error)}") from error
     if not isinstance(said, dict) or not all(isinstance(key, str) for key in said):
         raise OutriderError(f"{path} must hold keys and values, such as `model: smollm2-135m`")
     return said

@@ -12,7 +12,7 @@ from outrider.backends.base import Stream
 from outrider.backends.reader import Reader
 from outrider.backends.text import Writer
 from outrider.core.dice import Dice
-from outrider.core.errors import OutriderError
+from outrider.core.errors import OutriderError, one_line
 from outrider.core.request import Chunk, Request, Result
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Rule, Sequence
@@ -192,7 +192,7 @@ class Local(Reader):
 
     def _abandon(self, error: Exception) -> None:
         """A pass failed (out of memory, say): the sequences in it end with the reason, the waiting ones go on."""
-        reason = f"the pass failed: {type(error).__name__}: {' '.join(str(error).split())}"
+        reason = f"the pass failed: {one_line(error, named=True)}"
         waiting = {seq.id for seq in self.engine.scheduler.waiting}
         hit = [job.seqs[index] for id, (job, index) in self._places.items() if id not in waiting]
         for seq in hit:

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from outrider.backends.text import Writer
-from outrider.core.errors import OutriderError
+from outrider.core.errors import OutriderError, one_line
 from outrider.core.request import Message, Prompt, Request
 from outrider.models.tokenizer import Tokenizer
 
@@ -32,8 +32,7 @@ class Reader:
         except OutriderError:
             raise
         except Exception as error:  # the template is the model's own code: whatever it raises is about the messages
-            reason = " ".join(str(error).split())
-            raise OutriderError(f"the chat template refused the messages: {reason}") from error
+            raise OutriderError(f"the chat template refused the messages: {one_line(error)}") from error
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     def _prompt(self, request: Request) -> list[int]:

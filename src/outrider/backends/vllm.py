@@ -23,7 +23,7 @@ from outrider.backends.base import Stream
 from outrider.backends.reader import Reader
 from outrider.backends.speculation import to_vllm
 from outrider.backends.text import Writer
-from outrider.core.errors import OutriderError
+from outrider.core.errors import OutriderError, one_line
 from outrider.core.request import Chunk, Request, Result
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Finish, Token
@@ -116,7 +116,7 @@ class VLLM(Reader):
         except OutriderError:
             raise
         except Exception as error:
-            raise OutriderError(f"vLLM could not open {model}: {_line(error)}") from error
+            raise OutriderError(f"vLLM could not open {model}: {one_line(error, named=True)}") from error
 
     @property
     def context(self) -> int:
@@ -215,7 +215,7 @@ class VLLM(Reader):
         except asyncio.CancelledError:
             self._end(job, "cancelled")
         except Exception as error:  # of the engine, or of a tokenizer
-            job.stream.finish(OutriderError(f"vLLM could not answer: {_line(error)}"))
+            job.stream.finish(OutriderError(f"vLLM could not answer: {one_line(error, named=True)}"))
         else:
             self._end(job, "error")
 
@@ -329,7 +329,7 @@ class VLLM(Reader):
                 output_kind=RequestOutputKind.DELTA,
             )
         except Exception as error:  # vLLM has error classes of its own
-            raise OutriderError(f"vLLM refuses the sampling parameters: {_line(error)}") from error
+            raise OutriderError(f"vLLM refuses the sampling parameters: {one_line(error, named=True)}") from error
 
 
 def _same(draft: str, own: str) -> bool:
@@ -390,10 +390,6 @@ def _count(stats: Stats, drafted: Seq[int], accepted: Seq[int]) -> None:
     stats.drafts, stats.drafted, stats.accepted = len(drafted), sum(drafted), sum(accepted)
     stats.drafted_by_depth.update(depth for size in drafted for depth in range(1, size + 1))
     stats.accepted_by_depth.update(depth for size in accepted for depth in range(1, size + 1))
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 _SAME = (

@@ -1,5 +1,13 @@
 """The one error a user sees: it says what is wrong and what to do about it, in one line."""
 
+LONGEST = 300  # characters of another library's error that we repeat: its reason comes first, a terminal shows 3 lines
+
 
 class OutriderError(Exception):
     """Bad input, or something the machine cannot give. The command line prints it and exits with 2."""
+
+
+def one_line(error: BaseException, *, named: bool = False) -> str:
+    """Another library's error as part of a line of ours; with `named` it begins with the name of its class."""
+    name, text = type(error).__name__, " ".join(str(error).split())[:LONGEST]
+    return f"{name}: {text}" if named and text else text or name

@@ -14,7 +14,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from outrider.core.errors import OutriderError
+from outrider.core.errors import OutriderError, one_line
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # one field's names; templates read the first or second
 
@@ -30,7 +30,7 @@ class ChatTemplate:
         try:
             return self._template.render(given)
         except Exception as error:  # the template is the model's own code: whatever it raises is about the messages
-            raise OutriderError(f"the chat template refused the messages: {_reason(error)}") from error
+            raise OutriderError(f"the chat template refused the messages: {one_line(error)}") from error
 
 
 def _compile(source: str) -> Template:
@@ -39,7 +39,7 @@ def _compile(source: str) -> Template:
     except TemplateSyntaxError as error:
         reason = f"line {error.lineno}: {error.message}"
     except Exception as error:  # nested too deep, or not text
-        reason = _reason(error)
+        reason = one_line(error)
     raise OutriderError(f"the model's chat template is broken ({reason}); use a prompt instead of messages (--raw)")
 
 
@@ -129,12 +129,8 @@ def _plain(value: Any) -> Any:
     try:
         return json.loads(json.dumps(value, default=_stand_in))
     except (TypeError, ValueError) as error:
-        raise OutriderError(f"the messages cannot be written as JSON: {_reason(error)}") from error
+        raise OutriderError(f"the messages cannot be written as JSON: {one_line(error)}") from error
 
 
 def _stand_in(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else f"<{type(value).__name__}>"
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from outrider.core.errors import OutriderError
+from outrider.core.errors import OutriderError, one_line
 from outrider.models import sources, tokenizer as tokenizers
 from outrider.models.base import Model
 from outrider.models.gguf import GGUFFile
@@ -143,7 +143,7 @@ def _read_config(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder.resolve(), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a broken file makes transformers raise
-        raise OutriderError(f"{folder / 'config.json'} is not a model that can be run: {_line(error)}") from error
+        raise OutriderError(f"{folder / 'config.json'} is not a model that can be run: {one_line(error)}") from error
 
 
 def _is_own(config: Any) -> bool:
@@ -196,7 +196,7 @@ def _load_foreign(folder: Path, where: Place) -> tuple[Model, tuple[str, ...]]:
             folder.resolve(), dtype=where.dense, use_safetensors=True, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # whatever transformers raises for a model it cannot build
-        raise OutriderError(f"{folder} cannot be loaded by transformers: {_line(error)}") from error
+        raise OutriderError(f"{folder} cannot be loaded by transformers: {one_line(error)}") from error
     return TransformersModel(model.to(where.device), where.memory), ()
 
 
@@ -215,7 +215,3 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 def _ids(value: Any) -> frozenset[int]:
     """eos_token_id is absent, a number or a list."""
     return frozenset(value if isinstance(value, list) else [] if value is None else [value])
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from outrider.core.errors import OutriderError
+from outrider.core.errors import OutriderError, one_line
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer as Backend
@@ -191,8 +191,9 @@ def from_folder(path: str | Path) -> Tokenizer | None:
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exceptions
-        reason = " ".join(str(error).split())[:200]
-        raise OutriderError(f"the tokenizer files in {folder} cannot be read ({reason}); download them again") from None
+        raise OutriderError(
+            f"the tokenizer files in {folder} cannot be read ({one_line(error)}); download them again"
+        ) from None
 
 
 def end_ids(tokenizer: Tokenizer, metadata: Mapping[str, Any] | None = None) -> frozenset[int]:

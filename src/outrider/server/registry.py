@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from outrider.core.errors import OutriderError
+from outrider.core.errors import OutriderError, one_line
 
 ROUNDED = {"int8": "int8", "8-bit": "int8", "int4": "int4", "4-bit": "int4"}  # what we can do to dense weights
 
@@ -145,7 +145,7 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise OutriderError(f"cannot read the registry {path}: {error.strerror}; check --registry") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise OutriderError(f"the registry {path} is not YAML: {' '.join(str(error).split())}") from error
+        raise OutriderError(f"the registry {path} is not YAML: {one_line(error)}") from error
     if said is None:
         return {}
     if not isinstance(said, dict) or not set(said) <= {"models", "heads"}:

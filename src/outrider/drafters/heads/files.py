@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from outrider.core.errors import OutriderError
+from outrider.core.errors import OutriderError, one_line
 from outrider.drafters.heads.formats import Head, Tensors, eagle, eagle_config, medusa, medusa_config, same
 from outrider.drafters.medusa.drafter import MedusaHead
 from outrider.models.base import Readable
@@ -157,7 +157,7 @@ def _unpickled(folder: Path, allowed: bool) -> Tensors:
         try:
             out |= torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # whatever a broken pickle makes torch raise
-            raise OutriderError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}") from error
+            raise OutriderError(f"{path} cannot be read: {one_line(error)}") from error
     return out
 
 

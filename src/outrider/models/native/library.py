@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from outrider.core.errors import one_line
 from outrider.models.sources import cache_dir
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
@@ -119,7 +120,7 @@ def _first_that_loads(path: Path) -> ctypes.CDLL:
             build(SOURCE, path, flags)
             return ctypes.CDLL(str(path))
         except OSError as error:
-            problem = NoCompiler(f"the kernels were built but cannot be loaded ({' '.join(str(error).split())})")
+            problem = NoCompiler(f"the kernels were built but cannot be loaded ({one_line(error)})")
         except NoCompiler as error:
             problem = error
     raise problem

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from outrider import build, drafters
 from outrider.backends.base import Stream
-from outrider.core.errors import OutriderError
+from outrider.core.errors import OutriderError, one_line
 from outrider.core.request import Request
 from outrider.core.sequence import Token
 from outrider.server.fleet import wire
@@ -106,7 +106,7 @@ class Session:
         except Exception as error:
             self._came(id)
             traceback.print_exc()
-            self._news.put(("failed", id, _line(error)))
+            self._news.put(("failed", id, one_line(error, named=True)))
         else:
             self._accept(id, stream, fit["pieces"])
 
@@ -246,7 +246,7 @@ def main(fd: int) -> None:
     except Exception as error:
         if not isinstance(error, OutriderError):
             traceback.print_exc()
-        link.send({"failed": str(error) if isinstance(error, OutriderError) else _line(error)})
+        link.send({"failed": str(error) if isinstance(error, OutriderError) else one_line(error, named=True)})
         return
     session = Session(link, backend)
     opened.set_result(session)
@@ -260,10 +260,6 @@ def _read(link: Link, opened: Future[Session]) -> None:
     while (said := link.read()) is not None:
         opened.result().hear(said)
     os._exit(0)
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 if __name__ == "__main__":

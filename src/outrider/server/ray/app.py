@@ -24,7 +24,7 @@ from ray import serve
 from ray.exceptions import RayError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.core.errors import OutriderError
+from outrider.core.errors import OutriderError, one_line
 from outrider.server import log
 from outrider.server.answers import Options
 from outrider.server.app import create_app
@@ -155,7 +155,7 @@ def _joined(address: str, scale: Scale) -> Iterator[None]:
     try:
         ray.init(address, log_to_driver=True, logging_level="warning", namespace=APP, **how)
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error)
         raise OutriderError(f"cannot join Ray at {address} ({reason}); is it running? ray start --head") from error
     try:
         scale.check(ray.cluster_resources())

@@ -13,6 +13,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from outrider.core.errors import one_line
 from outrider.core.request import Request, Result
 from outrider.server.errors import Bad, Failed, Gone
 from outrider.server.fleet import wire
@@ -74,7 +75,7 @@ class RayWorker(Worker):
                 if stream.last or not left or not _died(error):
                     self._finish(stream.id, _shown(self.uid, error))
                     return
-                log("sent again", level="warning", model=self.uid, reason=_line(error))
+                log("sent again", level="warning", model=self.uid, reason=one_line(error, named=True))
         finally:
             self._followers.pop(stream.id, None)
 
@@ -116,7 +117,7 @@ class RayWorker(Worker):
             try:
                 await self._look()
             except (RayError, RayServeException, OSError) as error:
-                log("no word from Ray", level="warning", reason=_line(error))
+                log("no word from Ray", level="warning", reason=one_line(error, named=True))
             await asyncio.sleep(LOOK)
 
     async def _look(self) -> None:
@@ -173,9 +174,5 @@ def _died(error: Exception) -> bool:
 
 def _shown(uid: str, error: Exception) -> Exception:
     if not _died(error):
-        return error if isinstance(error, Failed) else Failed(_line(error))
+        return error if isinstance(error, Failed) else Failed(one_line(error, named=True))
     return Gone(f"the model {uid} stopped while it answered: its replica is gone; try again")
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
