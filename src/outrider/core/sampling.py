@@ -1,4 +1,4 @@
-"""SamplingParams, and law(): the distribution a token is drawn from, exact at every node of a draft.
+"""law(): the distribution a token is drawn from, exact at every node of a draft.
 
 `adjust` changes the logits by what the context says (penalties, bans, bias, processors); `warp` turns logits into
 probabilities (temperature, then top-k, top-p, min-p and typical-p, each on what the one before left).
@@ -8,102 +8,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from outrider.core.errors import OutriderError
-
-Processor = Callable[[Sequence[int], Tensor], Tensor]  # (prompt and output so far, logits [vocab]) -> logits [vocab]
-BadWord = str | tuple[int, ...]
+from outrider.core.params import SamplingParams as SamplingParams
 
 MINUS_INF = float("-inf")
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to choose tokens, and when to stop. The defaults are greedy decoding of at most 256 tokens."""
-
-    max_tokens: int = 256
-    temperature: float = 0.0
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    seed: int | None = None
-    repetition_penalty: float = 1.0  # over prompt and output
-    presence_penalty: float = 0.0  # over the output
-    frequency_penalty: float = 0.0  # over the output
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[BadWord] = ()  # text, or token ids; text needs a tokenizer
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    logprobs: int | None = None  # how many alternatives to report beside each token's own log-probability
-    n: int = 1
-    processors: Sequence[Processor] = ()
-
-    def __post_init__(self) -> None:
-        for name, ok, need in _RANGES:
-            value = getattr(self, name)
-            if not _is_number(value) or not ok(value):
-                raise OutriderError(f"{name} must be {need}, not {value!r}")
-        for name in ("max_tokens", "top_k", "min_tokens", "n", "seed", "logprobs"):
-            value = getattr(self, name)
-            if value is not None and not _is_whole(value):
-                raise OutriderError(f"{name} must be a whole number, not {value!r}")
-        if self.logprobs is not None and self.logprobs < 0:
-            raise OutriderError(f"logprobs must be None or at least 0, not {self.logprobs!r}")
-        if self.min_tokens > self.max_tokens:
-            raise OutriderError(f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})")
-        object.__setattr__(self, "stop", _as_tuple("stop", self.stop, str))
-        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids, int))
-        object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
-        object.__setattr__(self, "processors", _processors(self.processors))
-        if self.allowed_token_ids is not None:
-            allowed = _as_tuple("allowed_token_ids", self.allowed_token_ids, int)
-            if not allowed:
-                raise OutriderError("allowed_token_ids is empty: no token could ever be written; leave it out")
-            object.__setattr__(self, "allowed_token_ids", allowed)
-        if not isinstance(self.logit_bias, Mapping) or not all(
-            _is_whole(token) and _is_number(bias) and bias < math.inf for token, bias in self.logit_bias.items()
-        ):
-            raise OutriderError("logit_bias maps token ids to numbers, such as {1234: -5.0}")
-        if "" in self.stop:
-            raise OutriderError("a stop string is empty: it would stop at once; leave it out")
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
-
-    @property
-    def adjusts(self) -> bool:
-        """Whether the context can change the logits at all."""
-        return bool(
-            self.repetition_penalty != 1.0
-            or self.presence_penalty
-            or self.frequency_penalty
-            or self.logit_bias
-            or self.allowed_token_ids is not None
-            or self.bad_words
-            or self.min_tokens
-            or self.processors
-        )
-
-    @property
-    def cuts(self) -> bool:
-        """Whether unlikely tokens are taken out of the law."""
-        return bool(self.top_k) or self.top_p < 1.0 or self.min_p > 0.0 or self.typical_p < 1.0
-
-    def token_ids(self) -> set[int]:
-        """Every token id that the parameters name, to be checked against a vocabulary."""
-        words = (token for word in self.bad_words if not isinstance(word, str) for token in word)
-        return {*self.logit_bias, *(self.allowed_token_ids or ()), *self.stop_token_ids, *words}
 
 
 def adjust(logits: Tensor, tokens: Sequence[int], prompt: int, params: SamplingParams, ends: frozenset[int]) -> Tensor:
@@ -253,48 +166,3 @@ def _renormalise_rows(laws: Tensor, kept: Tensor) -> Tensor:
 
 def _renormalise(law: Tensor) -> Tensor:
     return law / law.sum()
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _as_tuple(name: str, value: Any, kind: type) -> tuple[Any, ...]:
-    items = tuple(value or ()) if isinstance(value, Iterable | None) and not isinstance(value, str) else (value,)
-    if not all(isinstance(item, kind) and not isinstance(item, bool) for item in items):
-        raise OutriderError(f"{name} must be a list of {'text' if kind is str else 'token ids'}, not {value!r}")
-    return items
-
-
-def _bad_words(words: Any) -> tuple[BadWord, ...]:
-    items = tuple(words or ()) if isinstance(words, Iterable | None) and not isinstance(words, str) else (words,)
-    out = tuple(word if isinstance(word, str) else _as_tuple("bad_words", word, int) for word in items)
-    if not all(out):
-        raise OutriderError("a bad word is empty; leave it out")
-    return out
-
-
-def _processors(given: Any) -> tuple[Processor, ...]:
-    items = tuple(given) if isinstance(given, Iterable) else (given,)
-    if not all(map(callable, items)):
-        raise OutriderError(f"processors must be functions of (tokens, logits), not {given!r}")
-    return items
-
-
-_RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("max_tokens", lambda v: v >= 1, "at least 1"),
-    ("temperature", lambda v: 0.0 <= v < math.inf, "0 (greedy) or more"),
-    ("top_k", lambda v: v >= 0, "0 (off) or more"),
-    ("top_p", lambda v: 0.0 < v <= 1.0, "above 0 and at most 1"),
-    ("min_p", lambda v: 0.0 <= v <= 1.0, "between 0 and 1"),
-    ("typical_p", lambda v: 0.0 < v <= 1.0, "above 0 and at most 1"),
-    ("repetition_penalty", lambda v: 0.0 < v < math.inf, "above 0"),
-    ("presence_penalty", lambda v: math.isfinite(v), "a finite number"),
-    ("frequency_penalty", lambda v: math.isfinite(v), "a finite number"),
-    ("min_tokens", lambda v: v >= 0, "0 or more"),
-    ("n", lambda v: v >= 1, "at least 1"),
-)
