@@ -20,8 +20,8 @@ from serving import PAIR, write_names
 from stated import DRAFTING, PLAIN, Refusal, refusal
 
 from outrider import LLM, SamplingParams
-from outrider.server.answers import Options
 from outrider.server.app import create_app
+from outrider.server.context import ServerOptions
 from outrider.server.fleet.fleet import Fleet
 from outrider.server.fleet.spec import LaunchSpec
 from outrider.server.fleet.supervisor import Limits
@@ -33,7 +33,7 @@ LIMITS = Limits(first_wait=0.05, longest_wait=0.2)
 class Running(Door):
     """A server that runs, and what is inside."""
 
-    def __init__(self, fleet: Fleet, options: Options, **more: Any) -> None:
+    def __init__(self, fleet: Fleet, options: ServerOptions, **more: Any) -> None:
         self.fleet = fleet
         config = uvicorn.Config(create_app(fleet, options, **more), port=0, log_config=None, lifespan="on")
         self._server = uvicorn.Server(config)
@@ -69,7 +69,7 @@ class Running(Door):
 
 
 @contextlib.contextmanager
-def running(options: Options = Options(), limits: Limits = LIMITS, **more: Any) -> Iterator[Running]:
+def running(options: ServerOptions = ServerOptions(), limits: Limits = LIMITS, **more: Any) -> Iterator[Running]:
     server = Running(Fleet(limits), options, **more)
     try:
         yield server
@@ -80,7 +80,7 @@ def running(options: Options = Options(), limits: Limits = LIMITS, **more: Any) 
 @pytest.fixture(scope="session")
 def server(tiny_folder, tiny_draft) -> Iterator[Running]:
     """One tiny model, `tiny`, for tests that leave it as it is."""
-    with running(Options(folders=(tiny_draft.parent,))) as server:
+    with running(ServerOptions(folders=(tiny_draft.parent,))) as server:
         server.launch(tiny_folder, uid="tiny", pace=False)  # what is drafted does not depend on the clock
         yield server
 

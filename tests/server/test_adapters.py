@@ -14,7 +14,7 @@ from tiny import eagle_head, medusa_head
 
 from outrider import LLM, SamplingParams
 from outrider.drafters.heads import files as heads
-from outrider.server.answers import Options
+from outrider.server.context import ServerOptions
 from outrider.server.registry import load
 
 PROMPT = "the red fox and the blue fox count"
@@ -53,7 +53,7 @@ def adapters(tmp_path_factory, llm, tiny_stranger) -> Path:
 def server(serve_all, tmp_path_factory, tiny_folder, adapters):
     path = tmp_path_factory.mktemp("registry") / "registry.yaml"
     path.write_text(yaml.safe_dump({"heads": [{"name": "my-eagle", "source": str(adapters / "eagle-head")}]}))
-    server = serve_all(Options(folders=(adapters,)), registry=load(path))
+    server = serve_all(ServerOptions(folders=(adapters,)), registry=load(path))
     server.launch(tiny_folder, uid="tiny", draft="ngram", pace=False)
     return server
 

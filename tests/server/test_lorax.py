@@ -9,7 +9,7 @@ import pytest
 from foreign import lorax
 
 from outrider import LLM, SamplingParams
-from outrider.server.answers import Options
+from outrider.server.context import ServerOptions
 from outrider.server.faces.lorax_bodies import Parameters
 
 DRAFT = "layer_skip:layers=2,length=3"
@@ -20,7 +20,7 @@ PROMPT = "the red fox and the blue fox count the stars, one, two, three; the red
 def url(on, serve_all, tiny_folder, request):
     if on != "local":
         return request.getfixturevalue("face").url
-    server = serve_all(Options(api_key=""))
+    server = serve_all(ServerOptions(api_key=""))
     server.launch(tiny_folder, draft=DRAFT, uid="tiny", pace=False)
     return server.url
 
@@ -265,7 +265,7 @@ def test_bad_bodies_are_refused_in_their_shape(url, path, body):
 
 
 def test_a_server_with_a_key_and_several_models(serve, tiny_folder, tiny_mute):
-    server = serve(Options(api_key="key"))
+    server = serve(ServerOptions(api_key="key"))
     headers = {"authorization": "Bearer key"}
     body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 900, "ignore_eos_token": True}}
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from outrider.server.answers import Options
+from outrider.server.context import ServerOptions
 from outrider.server.faces import playground
 from outrider.server.fleet.supervisor import Limits
 
@@ -430,7 +430,7 @@ def test_giving_up_on_a_busy_server(visit, tiny):
 @pytest.fixture(scope="module")
 def frail(serve_all, reciter):
     """One request at a time, and only with the key. The tests below use it in turn; the last one ends it."""
-    server = serve_all(Options(api_key="secret"), Limits(queue=0, first_wait=0.05, longest_wait=0.2))
+    server = serve_all(ServerOptions(api_key="secret"), Limits(queue=0, first_wait=0.05, longest_wait=0.2))
     server.launch(reciter, uid="tiny", max_batch=1, draft="none")
     return server
 

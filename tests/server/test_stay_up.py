@@ -17,11 +17,12 @@ import pytest
 from fastapi import Request as HttpRequest
 
 from outrider import LLM, SamplingParams
-from outrider.server.answers import Options, patience
 from outrider.server.app import create_app
+from outrider.server.context import ServerOptions
 from outrider.server.errors import Timeout
 from outrider.server.fleet.fleet import Fleet
 from outrider.server.fleet.supervisor import Limits
+from outrider.server.responses import time_limit
 
 ENDLESS = {"prompt": "the red fox", "max_tokens": 8000, "ignore_eos": True, "temperature": 0}
 TEXT = "the red fox and the blue fox count the stars one two three a river ends in the sea"
@@ -149,7 +150,7 @@ class TestLimits:
         assert too_many.status_code == 429
 
     def test_who_asks_for_too_long_is_stopped(self, serve, quick):
-        server = serve(Options(timeout=0.8))
+        server = serve(ServerOptions(timeout=0.8))
         server.launch(quick)
         late = server.post("/v1/completions", ENDLESS)
         assert (late.status_code, late.json()["error"]["type"]) == (408, "timeout_error")
@@ -164,17 +165,17 @@ class TestLimits:
         async def answer() -> None:
             begun = asyncio.get_running_loop().time() - 60.0
             request = HttpRequest({"type": "http", "app": app, "state": {"begun": begun}})
-            async with patience(request):
+            async with time_limit(request):
                 await asyncio.sleep(0.01)
 
-        app = create_app(Fleet(), Options(timeout=90.0))
+        app = create_app(Fleet(), ServerOptions(timeout=90.0))
         asyncio.run(answer())
-        app = create_app(Fleet(), Options(timeout=50.0))
+        app = create_app(Fleet(), ServerOptions(timeout=50.0))
         with pytest.raises(Timeout, match="took longer than 50 s"):
             asyncio.run(answer())
 
     def test_bodies_are_bounded(self, serve):
-        server = serve(Options(max_body=1000))
+        server = serve(ServerOptions(max_body=1000))
         big = json.dumps({"prompt": "x" * 2000}).encode()
         headers = {"content-type": "application/json"}
         told = server.post("/v1/completions", content=big, headers=headers)
@@ -187,7 +188,7 @@ class TestLimits:
 class TestStrangers:
     @pytest.fixture
     def locked(self, serve):
-        return serve(Options(api_key="sesame"))
+        return serve(ServerOptions(api_key="sesame"))
 
     @pytest.mark.parametrize(
         "headers",
@@ -209,7 +210,7 @@ class TestStrangers:
     def test_pages_of_others_may_not_ask_unless_told(self, server, serve):
         origin = {"origin": "https://elsewhere.example", "access-control-request-method": "POST"}
         assert "access-control-allow-origin" not in server.get("/health", headers=origin).headers
-        opened = serve(Options(cors=("https://elsewhere.example",)))
+        opened = serve(ServerOptions(cors=("https://elsewhere.example",)))
         answer = opened.get("/health", headers=origin)
         assert answer.headers["access-control-allow-origin"] == "https://elsewhere.example"
         asked = httpx.options(f"{opened.url}/v1/completions", headers=origin)

@@ -13,7 +13,7 @@ from stated import DRAFTING
 from xinference_client import AsyncRESTfulClient, RESTfulClient
 
 from outrider import SamplingParams
-from outrider.server.answers import Options
+from outrider.server.context import ServerOptions
 from outrider.server.faces.xinference import GAMMA
 from outrider.server.registry import load
 
@@ -34,7 +34,7 @@ def server(on, serve_all, tiny_folder, tiny_draft, tiny_stranger, tiny_mute, tmp
         return request.getfixturevalue("face")
     path = write_names(tmp_path_factory.mktemp("registry"), tiny_folder, tiny_draft, tiny_stranger)
     small = {"threads": 1, "cache_memory": 0.05, "pace": False}  # what is drafted does not depend on the clock
-    return serve_all(Options(folders=(tiny_mute.parent,), defaults=small), registry=load(path))
+    return serve_all(ServerOptions(folders=(tiny_mute.parent,), defaults=small), registry=load(path))
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +217,7 @@ def test_the_registry_is_listed(theirs):
 
 
 def test_their_client_brings_the_key(serve):
-    server = serve(Options(api_key="secret"))
+    server = serve(ServerOptions(api_key="secret"))
     with pytest.raises(RuntimeError, match="API key"):
         RESTfulClient(server.url).list_models()
     client = RESTfulClient(server.url, api_key="secret")

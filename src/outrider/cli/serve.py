@@ -151,7 +151,7 @@ def serve(
     _check_ray(ray, for_ray, {"--no-model": no_model, "--state": state})
     from outrider.server import registry as registries
     from outrider.server.access import Access
-    from outrider.server.answers import LAUNCH_DEFAULTS, Options
+    from outrider.server.context import LAUNCH_DEFAULTS, ServerOptions
     from outrider.server.fleet.spec import LaunchSpec
     from outrider.server.fleet.supervisor import Limits
     from outrider.server.log import configure
@@ -183,7 +183,7 @@ def serve(
         host,
         port,
         [] if no_model else [LaunchSpec(settings, uid, (choice.name,), choice.family())],
-        Options(
+        ServerOptions(
             api_key,
             max_body,
             timeout,

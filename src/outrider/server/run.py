@@ -13,8 +13,8 @@ from types import FrameType
 import uvicorn
 
 from outrider.core.errors import OutriderError
-from outrider.server.answers import Options
 from outrider.server.app import create_app
+from outrider.server.context import ServerOptions
 from outrider.server.fleet.fleet import Fleet
 from outrider.server.fleet.spec import LaunchSpec
 from outrider.server.fleet.supervisor import Limits
@@ -30,7 +30,7 @@ class Plan:
     host: str = "127.0.0.1"
     port: int = 8000
     models: Sequence[LaunchSpec] = ()
-    options: Options = Options()
+    options: ServerOptions = ServerOptions()
     limits: Limits = Limits()
     registry: Registry = BUILT_IN
     state: Path | None = None

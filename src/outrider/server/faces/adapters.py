@@ -17,7 +17,7 @@ from outrider.server.access import Access
 from outrider.server.errors import Bad, Forbidden, Unknown
 
 if TYPE_CHECKING:
-    from outrider.server.answers import Server
+    from outrider.server.context import ServerContext
     from outrider.server.fleet.fleet import Description
 
 BASE = ("", "__base_model__")  # LoRAX's ids of the model without an adapter
@@ -28,7 +28,7 @@ class BadAdapter(Bad):
     """An adapter that cannot be had, or is none of this model's."""
 
 
-async def select(server: Server, name: str) -> tuple[Description, str]:
+async def select(server: ServerContext, name: str) -> tuple[Description, str]:
     """The launched model that a name means, and "": or the only one, and the drafter of the adapter that it means."""
     try:
         return server.fleet.describe(name), ""

@@ -14,12 +14,13 @@ from fastapi.responses import JSONResponse, Response
 from outrider.core.errors import OutriderError
 from outrider.core.request import Result
 from outrider.core.sequence import Token
-from outrider.server.answers import VERSION, EventStream, Server, checked, result_of, server_of, submit
+from outrider.server.context import VERSION, ServerContext, server_of
 from outrider.server.errors import Bad, ServerError
 from outrider.server.faces.adapters import draft_of
 from outrider.server.faces.lorax_bodies import MAX_BEST_OF, MAX_STOP, Body, Invalid, StreamableBody
 from outrider.server.fleet.fleet import Description
 from outrider.server.fleet.supervisor import ServerStream
+from outrider.server.responses import EventStream, checked, result_of, submit
 
 router = APIRouter(tags=["LoRAX"])
 
@@ -84,7 +85,7 @@ async def info(request: HttpRequest) -> Json:
     }
 
 
-def _model(server: Server) -> Description:
+def _model(server: ServerContext) -> Description:
     """LoRAX's requests name none: of several they mean the first, which is the command's own."""
     launched = server.fleet.list()
     return launched[0] if launched else server.fleet.describe()

@@ -22,11 +22,12 @@ from outrider.core.request import Chunk, Request, Result
 from outrider.core.sequence import Token
 from outrider.core.stats import Stats
 from outrider.server.access import Access
-from outrider.server.answers import VERSION, EventStream, Server, checked, id_of, result_of, server_of, submit
+from outrider.server.context import VERSION, ServerContext, id_of, server_of
 from outrider.server.faces.adapters import select
 from outrider.server.faces.openai_bodies import Body, ChatBody, CompletionBody
 from outrider.server.fleet.fleet import Description
 from outrider.server.fleet.supervisor import ServerStream
+from outrider.server.responses import EventStream, checked, result_of, submit
 
 router = APIRouter(prefix="/v1", tags=["openai"])
 Json = dict[str, Any]
@@ -60,7 +61,7 @@ async def completions(request: HttpRequest, body: CompletionBody) -> Response:
     return await _answer(request, body, Completion(request, body, streams))
 
 
-def _drafting(server: Server, model: Description, adapter: str) -> tuple[Access, str]:
+def _drafting(server: ServerContext, model: Description, adapter: str) -> tuple[Access, str]:
     """What the request may name, and who drafts unless it does."""
     settings = model.spec.settings
     return server.access.on(settings.backend), adapter or settings.drafter

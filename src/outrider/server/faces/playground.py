@@ -14,7 +14,7 @@ from fastapi.responses import Response
 
 from outrider import drafters
 from outrider.drafters.heads.files import SHIPPED
-from outrider.server.answers import server_of
+from outrider.server.context import server_of
 from outrider.server.errors import Unknown
 from outrider.server.fleet.fleet import Description
 

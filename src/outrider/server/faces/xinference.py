@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
 
 from outrider.core.errors import OutriderError
 from outrider.models import sources
-from outrider.server.answers import Server, server_of
+from outrider.server.context import ServerContext, server_of
 from outrider.server.errors import Bad
 from outrider.server.fleet.fleet import Description
 from outrider.server.fleet.spec import LaunchSpec
@@ -192,17 +192,17 @@ def shown(model: Description) -> Json:
     }
 
 
-async def _launch(server: Server, body: Place, settings: Json, choice: Choice, name: str, **family: Any) -> Json:
+async def _launch(server: ServerContext, body: Place, settings: Json, choice: Choice, name: str, **family: Any) -> Json:
     said = {**choice.family(), "model_name": name, **family}
     spec = LaunchSpec(from_mapping(settings), body.model_uid or "", (name,), said)
     return {"model_uid": await server.fleet.launch(spec)}
 
 
-def _choose(server: Server, name: str, size: Size, quantization: str | None) -> Choice:
+def _choose(server: ServerContext, name: str, size: Size, quantization: str | None) -> Choice:
     return server.registry.choose(name, size, quantization, server.access.source)
 
 
-def _settings(server: Server, choice: Choice, **more: str | None) -> Json:
+def _settings(server: ServerContext, choice: Choice, **more: str | None) -> Json:
     given = {key: value for key, value in more.items() if value is not None}
     settings = {"backend": "local", **server.options.defaults, "model": choice.source, "quantize": choice.quantize}
     settings |= given
@@ -252,7 +252,7 @@ def _is_path(source: str) -> bool:
     return source.startswith((".", "/", "~"))
 
 
-def _draft(server: Server, spec: str, backend: str) -> str:
+def _draft(server: ServerContext, spec: str, backend: str) -> str:
     """A spec that came over REST: what it names must be allowed."""
     method, _, text = spec.strip().partition(":")
     given = (item.partition("=") for item in text.split(",") if item)

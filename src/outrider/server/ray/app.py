@@ -26,8 +26,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.core.errors import OutriderError, one_line
 from outrider.server import log
-from outrider.server.answers import Options
 from outrider.server.app import create_app
+from outrider.server.context import ServerOptions
 from outrider.server.fleet.spec import LaunchSpec, settings_as_dict
 from outrider.server.fleet.supervisor import Limits
 from outrider.server.ray.fleet import RayFleet
@@ -48,7 +48,7 @@ class Inside:
     """What the door needs to know."""
 
     spec: LaunchSpec
-    options: Options
+    options: ServerOptions
     limits: Limits
     registry: Registry
     level: str = "info"
@@ -120,7 +120,7 @@ def application(args: Mapping[str, Any]) -> serve.Application:
     settings = from_mapping(said)
     choice = BUILT_IN.choose(settings.model)
     spec = LaunchSpec(replace(settings, model=choice.source), uid or choice.name, (choice.name,), choice.family())
-    options = Options(api_key=os.environ.get("OUTRIDER_API_KEY", ""))
+    options = ServerOptions(api_key=os.environ.get("OUTRIDER_API_KEY", ""))
     return assemble(Inside(spec, options, Limits(), BUILT_IN), Scale.of(replicas, cpus, gpus, settings))
 
 

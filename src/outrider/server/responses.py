@@ -1,4 +1,4 @@
-"""Answers that end with their readers: a client that goes away, or waits too long, stops its sequence."""
+"""Answers that end with their clients: one that goes away, or waits too long, stops its sequence."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import contextlib
 import json
 import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
-from dataclasses import dataclass, field
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request as HttpRequest
@@ -18,62 +15,23 @@ from starlette.types import Receive, Scope, Send
 
 from outrider.core.errors import OutriderError
 from outrider.core.request import Request, Result
-from outrider.server.access import Access
+from outrider.server.context import id_of, server_of
 from outrider.server.errors import Failed, Timeout, body_of
-from outrider.server.fleet.fleet import Fleet
 from outrider.server.fleet.supervisor import ServerStream
 from outrider.server.log import log
-from outrider.server.registry import Registry
 
 T = TypeVar("T")
-VERSION = version("outrider")
-# How the server was started, which launches over REST take over; VLLM_DEFAULTS where they run on vLLM.
-LAUNCH_DEFAULTS: tuple[str, ...] = ("backend", "device", "threads", "cache_memory", "max_batch", "max_draft_batch")
-LAUNCH_DEFAULTS += ("rule", "pace", "piece")
-
-
-@dataclass(frozen=True)
-class Options:
-    """What `outrider serve` was told, as far as requests are concerned."""
-
-    api_key: str = ""  # "": everybody may ask
-    max_body: int = 4 << 20  # bytes
-    timeout: float = 600.0  # seconds that a request may take
-    cors: tuple[str, ...] = ()  # origins whose pages may ask
-    folders: tuple[Path, ...] = ()  # what requests may open
-    hub: bool = False  # whether requests may name hub ids
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of launches over REST: device, max_batch, ...
-
-
-@dataclass(frozen=True)
-class Server:
-    """What every route works with: `server_of(request)`."""
-
-    fleet: Fleet
-    options: Options
-    access: Access
-    registry: Registry
 
 
 class ClientGone(Exception):
     """Nobody waits for the answer any more."""
 
 
-def server_of(request: HttpRequest) -> Server:
-    server: Server = request.app.state.server
-    return server
-
-
-def id_of(request: HttpRequest) -> str:
-    """The request's own, in the log and in the header x-request-id."""
-    return str(request.state.request_id)
-
-
 async def submit(
     request: HttpRequest, name: str, asked: Request, pieces: bool = False, clip: bool = False, truncate: int = 0
 ) -> ServerStream:
     """`Fleet.submit`, unless the client goes away or waits too long before the worker has taken the request in."""
-    async with patience(request):
+    async with time_limit(request):
         work = server_of(request).fleet.submit(name, asked, pieces, clip, truncate)
         return await _unless_gone(request.receive, work)
 
@@ -81,7 +39,7 @@ async def submit(
 async def result_of(request: HttpRequest, stream: ServerStream) -> Result:
     """The whole answer; an error of the engine's is raised."""
     try:
-        async with patience(request):
+        async with time_limit(request):
             result = await _unless_gone(request.receive, stream.result())
     finally:
         stream.cancel()
@@ -129,7 +87,7 @@ class EventStream(Response):
 
     async def _write(self, send: Send) -> None:
         try:
-            async with patience(self._request), contextlib.aclosing(self._events) as events:
+            async with time_limit(self._request), contextlib.aclosing(self._events) as events:
                 async for event in events:
                     await send({"type": "http.response.body", "body": _event(event), "more_body": True})
         except Exception as error:
@@ -146,7 +104,7 @@ def _event(data: str | Mapping[str, Any]) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def patience(request: HttpRequest) -> AsyncIterator[None]:
+async def time_limit(request: HttpRequest) -> AsyncIterator[None]:
     limit = server_of(request).options.timeout
     try:
         async with asyncio.timeout_at(request.state.begun + limit):  # for all that is done for it together

@@ -1,0 +1,127 @@
+"""What every request passes through: its line in the log, and the checks of its key and its size."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import time
+import traceback
+import uuid
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from outrider.server.context import ServerOptions
+from outrider.server.errors import TooLarge, Unauthorised, body_of
+from outrider.server.fleet.fleet import Fleet
+from outrider.server.log import log
+from outrider.server.responses import ClientGone
+
+OPEN = ("/health", "/", "/favicon.ico", "/v1/cluster/auth")  # what one may GET without a key, and /static/ all
+REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
+
+
+class RequestGuard:
+    """Lets in who has the key, and bodies of a bearable size."""
+
+    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
+        self._app, self._most = app, options.max_body
+        self._key = options.api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        try:
+            self._check_key(scope, headers)
+            self._check_length(headers)
+            receive = await self._read(receive)
+        except ClientGone:
+            return
+        except (Unauthorised, TooLarge) as error:
+            status, body, more = body_of(scope["path"], error)
+            await JSONResponse(body, status, {**more, "connection": "close"})(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        reads = scope["method"] in ("GET", "HEAD")
+        if not self._key or (reads and (scope["path"] in OPEN or scope["path"].startswith("/static/"))):
+            return
+        given = headers.get(b"authorization", b"")
+        given = given[7:] if given[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
+        if not hmac.compare_digest(given, self._key):
+            raise Unauthorised("the API key is missing or wrong; send it as Authorization: Bearer KEY")
+
+    def _check_length(self, headers: dict[bytes, bytes]) -> None:
+        length = headers.get(b"content-length", b"")
+        if length.isdigit() and int(length) > self._most:
+            raise TooLarge(f"the body has {int(length)} bytes; at most {self._most} are taken (serve --max-body)")
+
+    async def _read(self, receive: Receive) -> Receive:
+        """The body, counted as it comes: not every client says its length. It is then there for the app to take."""
+        body, more = bytearray(), True
+        while more:
+            message = await receive()
+            if message["type"] != "http.request":
+                raise ClientGone
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > self._most:
+                raise TooLarge(f"the body has more than {self._most} bytes (serve --max-body)")
+        first: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+        async def replayed() -> Message:
+            return first.pop() if first else await receive()
+
+        return replayed
+
+
+class RequestLog:
+    """Gives every request an id and a time when it began, and the log a line when it is over."""
+
+    def __init__(self, app: ASGIApp, fleet: Fleet) -> None:
+        self._app, self._metrics = app, fleet.metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        id = _request_id(scope)
+        scope.setdefault("state", {}).update(request_id=id, begun=asyncio.get_running_loop().time())
+        begin, status = time.perf_counter(), 0
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", id.encode())]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except Exception as error:  # a fault of ours: it is told, and the server goes on
+            log("failed", level="error", request_id=id, trace=traceback.format_exc())
+            if not status:
+                code, body, _ = body_of(scope["path"], error)
+                await JSONResponse(body, code)(scope, receive, noted)
+        finally:
+            path = getattr(scope.get("route"), "path", "other")
+            self._metrics.http.labels(path, str(status)).inc()
+            seconds = round(time.perf_counter() - begin, 4)
+            log(
+                "request",
+                method=scope["method"],
+                path=scope["path"],
+                status=status,
+                seconds=seconds,
+                request_id=id,
+                refused=scope["state"].get("refused"),
+            )
+
+
+def _request_id(scope: Scope) -> str:
+    given = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), "")
+    return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
