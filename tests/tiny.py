@@ -15,13 +15,14 @@ from outrider.core.draft import Draft
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Drafter, Parts
-from outrider.drafters.eagle.drafter import EagleConfig, EagleHead
-from outrider.drafters.lesson import Lesson
-from outrider.drafters.medusa.drafter import MedusaConfig, MedusaHead
+from outrider.drafters.eagle.head import EagleConfig, EagleHead
+from outrider.drafters.medusa.head import MedusaConfig, MedusaHead
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Anatomy, Feed, Output
 from outrider.models.load import Place, load
+from outrider.train import kinds
+from outrider.train.objective import Lesson
 
 torch.set_num_threads(1)  # tiny products: more threads only wait for each other
 transformers.utils.logging.disable_progress_bar()
@@ -185,7 +186,7 @@ def taught(head, model, steps=20):
     learned = lesson(model, head, [text[:30] for text in texts])
     optimizer = torch.optim.AdamW(head.parameters(), 1e-2)
     for _ in range(steps):
-        loss, _ = head.loss(learned, 3)
+        loss, _ = kinds.loss(head, learned, 3)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

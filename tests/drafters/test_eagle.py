@@ -31,11 +31,12 @@ from outrider.core.errors import OutriderError
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Drafter, Parts
-from outrider.drafters.eagle.drafter import Eagle, EagleHead
+from outrider.drafters.eagle.drafter import Eagle
 from outrider.drafters.eagle.native_runner import PackedRunner
 from outrider.drafters.eagle.torch_runner import DenseRunner
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Feed
+from outrider.train import eagle
 
 FORMS = {
     "eagle-3": {},
@@ -71,11 +72,11 @@ def in_training(head, target, texts=TEXTS):
     embedding = head.embed_tokens.weight if head.config.own_embedding else learned.embedding
     state = learned.last if head.config.first else head.combine(learned.hidden)
     pasts, said = [[] for _ in head.layers], []
-    turns = head._turns(len(texts[0]) + STEPS, state.device)
+    turns = eagle.rotations(head, len(texts[0]) + STEPS, state.device)
     for step in range(STEPS):
         embedded = F.embedding(F.pad(learned.tokens[:, 1 + step :], (0, 1 + step)), embedding)
-        state, normed = head._step(embedded, state, pasts, turns[:, step : step + len(texts[0])])
-        said.append(F.linear(normed, head._output(learned.output)))
+        state, normed = eagle.draft_step(head, embedded, state, pasts, turns[:, step : step + len(texts[0])])
+        said.append(F.linear(normed, eagle.output_matrix(head, learned.output)))
     return said
 
 
@@ -612,12 +613,12 @@ class TestLoss:
 
     def test_it_falls_and_the_head_learns(self):
         target = model()
-        learner = EagleHead.fresh(target)
+        learner = eagle.fresh(target)
         learned = lesson(target, learner, TEXTS)
         optimizer = torch.optim.AdamW(learner.parameters(), 1e-2)
         losses, hits = [], []
         for _ in range(25):
-            loss, figures = learner.loss(learned, 3)
+            loss, figures = eagle.loss(learner, learned, 3)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -630,21 +631,21 @@ class TestLoss:
         target, own = model(), head("eagle-3")
         learned = lesson(target, own, TEXTS)
         learned.mask[:, :8] = False
-        first, _ = own.loss(learned, 2)
+        first, _ = eagle.loss(own, learned, 2)
         learned.tokens[:, -1] = 0  # the last token is predicted by nobody that counts as an input
         learned.mask[:, -1] = False
         learned.last[:, -1] = torch.randn_like(learned.last[:, -1])
         learned.hidden[:, -1] = torch.randn_like(learned.hidden[:, -1])
-        second, _ = own.loss(learned, 2)
+        second, _ = eagle.loss(own, learned, 2)
         learned.last[:, -1] *= 5.0
-        third, _ = own.loss(learned, 2)
+        third, _ = eagle.loss(own, learned, 2)
         assert float(first) != float(second)
         assert float(second) == float(third)
 
     def test_keep_is_the_overlap_of_both_laws_and_hit_that_of_the_likeliest(self):
         target, own = model(), head("cut, two layers, normed output")
         learned = lesson(target, own, TEXTS)
-        _, figures = own.loss(learned, STEPS)
+        _, figures = eagle.loss(own, learned, STEPS)
         laws = learned.logits(torch.arange(learned.tokens.numel())).softmax(-1).view(*learned.tokens.shape, -1)
         for step, said in enumerate(in_training(own, target)):
             until = len(TEXTS[0]) - 2 - step
@@ -656,11 +657,11 @@ class TestLoss:
             assert float(figures[f"hit{step + 1}"]) == pytest.approx(float(hit), abs=1e-6)
 
     def test_it_works_in_bfloat16(self):
-        target, own = model(), EagleHead.fresh(model(), torch.arange(20))
+        target, own = model(), eagle.fresh(model(), torch.arange(20))
         learned = lesson(target, own, TEXTS)
-        exact, _ = own.loss(learned)
+        exact, _ = eagle.loss(own, learned)
         with torch.autocast("cpu", torch.bfloat16):
-            rough, _ = own.loss(learned)
+            rough, _ = eagle.loss(own, learned)
         assert float(rough.detach()) == pytest.approx(float(exact.detach()), rel=0.05)
         rough.backward()
         assert all(weight.grad is not None for weight in own.parameters())
@@ -668,7 +669,7 @@ class TestLoss:
     @pytest.mark.parametrize("kind", OWN)
     def test_a_fresh_head_begins_from_the_targets_last_layer(self, kind):
         target = family(kind)[1]
-        own = EagleHead.fresh(target).requires_grad_(False)
+        own = eagle.fresh(target).requires_grad_(False)
         assert own.reads == (0, 1, 2)
         ours, theirs = own.layers[0].mlp.down_proj.weight, target.tensor("model.layers.2.mlp.down_proj.weight")
         loud = float(theirs.norm() / ours.norm())  # the state is so much quieter than the target's residual
@@ -680,7 +681,7 @@ class TestLoss:
         """Else a head has to unlearn that first."""
         target = model()
         # reading this block last, its state is the residual that the last layer reads, normalised
-        own = EagleHead.fresh(target, layers=(0, 1)).requires_grad_(False)
+        own = eagle.fresh(target, layers=(0, 1)).requires_grad_(False)
         learned = lesson(target, own, TEXTS)
         state = own.combine(learned.hidden)
         residual = learned.hidden[:, :, -1]
@@ -693,7 +694,7 @@ class TestLoss:
 
     def test_blocks_that_the_target_has_not_are_refused(self):
         with pytest.raises(OutriderError, match="the target has 3 blocks"):
-            EagleHead.fresh(model(), layers=(1, 3))
+            eagle.fresh(model(), layers=(1, 3))
 
 
 @pytest.mark.parametrize("kind", OWN)

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from tiny import eagle_head, family, lesson, medusa_head, ours, prompts, reference
 
 from outrider.core.errors import OutriderError
-from outrider.drafters.eagle.drafter import EagleHead
+from outrider.drafters.eagle.head import EagleHead
 from outrider.drafters.heads import files as heads
-from outrider.drafters.medusa.drafter import MedusaHead
+from outrider.drafters.medusa.head import MedusaHead
+from outrider.train import kinds
 
 TEXTS = [prompt[:7] for prompt in prompts(12) if len(prompt) >= 7]
 EVERY_OTHER = torch.arange(0, 40, 2)
@@ -33,7 +34,7 @@ def other():
 def says(head):
     """What the head's loss is made of: equal figures mean equal heads."""
     with torch.no_grad():
-        _, figures = head.loss(lesson(model(), head, TEXTS), 3)
+        _, figures = kinds.loss(head, lesson(model(), head, TEXTS), 3)
     return pytest.approx({name: float(value) for name, value in figures.items()}, abs=1e-5)
 
 

@@ -13,8 +13,9 @@ from outrider.core.errors import OutriderError
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Parts
-from outrider.drafters.medusa.drafter import Medusa, MedusaHead, grow_paths
+from outrider.drafters.medusa.drafter import Medusa, grow_paths
 from outrider.models.native.packed import Packed
+from outrider.train import medusa
 
 RATES = [[0.6, 0.2, 0.1], [0.4, 0.15, 0.1], [0.2, 0.1, 0.05]]
 
@@ -164,12 +165,12 @@ class TestLoss:
         return [[*p, *outputs([plainly(model(), p, SamplingParams(max_tokens=12))])[0]][-14:] for p in prompts(4)]
 
     def test_it_falls_and_the_heads_learn(self):
-        head = MedusaHead.fresh(model(), num_heads=3)
+        head = medusa.fresh(model(), num_heads=3)
         learned = lesson(model(), head, self.texts())
         optimizer = torch.optim.AdamW(head.parameters(), 1e-2)
         figures = []
         for _ in range(60):
-            loss, said = head.loss(learned)
+            loss, said = medusa.loss(head, learned)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -179,11 +180,11 @@ class TestLoss:
 
     def test_fresh_heads_say_what_the_target_says(self):
         """Blocks of zeros let the state through."""
-        head = MedusaHead.fresh(model(), num_heads=2)
+        head = medusa.fresh(model(), num_heads=2)
         learned = lesson(model(), head, self.texts())
         assert all(torch.equal(state, learned.last) for state in head.states(learned.last))
 
     def test_steps_counts_the_first_heads(self):
         head = medusa_head(model(), torch.arange(0, 40, 3))
-        _, figures = head.loss(lesson(model(), head, self.texts()), 2)
+        _, figures = medusa.loss(head, lesson(model(), head, self.texts()), 2)
         assert set(figures) == {"loss", "hit1", "hit2", "keep1", "keep2"}

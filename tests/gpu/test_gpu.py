@@ -18,12 +18,8 @@ from outrider.core.request import Request
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.core.verify_batch import Case, verify_batch
-from outrider.drafters import lesson
 from outrider.drafters.base import Parts
-from outrider.drafters.eagle import drafter as eagle
-from outrider.drafters.eagle.drafter import EagleHead
 from outrider.drafters.heads import files as heads
-from outrider.drafters.medusa.drafter import MedusaHead
 from outrider.engine.engine import Engine, verify
 from outrider.engine.pace import Pace
 from outrider.engine.scheduler import Limits
@@ -31,7 +27,7 @@ from outrider.models.base import Feed
 from outrider.models.linear import Dense
 from outrider.models.llama import Llama, LlamaConfig, Rope, Weights
 from outrider.models.stack import Layer, TorchStack
-from outrider.train import fast
+from outrider.train import eagle, fast, medusa, objective
 from outrider.train.block import block
 from outrider.train.capture import Teacher
 from outrider.train.corpus import Corpus
@@ -69,7 +65,7 @@ def folders(tmp_path_factory):
     """Untrained heads of the model that `cuda_model` makes, by kind."""
     model = cuda_model()
     torch.manual_seed(0)
-    made = {"eagle": EagleHead.fresh(model), "medusa": MedusaHead.fresh(model)}
+    made = {"eagle": eagle.fresh(model), "medusa": medusa.fresh(model)}
     found = {kind: tmp_path_factory.mktemp(kind) for kind in made}
     for kind, head in made.items():
         heads.write(head, found[kind], model, dtype=torch.float32)
@@ -315,7 +311,7 @@ def test_streams_carry_every_token_and_one_that_fails_or_is_cancelled_leaves_the
 
 
 def test_the_fused_distance_equals_plain_torch():
-    from outrider.drafters import fused  # needs triton
+    from outrider.train import kernels as fused  # needs triton
 
     torch.manual_seed(0)
     rows, words, size = 37, 5000, 64
@@ -323,11 +319,11 @@ def test_the_fused_distance_equals_plain_torch():
     weight = torch.rand(rows, device="cuda")
     chances = torch.softmax(torch.randn(rows, words, device="cuda") * 3, -1) * 0.9
     chances[::2].scatter_(1, (states @ output.T)[::2].argmax(1, True), 0.99)
-    laws = lesson.Laws(chances, chances.amax(-1))
+    laws = objective.Laws(chances, chances.amax(-1))
     plain, other = ((states.clone().requires_grad_(), output.clone().requires_grad_()) for _ in range(2))
-    losses, kept, hit = lesson.measures(plain[0] @ plain[1].T, laws)
+    losses, kept, hit = objective.measures(plain[0] @ plain[1].T, laws)
     (0.8 * (losses * weight).sum()).backward()
-    loss, kept_too, hit_too = fused.distance(*other, laws.law, laws.best, weight, lesson.NEARNESS)
+    loss, kept_too, hit_too = fused.distance(*other, laws.law, laws.best, weight, objective.NEARNESS)
     (0.8 * loss).backward()
     assert torch.allclose(loss, (losses * weight).sum(), rtol=1e-4)
     assert torch.allclose(kept, kept_too, atol=1e-4)
@@ -339,7 +335,7 @@ def test_the_fused_distance_equals_plain_torch():
 
 @pytest.mark.parametrize("ids", [None, [3, 1, 4999, 17]])
 def test_the_fused_law_equals_plain_torch(ids):
-    from outrider.drafters import fused  # needs triton
+    from outrider.train import kernels as fused  # needs triton
 
     chosen = None if ids is None else torch.tensor(ids, device="cuda")
     logits = torch.randn(5, 5000, device="cuda") * 4
@@ -363,7 +359,7 @@ def test_the_fused_attention_equals_plain_torch(steps):
     found = []
     for dtype in (torch.float32, torch.bfloat16):  # plain torch, and the kernels
         q, *rest = given = parts(dtype)
-        out = eagle._mixed(q, list(zip(rest[::2], rest[1::2], strict=True)), 0.125)
+        out = eagle.attention_values(q, list(zip(rest[::2], rest[1::2], strict=True)), 0.125)
         out.float().square().sum().backward()
         found.append([out, *(part.grad for part in given)])
     for plain, other in zip(*found, strict=True):
@@ -385,7 +381,7 @@ def lessons():
     """A head, its teacher, and batches of one shape and some others."""
     model = cuda_model(dtype=torch.bfloat16, heads=4, kv_heads=2, head_dim=32, hidden=128, inner=256)
     torch.manual_seed(0)
-    head = EagleHead.fresh(model).to("cuda")
+    head = eagle.fresh(model).to("cuda")
     luck = random.Random(3)
     texts = [Text([luck.randrange(40) for _ in range(30 + 10 * (i % 3))], 12) for i in range(96)]
     order = Order(Corpus.of(texts), 512, 64, 0, torch.device("cuda"))

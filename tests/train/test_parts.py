@@ -10,12 +10,11 @@ from torch import nn
 
 from outrider.core.errors import OutriderError
 from outrider.drafters.base import Drafter, Parts
-from outrider.drafters.eagle.drafter import EagleHead
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Feed
 from outrider.models.load import Place, load
-from outrider.train import job as jobs, openers
+from outrider.train import eagle, job as jobs, openers
 from outrider.train.capture import Teacher
 from outrider.train.chat import Chat, trim
 from outrider.train.corpus import Corpus, Note, Shelf
@@ -193,7 +192,7 @@ def test_a_draft_model_of_all_layers_is_the_target(kind, tmp_path):
 def test_what_a_fresh_layer_adds_has_the_size_of_its_state():
     """The target's last layer writes for residuals of its own size; a head's state is normalised."""
     _, model, _ = family("llama")
-    head = EagleHead.fresh(model)
+    head = eagle.fresh(model)
     tokens = torch.randint(40, (2, 30), generator=torch.Generator().manual_seed(0))
     lesson = Teacher(model, head.reads, 64).lesson(Batch(tokens, torch.arange(30).expand(2, -1) >= 10))
     sizes = sorted(lesson.hidden[:, 10:, -1].reshape(-1, 32).square().mean(-1).sqrt().tolist())

@@ -15,9 +15,8 @@ import torch
 from outrider import LLM, SamplingParams
 from outrider.cli import main
 from outrider.drafters.heads import files as heads
-from outrider.drafters.medusa.drafter import MedusaHead
 from outrider.models.load import Place, load
-from outrider.train import checkpoint, table
+from outrider.train import checkpoint, medusa, table
 from outrider.train.capture import Teacher
 from outrider.train.corpus import FOLDER
 from outrider.train.order import Batch
@@ -208,7 +207,7 @@ def lesson(model, head):
 def test_ranks_are_counted_against_the_target(calm_folder):
     """A head that passes the state on says what the target says one place earlier; counted by hand."""
     model = load(str(calm_folder), Place(torch.device("cpu"), torch.float32, 1 << 28)).model
-    head = MedusaHead.fresh(model, None, 2)
+    head = medusa.fresh(model, None, 2)
     given = lesson(model, head)
     best = (given.last @ given.output.T).topk(10).indices
     for index, row in enumerate(rates(head, [given])):

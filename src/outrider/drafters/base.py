@@ -16,6 +16,7 @@ from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
 from outrider.core.verify import Verdict
+from outrider.drafters.heads import files
 from outrider.models.base import Anatomy, Model, Readable
 from outrider.models.tokenizer import Tokenizer
 
@@ -51,9 +52,7 @@ class Parts:
         target = self.readable(f"a head for {kind}")
         if name in self.heads:
             return deepcopy(self.heads[name])
-        from outrider.drafters.heads import files as heads
-
-        return heads.find(kind, name, target, self.name, allow_pickle)
+        return files.find(kind, name, target, self.name, allow_pickle)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from outrider.core.errors import OutriderError
-from outrider.drafters.lesson import Lesson
 from outrider.models.base import Model, Readable
 from outrider.models.linear import Dense
 from outrider.models.llama import LlamaConfig, Weights
 from outrider.train import fast
 from outrider.train.block import block, norm
+from outrider.train.objective import Lesson
 from outrider.train.order import Batch
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.drafters.lesson import Figures
+from outrider.train import kinds
 from outrider.train.capture import Teacher
 from outrider.train.graphs import Recorder
+from outrider.train.objective import Figures
 from outrider.train.order import Batch
 
 OFTEN = 3  # a shape that comes so many times is recorded
@@ -54,7 +55,7 @@ class Grader:
 
     def _work(self, batch: Batch) -> Figures:
         with self._autocast():
-            loss, figures = self._pupil.loss(self._teacher.lesson(batch), self._unroll)
+            loss, figures = kinds.loss(self._pupil, self._teacher.lesson(batch), self._unroll)
         loss.backward()
         return figures
 

@@ -4,31 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from outrider.drafters.eagle.drafter import EagleHead
+from outrider.drafters.eagle.head import EagleHead
 from outrider.drafters.heads import files as heads
-from outrider.drafters.lesson import Figures, Lesson
-from outrider.drafters.medusa.drafter import MedusaHead
+from outrider.drafters.medusa.head import MedusaHead
 from outrider.models.tokenizer import Tokenizer
+from outrider.train import eagle, medusa
 from outrider.train.capture import Target
 from outrider.train.job import Job
 from outrider.train.net import DraftNet
+from outrider.train.objective import Figures, Lesson
 
 CHAIN, TREE = 5, 16  # nodes of the drafts that figures are given for
 _LAYERS = {"eagle": 1, "medusa": 1, "draft": 4}
-
-
-class Pupil(Protocol):
-    """What is trained: a module with a loss."""
-
-    @property
-    def reads(self) -> tuple[int, ...]: ...
-
-    def loss(self, lesson: Lesson, steps: int) -> tuple[Tensor, Figures]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +38,18 @@ def fresh(job: Job, target: Target, draft_ids: Tensor | None, longest: int) -> n
     if job.kind == "draft":
         return DraftNet(target, layers, longest)
     if job.kind == "medusa":
-        return MedusaHead.fresh(target, draft_ids, job.heads, layers)
-    return EagleHead.fresh(target, draft_ids, job.reads, layers)
+        return medusa.fresh(target, draft_ids, job.heads, layers)
+    return eagle.fresh(target, draft_ids, job.reads, layers)
+
+
+def loss(pupil: nn.Module, lesson: Lesson, steps: int) -> tuple[Tensor, Figures]:
+    """The loss of whatever is trained, over `steps` draft steps."""
+    if isinstance(pupil, EagleHead):
+        return eagle.loss(pupil, lesson, steps)
+    if isinstance(pupil, MedusaHead):
+        return medusa.loss(pupil, lesson, steps)
+    assert isinstance(pupil, DraftNet)
+    return pupil.loss(lesson, steps)
 
 
 @torch.no_grad()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from outrider.core.errors import OutriderError
-from outrider.drafters.lesson import Figures
 from outrider.train.corpus import FOLDER
+from outrider.train.objective import Figures
 
 NAME = "log.jsonl"
 RECENT = 50  # steps that a shown figure is the mean of

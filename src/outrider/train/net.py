@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.core.errors import OutriderError
-from outrider.drafters.lesson import Figures, Laws, Lesson, distance
 from outrider.models.export import to_transformers
 from outrider.models.stack import Layer
 from outrider.models.tokenizer import GGUFTokenizer, Tokenizer
 from outrider.train.block import block, norm
 from outrider.train.capture import Target
 from outrider.train.files import write_tensors, write_text
+from outrider.train.objective import Figures, Laws, Lesson, distance
 
 _MATRICES = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

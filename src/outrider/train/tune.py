@@ -15,14 +15,15 @@ from torch import Tensor
 
 from outrider.core.errors import OutriderError
 from outrider.drafters.heads import files as heads
-from outrider.drafters.lesson import Lesson
-from outrider.drafters.medusa.drafter import RANKS, MedusaHead, Paths, grow_paths
+from outrider.drafters.medusa.drafter import RANKS, grow_paths
+from outrider.drafters.medusa.head import MedusaHead, Paths
 from outrider.models.load import Loaded, load
 from outrider.models.weights import Place
 from outrider.train import texts
 from outrider.train.capture import Teacher
 from outrider.train.files import write_text
 from outrider.train.job import Job
+from outrider.train.objective import Lesson
 from outrider.train.order import Order
 
 LONGEST, BATCH = 1024, 4096  # tokens of a text, and of a batch

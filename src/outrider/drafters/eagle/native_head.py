@@ -9,14 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outrider.drafters.eagle.runner import Shown
 from outrider.models.cache import Slot
 from outrider.models.native import structs
 from outrider.models.native.library import library
 from outrider.models.native.packed import Packed, use_torch_threads
 from outrider.models.native.stack import NativeStack, pointer
 from outrider.models.stack import Layer, StackConfig
-
-Shown = tuple[Tensor, Sequence[int]]  # [n, blocks, hidden] states of the target, and which rows of them
 
 
 @dataclass(frozen=True, eq=False)

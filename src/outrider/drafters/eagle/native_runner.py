@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from outrider.drafters.eagle.head import EagleHead, EagleLayer
 from outrider.drafters.eagle.native_head import Beside, NativeHead
-from outrider.drafters.eagle.torch_runner import Ahead, Shown
+from outrider.drafters.eagle.runner import Ahead, Shown
 from outrider.drafters.eagle.vocabulary import Lexicon, Words
 from outrider.drafters.heads.output import Output, pack
 from outrider.models.base import Readable
@@ -20,9 +20,6 @@ from outrider.models.native.packed import TILE, Packed
 from outrider.models.native.stack import NativeStack
 from outrider.models.quant import quantise
 from outrider.models.stack import Layer, Pass, StackConfig
-
-if TYPE_CHECKING:
-    from outrider.drafters.eagle.drafter import EagleHead, EagleLayer
 
 _POSITIONS = 1024  # of the rotary tables, to begin with
 

@@ -1,67 +1,21 @@
-"""An EAGLE head at work: the keys and values of each sequence, and steps for many sequences at once."""
+"""An EAGLE head run by torch: the keys and values of each sequence, and steps for many sequences at once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.drafters.heads.output import Output, bits
+from outrider.drafters.eagle.head import EagleHead, Norm
+from outrider.drafters.eagle.runner import Ahead
+from outrider.drafters.heads.output import Output
 from outrider.models.base import Readable
-from outrider.models.native.packed import packable
-
-if TYPE_CHECKING:
-    from outrider.drafters.eagle.drafter import EagleHead, Norm
 
 FEW = 16  # rows up to which sequences are padded to share a pass
 _SIZE, _POSITIONS = 256, 1024  # places of a slot and positions of the rotary tables, to begin with
-
-
-@dataclass(frozen=True, eq=False)
-class Ahead:
-    """What a head makes of some rows."""
-
-    states: Tensor  # [rows, hidden] what the next step reads
-    logits: Tensor  # [rows, draft vocabulary]
-
-    def pick(self, rows: Seq[int]) -> Ahead:
-        if len(rows) == len(self.logits):
-            return self
-        chosen = torch.tensor(rows, device=self.logits.device)
-        return Ahead(self.states[chosen], self.logits[chosen])
-
-
-Shown = tuple[Tensor, list[int]]  # [n, layers, hidden] states of the target, and which rows of them
-
-
-def gathered(shown: Seq[Shown]) -> Tensor:
-    """[rows, layers, hidden] in one copy, however many there are."""
-    if len(shown) == 1 and len(shown[0][1]) == len(shown[0][0]):
-        return shown[0][0]
-    rows, start = [], 0
-    for hidden, chosen in shown:
-        rows += [start + row for row in chosen]
-        start += len(hidden)
-    joined = torch.cat([hidden for hidden, _ in shown])
-    return joined if len(rows) == start else joined[torch.tensor(rows, device=joined.device)]
-
-
-class Runner(Protocol):
-    def extend(self, ids: Seq[int], tokens: Seq[Seq[int]], hidden: Tensor) -> Ahead:
-        """Take in what was committed: tokens, each with the target's states at the place before it (`hidden` [rows,
-        layers, hidden]). What follows the last of each sequence; whatever it had drafted is forgotten."""
-        ...
-
-    def step(self, ids: Seq[int], tokens: Tensor, states: Tensor, trails: Tensor) -> Ahead:
-        """Drafted tokens, the same number for each sequence and all of one depth: `tokens` [rows], the states that they
-        follow [rows, hidden], and their ancestors among the sequence's drafted rows [rows, depth], in order."""
-        ...
-
-    def free(self, id: int) -> None: ...
 
 
 class Slots:
@@ -254,17 +208,6 @@ class DenseRunner:
     def _ahead(self, x: Tensor) -> Ahead:
         normed = x if self.config.first else _normed(self._head.norm, x)
         return Ahead(normed if self.config.norm_output else x, self._output(normed))
-
-
-def start(head: EagleHead, target: Readable, quantize: str, common: int = 0) -> Runner:
-    """The head at work beside its target. `common`: as a PackedRunner has it."""
-    count = bits(quantize, target)
-    matrices = [weight for weight in (*head.fc.parameters(), *head.layers.parameters()) if weight.dim() == 2]
-    if count and all(packable(*matrix.shape) for matrix in matrices):
-        from outrider.drafters.eagle.native_runner import PackedRunner
-
-        return PackedRunner(head, target, count, common)
-    return DenseRunner(head, target)
 
 
 def _normed(norm: Norm, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.drafters.eagle.torch_runner import Ahead, Runner
+from outrider.drafters.eagle.runner import Ahead, Runner
 
 _LESS = 1e-4  # what a depth costs: a child that is certain still comes after its parent
 

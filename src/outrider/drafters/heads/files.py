@@ -16,7 +16,7 @@ import torch
 
 from outrider.core.errors import OutriderError, one_line
 from outrider.drafters.heads.formats import Head, Tensors, eagle, eagle_config, medusa, medusa_config, same
-from outrider.drafters.medusa.drafter import MedusaHead
+from outrider.drafters.medusa.head import MedusaHead
 from outrider.models.base import Readable
 
 SHIPPED = Path(__file__).parent.parent.parent / "heads"  # <target>/<kind>/

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from outrider.core.errors import OutriderError
-from outrider.drafters.eagle.drafter import EagleConfig, EagleHead
-from outrider.drafters.medusa.drafter import MedusaConfig, MedusaHead, Paths
+from outrider.drafters.eagle.head import EagleConfig, EagleHead
+from outrider.drafters.medusa.head import MedusaConfig, MedusaHead, Paths
 from outrider.models.base import Readable
 
 Head = EagleHead | MedusaHead

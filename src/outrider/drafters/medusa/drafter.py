@@ -9,11 +9,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Literal
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError
@@ -21,110 +20,11 @@ from outrider.core.sequence import Sequence
 from outrider.drafters.base import Drafter, Parts, Step
 from outrider.drafters.heads.chooser import Writer
 from outrider.drafters.heads.output import Output, bits
-from outrider.drafters.lesson import FADE, Figures, Laws, Lesson, distance
+from outrider.drafters.medusa.head import MedusaHead, Paths
 from outrider.drafters.trust import Trust
 from outrider.models.base import Readable
 
-Paths = tuple[tuple[int, ...], ...]  # nodes by the ranks from the root down, parents first, the most useful first
 RANKS = 10  # of each head that a tree may use
-
-
-@dataclass(frozen=True)
-class MedusaConfig:
-    hidden_size: int
-    vocab_size: int  # the target's
-    draft_vocab_size: int  # how many of those tokens the heads can write
-    num_heads: int = 4
-    depth: int = 1  # residual blocks of each head
-    bias: bool = False
-    own_output: bool = False  # a matrix of each head's own; else the target's, rows `draft_ids` of it
-
-
-class _Block(nn.Module):
-    """x + silu(W x + b), `depth` times."""
-
-    def __init__(self, config: MedusaConfig) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Linear(config.hidden_size, config.hidden_size, config.bias) for _ in range(config.depth)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + F.silu(layer(x))
-        return x
-
-
-class MedusaHead(nn.Module):
-    def __init__(self, config: MedusaConfig, draft_ids: Tensor | None = None) -> None:
-        """`draft_ids`: the tokens it can write, in ascending order; None: all."""
-        super().__init__()
-        self.config = config
-        self.blocks = nn.ModuleList(_Block(config) for _ in range(config.num_heads))
-        if config.own_output:
-            self.lm_heads = nn.ModuleList(
-                nn.Linear(config.hidden_size, config.draft_vocab_size, False) for _ in range(config.num_heads)
-            )
-        ids = torch.arange(config.draft_vocab_size) if draft_ids is None else draft_ids.clone()
-        self.register_buffer("draft_ids", ids, persistent=False)
-        self.draft_ids: Tensor
-        self.tree: Paths = ()  # that was measured for it
-
-    @classmethod
-    def fresh(cls, target: Readable, draft_ids: Tensor | None = None, num_heads: int = 4, depth: int = 1) -> MedusaHead:
-        """Heads to be trained. They begin as the target's own: blocks of zeros let the state through."""
-        count = target.vocab_size if draft_ids is None else len(draft_ids)
-        head = cls(MedusaConfig(target.anatomy.hidden_size, target.vocab_size, count, num_heads, depth), draft_ids)
-        with torch.no_grad():
-            for weight in head.parameters():
-                weight.zero_()
-        return head
-
-    @property
-    def outputs(self) -> list[nn.Linear]:
-        """Its own matrices."""
-        return cast("list[nn.Linear]", list(self.lm_heads))
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        """It needs the final state alone."""
-        return ()
-
-    def narrow(self, vocab: int) -> None:
-        """From now on it writes only the first so many of its tokens."""
-        self.draft_ids = self.draft_ids[:vocab]
-        self.config = replace(self.config, draft_vocab_size=len(self.draft_ids))
-        if self.config.own_output:
-            for output in self.outputs:
-                output.weight = nn.Parameter(output.weight[:vocab])
-
-    def states(self, last: Tensor) -> list[Tensor]:
-        """The target's final state [..., hidden] -> each head's, from which its logits come."""
-        return [block(last) for block in self.blocks]
-
-    def loss(self, lesson: Lesson, steps: int = 0) -> tuple[Tensor, Figures]:
-        """Distillation of every head (`steps`: of the first few); figures as those of EAGLE. Head j at place s guesses
-        token s + 2 + j."""
-        answers, ids = lesson.answers(), None if self._writes_all else self.draft_ids
-        laws, last, figures = Laws.of(lesson, answers, ids), lesson.last.flatten(0, 1), {}
-        total = torch.zeros((), device=lesson.last.device)
-        for step, block in enumerate(self.blocks[: min(steps or len(self.blocks), lesson.tokens.shape[1] - 2)]):
-            places, counts = answers.before(2 + step)
-            state, output = block(last[places]), self._output(step, lesson.output)
-            part, figures[f"keep{step + 1}"], figures[f"hit{step + 1}"] = distance(state, output, laws, counts)
-            total = total + FADE**step * part
-        figures["loss"] = total.detach()
-        return total, figures
-
-    @property
-    def _writes_all(self) -> bool:
-        return self.config.draft_vocab_size == self.config.vocab_size
-
-    def _output(self, index: int, target: Tensor) -> Tensor:
-        """[draft vocabulary, hidden]"""
-        if self.config.own_output:
-            return self.outputs[index].weight
-        return target if self._writes_all else target[self.draft_ids]
 
 
 def grow_paths(rates: Seq[Seq[float]], nodes: int) -> Paths:

@@ -129,7 +129,7 @@ class _Distance(torch.autograd.Function):
 def distance(
     states: Tensor, output: Tensor, law: Tensor, best: Tensor, weight: Tensor, nearness: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The weighted sum of the rows' losses, and what is kept and hit in each row; see lesson.distance."""
+    """The weighted sum of the rows' losses, and what is kept and hit in each row; see objective.distance."""
     return _Distance.apply(states, output, law, best, weight, nearness)
 
 

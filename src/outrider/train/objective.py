@@ -66,7 +66,7 @@ class Laws:
         """`ids`: the tokens that the head can write; None: all."""
         logits = lesson.logits(answers.before(1)[0])
         if logits.is_cuda:
-            from outrider.drafters.fused import law
+            from outrider.train.kernels import law
 
             return cls(*law(logits, ids))
         laws = torch.softmax(logits.float(), -1)
@@ -79,7 +79,7 @@ def distance(states: Tensor, output: Tensor, laws: Laws, counts: Tensor) -> tupl
     often the head's likeliest token is the target's."""
     weight = counts / counts.sum().clamp(min=1)
     if states.is_cuda:
-        from outrider.drafters.fused import distance as fused
+        from outrider.train.kernels import distance as fused
 
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else states.dtype
         loss, kept, hit = fused(states.to(dtype), output.to(dtype), laws.law, laws.best, weight, NEARNESS)
