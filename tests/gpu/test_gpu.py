@@ -27,14 +27,14 @@ from outrider.models.base import Feed
 from outrider.models.linear import Dense
 from outrider.models.llama import Llama, LlamaConfig, Rope, Weights
 from outrider.models.stack import Layer, TorchStack
-from outrider.train import eagle, fast, medusa, objective
-from outrider.train.block import block
-from outrider.train.capture import Teacher
-from outrider.train.corpus import Corpus
-from outrider.train.grade import OFTEN, Grader
+from outrider.train import eagle, medusa, objective
+from outrider.train.data.batches import BatchOrder
+from outrider.train.data.conversations import WrittenText
+from outrider.train.data.corpus import Corpus
+from outrider.train.forward import block, can_fuse, fused_blocks
 from outrider.train.optimiser import Optimiser
-from outrider.train.order import Order
-from outrider.train.talks import Text
+from outrider.train.step import RECORD_AT, GradientStep
+from outrider.train.teacher import Teacher
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -370,8 +370,8 @@ def test_the_teacher_with_kernels_reads_what_it_reads_without():
     config, made = weights(layers=3)
     tokens = torch.randint(300, (3, 41), device="cuda")
     x, (cos, sin) = made.embedding.rows(tokens), (part.cuda() for part in made.rope.tables(64))
-    fast_ones = [each.clone() for each in fast.blocks(x, made.stack.layers, config, cos, sin)]
-    assert fast.fits(made.stack.layers, config, x)
+    fast_ones = [each.clone() for each in fused_blocks(x, made.stack.layers, config, cos, sin)]
+    assert can_fuse(made.stack.layers, config, x)
     for layer, other in zip(made.stack.layers, fast_ones, strict=True):
         x = block(x, layer, config, cos[:41], sin[:41])
         assert (x - other).abs().max() < 1e-3 * x.abs().max()
@@ -383,15 +383,15 @@ def lessons():
     torch.manual_seed(0)
     head = eagle.fresh(model).to("cuda")
     luck = random.Random(3)
-    texts = [Text([luck.randrange(40) for _ in range(30 + 10 * (i % 3))], 12) for i in range(96)]
-    order = Order(Corpus.of(texts), 512, 64, 0, torch.device("cuda"))
-    return head, Grader(head, Teacher(model, head.reads, 64), 3), order
+    texts = [WrittenText([luck.randrange(40) for _ in range(30 + 10 * (i % 3))], 12) for i in range(96)]
+    order = BatchOrder(Corpus.of(texts), 512, 64, 0, torch.device("cuda"))
+    return head, GradientStep(head, Teacher(model, head.reads, 64), 3), order
 
 
 def test_a_training_step_as_a_graph_has_the_gradients_of_its_kernels_one_by_one():
     head, grade, order = lessons()
     optimiser, found, batch = Optimiser(head, 0.01, 0.001), [], next(order.batches(0))
-    for _ in range(OFTEN + 1):
+    for _ in range(RECORD_AT + 1):
         torch._foreach_zero_(optimiser._grads)
         loss = float(grade(batch)["loss"])
         found.append((loss, [grad.clone() for grad in optimiser._grads]))

@@ -1,4 +1,4 @@
-"""The parts of a training run: talks, texts, order, the reading target, the optimiser, files."""
+"""The parts of a training run: conversations, texts, batches, the reading target, the optimiser, files."""
 
 import itertools
 from random import Random
@@ -14,18 +14,26 @@ from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Feed
 from outrider.models.load import Place, load
-from outrider.train import eagle, job as jobs, openers
-from outrider.train.capture import Teacher
-from outrider.train.chat import Chat, trim
-from outrider.train.corpus import Corpus, Note, Shelf
-from outrider.train.files import write_text
+from outrider.train import eagle, job as jobs
+from outrider.train.atomic import write_text
+from outrider.train.data.batches import BatchOrder, TextBatch
+from outrider.train.data.conversations import (
+    DOCUMENT,
+    ChatFormat,
+    WrittenText,
+    answer_to,
+    conversation,
+    openers,
+    pick,
+    trim,
+)
+from outrider.train.data.corpus import Corpus, CorpusFolder, CorpusInfo
+from outrider.train.data.writer import ConversationRunner
+from outrider.train.draft_model import DraftNet, spread
 from outrider.train.kinds import calibrate
-from outrider.train.net import DraftNet, spread
 from outrider.train.optimiser import Optimiser, rate
-from outrider.train.order import Batch, Order
 from outrider.train.run import reserved
-from outrider.train.talks import Text, answer_to, talk
-from outrider.train.write import Writer
+from outrider.train.teacher import Teacher
 
 WHERE = Place(torch.device("cpu"), torch.float32, 1 << 28)
 
@@ -37,31 +45,31 @@ def loaded(tiny_folder):
 
 def written(loaded, numbers, batch, seed=0):
     engine = Engine(loaded.model, Drafter(Drafter.Options(), Parts(loaded.model, None)), Limits(batch, 512, 0))
-    chat = Chat.of(loaded.tokenizer)
-    talks = [(number, talk(chat, loaded.ends, Random(number))) for number in numbers]
-    return Writer(engine, loaded.ends, batch, seed).write(talks)
+    chat = ChatFormat.of(loaded.tokenizer)
+    conversations = [(number, conversation(chat, loaded.ends, Random(number))) for number in numbers]
+    return ConversationRunner(engine, loaded.ends, batch, seed).run(conversations)
 
 
-def test_a_talk_is_the_same_whatever_runs_beside_it(loaded):
+def test_a_conversation_is_the_same_whatever_runs_beside_it(loaded):
     together, alone = written(loaded, range(4), 3), [text for n in range(4) for text in written(loaded, [n], 1)]
     assert together == alone
     assert written(loaded, range(4), 3, seed=1) != together
 
 
-def test_talks_that_begin_ahead_are_the_same_and_leave_nothing_behind(loaded):
+def test_conversations_that_begin_ahead_are_the_same_and_leave_nothing_behind(loaded):
     engine = Engine(loaded.model, Drafter(Drafter.Options(), Parts(loaded.model, None)), Limits(3, 512, 0))
-    chat = Chat.of(loaded.tokenizer)
-    line = ((number, talk(chat, loaded.ends, Random(number))) for number in itertools.count())
-    writer = Writer(engine, loaded.ends, 3, 0)
-    waves = [writer.write(line, until=until) for until in (2, 4, 7)]
-    assert engine.busy  # with the talks after them
-    writer.stop()
+    chat = ChatFormat.of(loaded.tokenizer)
+    line = ((number, conversation(chat, loaded.ends, Random(number))) for number in itertools.count())
+    runner = ConversationRunner(engine, loaded.ends, 3, 0)
+    waves = [runner.run(line, until=until) for until in (2, 4, 7)]
+    assert engine.busy  # with the conversations after them
+    runner.stop()
     assert not engine.busy
     assert waves == [written(loaded, numbers, 7) for numbers in (range(2), range(2, 4), range(4, 7))]
 
 
-def test_a_talk_has_a_question_and_an_answer(loaded):
-    chat, texts = Chat.of(loaded.tokenizer), written(loaded, range(6), 6)
+def test_a_conversation_has_a_question_and_an_answer(loaded):
+    chat, texts = ChatFormat.of(loaded.tokenizer), written(loaded, range(6), 6)
     begin, after = chat.begin(""), list(chat.after)
     for text in texts:
         assert list(text.tokens[: len(begin)]) == begin
@@ -71,46 +79,46 @@ def test_a_talk_has_a_question_and_an_answer(loaded):
 
 
 def test_a_given_prompt_is_asked_as_the_template_has_it(loaded):
-    chat = Chat.of(loaded.tokenizer)
+    chat = ChatFormat.of(loaded.tokenizer)
     ask = next(answer_to(chat, "count the stars", Random(0)))
-    said = [{"role": "user", "content": "count the stars"}]
-    whole = loaded.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    messages = [{"role": "user", "content": "count the stars"}]
+    whole = loaded.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert loaded.tokenizer.decode(ask.tokens) == whole
 
 
 def test_a_model_without_a_template_writes_on(tiny_mute):
-    chat = Chat.of(load(str(tiny_mute), WHERE).tokenizer)
+    chat = ChatFormat.of(load(str(tiny_mute), WHERE).tokenizer)
     assert chat.after == ()
     assert chat.ask("the sea") == chat.begin("the sea")
     assert len(chat.begin("")) > 0  # something to go on from
     with pytest.raises(OutriderError, match="no tokenizer"):
-        Chat.of(None)
+        ChatFormat.of(None)
 
 
-def test_a_talk_that_outgrows_the_context_ends(tmp_path, monkeypatch, loaded):
+def test_a_conversation_that_outgrows_the_context_ends(tmp_path, monkeypatch, loaded):
     monkeypatch.setattr(loaded.model, "context", 60)
     engine = Engine(loaded.model, Drafter(Drafter.Options(), Parts(loaded.model, None)), Limits(2, 512, 0))
-    chat = Chat.of(loaded.tokenizer)
-    talks = [(0, answer_to(chat, "a " * 100, Random(0))), (1, answer_to(chat, "a", Random(0)))]
-    texts = Writer(engine, loaded.ends, 2, 0).write(talks)
+    chat = ChatFormat.of(loaded.tokenizer)
+    conversations = [(0, answer_to(chat, "a " * 100, Random(0))), (1, answer_to(chat, "a", Random(0)))]
+    texts = ConversationRunner(engine, loaded.ends, 2, 0).run(conversations)
     assert [len(text.tokens) <= 60 for text in texts] == [True]
 
 
 def test_openers_are_filled_in():
-    found = openers.sections()
+    found = openers()
     assert len(found["turns"]) > 140
     assert len(set(found["turns"])) == len(found["turns"])
-    assert all(openers.DOCUMENT in line for line in found["documents"])
+    assert all(DOCUMENT in line for line in found["documents"])
     random = Random(0)
     for section in ("turns", "sources"):
-        assert not any("{" in openers.pick(section, random) for _ in range(300))
+        assert not any("{" in pick(section, random) for _ in range(300))
 
 
-CORPUS = Corpus.of([Text(range(1000 * n, 1001 * n), n // 2) for n in (5, 70, 64, 3, 130, 66, 20)])
+CORPUS = Corpus.of([WrittenText(range(1000 * n, 1001 * n), n // 2) for n in (5, 70, 64, 3, 130, 66, 20)])
 
 
 def test_an_epoch_has_every_text_once_and_goes_on_anywhere():
-    order = Order(CORPUS, 192, 1024, 0, torch.device("cpu"))
+    order = BatchOrder(CORPUS, 192, 1024, 0, torch.device("cpu"))
     rows = order.batches(0)
     first = [next(rows) for _ in range(2 * order.per_epoch)]
     counted = sorted(
@@ -124,7 +132,7 @@ def test_an_epoch_has_every_text_once_and_goes_on_anywhere():
 
 
 def test_a_batch_is_padded_masked_and_cut():
-    for batch in (next(Order(CORPUS, 64, 64, seed, torch.device("cpu")).batches(0)) for seed in range(8)):
+    for batch in (next(BatchOrder(CORPUS, 64, 64, seed, torch.device("cpu")).batches(0)) for seed in range(8)):
         assert batch.tokens.shape[1] == 64
         for tokens, mask in zip(batch.tokens, batch.mask, strict=True):
             held = int((tokens > 0).sum())
@@ -134,20 +142,20 @@ def test_a_batch_is_padded_masked_and_cut():
 
 
 def test_the_most_frequent_tokens_of_answers():
-    corpus = Corpus.of([Text([1, 1, 1, 5, 5, 7], 3), Text([2, 2, 5, 7, 7], 2)])
+    corpus = Corpus.of([WrittenText([1, 1, 1, 5, 5, 7], 3), WrittenText([2, 2, 5, 7, 7], 2)])
     assert corpus.frequent(2, 10, ()).tolist() == [5, 7]
     assert corpus.frequent(2, 10, [9]).tolist() == [9, 5]
     assert corpus.frequent(4, 10, ()).tolist() == [5, 7, 1, 2]  # then what was only asked
 
 
 @pytest.mark.parametrize("vocab", [300, 100_000])
-def test_texts_come_back_from_the_shelf(tmp_path, vocab):
-    shelf = Shelf(tmp_path)
-    assert shelf.note() is None
-    texts = [Text([1, 65_535 if vocab > 65_536 else 299, 3], 1)]
-    shelf.add(Corpus.of(texts), Note("m", vocab, 0, waves=1))
-    shelf.add(Corpus.of(texts * 2), Note("m", vocab, 0, waves=2))
-    read = shelf.read(shelf.note().waves)
+def test_texts_come_back_from_their_folder(tmp_path, vocab):
+    folder = CorpusFolder(tmp_path)
+    assert folder.info() is None
+    texts = [WrittenText([1, 65_535 if vocab > 65_536 else 299, 3], 1)]
+    folder.add(Corpus.of(texts), CorpusInfo("m", vocab, 0, waves=1))
+    folder.add(Corpus.of(texts * 2), CorpusInfo("m", vocab, 0, waves=2))
+    read = folder.read(folder.info().waves)
     assert read.tokens.tolist() == list(texts[0].tokens) * 3
     assert read.answers.tolist() == [1, 1, 1]
 
@@ -157,7 +165,7 @@ def test_the_teacher_reads_what_the_engine_writes(kind):
     _, model, _ = family(kind)
     torch.manual_seed(0)
     tokens = torch.randint(40, (3, 30))
-    lesson = Teacher(model, (0, 2), 64).lesson(Batch(tokens, tokens > 0))
+    lesson = Teacher(model, (0, 2), 64).lesson(TextBatch(tokens, tokens > 0))
     for row in range(3):
         whole = model.forward([Feed(row, tokens[row].tolist())], [0, 2])[0]
         model.free(row)
@@ -181,7 +189,7 @@ def test_a_draft_model_of_all_layers_is_the_target(kind, tmp_path):
     tokens = [3, 1, 4, 1, 5, 9, 2, 6]
     assert torch.equal(again.forward([Feed(0, tokens)])[0].logits, model.forward([Feed(99, tokens)])[0].logits)
     model.free(99)
-    batch = Batch(torch.tensor([tokens]), torch.ones(1, 8, dtype=torch.bool))
+    batch = TextBatch(torch.tensor([tokens]), torch.ones(1, 8, dtype=torch.bool))
     _, figures = net.loss(Teacher(model, (), 64).lesson(batch))
     assert float(figures["hit1"]) == 1.0
     assert float(figures["keep1"]) == pytest.approx(1.0, abs=1e-4)
@@ -194,7 +202,7 @@ def test_what_a_fresh_layer_adds_has_the_size_of_its_state():
     _, model, _ = family("llama")
     head = eagle.fresh(model)
     tokens = torch.randint(40, (2, 30), generator=torch.Generator().manual_seed(0))
-    lesson = Teacher(model, head.reads, 64).lesson(Batch(tokens, torch.arange(30).expand(2, -1) >= 10))
+    lesson = Teacher(model, head.reads, 64).lesson(TextBatch(tokens, torch.arange(30).expand(2, -1) >= 10))
     sizes = sorted(lesson.hidden[:, 10:, -1].reshape(-1, 32).square().mean(-1).sqrt().tolist())
     before = [
         weight.clone() for weight in (head.decoder[0].self_attn.o_proj.weight, head.decoder[0].mlp.down_proj.weight)
@@ -280,16 +288,16 @@ def test_a_file_is_replaced_as_a_whole(tmp_path):
 
 
 def test_a_job_says_what_is_wrong_with_it():
-    assert jobs.Job("eagle").minutes == 10
-    assert jobs.Job("eagle", tokens=5).minutes == 0
-    assert jobs.Job("eagle").words(300) == 300
-    assert jobs.Job("eagle").words(50_000) == 32_768
-    assert jobs.Job("eagle", draft_vocab=-1).words(50_000) == 50_000
+    assert jobs.TrainingJob("eagle").minutes == 10
+    assert jobs.TrainingJob("eagle", tokens=5).minutes == 0
+    assert jobs.TrainingJob("eagle").draft_tokens(300) == 300
+    assert jobs.TrainingJob("eagle").draft_tokens(50_000) == 32_768
+    assert jobs.TrainingJob("eagle", draft_vocab=-1).draft_tokens(50_000) == 50_000
     with pytest.raises(OutriderError, match="known: eagle, medusa, draft"):
-        jobs.Job("lookahead")
+        jobs.TrainingJob("lookahead")
     with pytest.raises(OutriderError, match="--batch-tokens must be at least 64"):
-        jobs.Job("eagle", batch_tokens=1)
-    stored = jobs.as_dict(jobs.Job("eagle", tokens=5, reads=(1, 2)))
+        jobs.TrainingJob("eagle", batch_tokens=1)
+    stored = jobs.as_dict(jobs.TrainingJob("eagle", tokens=5, reads=(1, 2)))
     assert jobs.resumed("eagle", {"minutes": 3.0, "reads": (1, 2)}, stored).minutes == 3.0
     with pytest.raises(OutriderError, match="begun with seed 0, not 1"):
         jobs.resumed("eagle", {"seed": 1}, stored)

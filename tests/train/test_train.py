@@ -16,11 +16,11 @@ from outrider import LLM, SamplingParams
 from outrider.cli import main
 from outrider.drafters.heads import files as heads
 from outrider.models.load import Place, load
-from outrider.train import checkpoint, medusa, table
-from outrider.train.capture import Teacher
-from outrider.train.corpus import FOLDER
-from outrider.train.order import Batch
-from outrider.train.tune import rates
+from outrider.train import checkpoint, medusa, results
+from outrider.train.data.batches import TextBatch
+from outrider.train.data.corpus import FOLDER
+from outrider.train.teacher import Teacher
+from outrider.train.tune_tree import rates
 
 QUICK = ("--batch-tokens", "512", "--rate", "0.1", "--unroll", "3", "--writers", "16")
 
@@ -55,7 +55,7 @@ def test_a_head_learns(kind, drafter, calm_folder, prompt_file, tmp_path, capsys
     assert f"train {kind} --model calm --out head" in said["command"]
     shown = capsys.readouterr().out
     assert f"{first:.2f}" in shown
-    assert f"{first:.2f}" in (out / f"{table.NAME}.md").read_text()
+    assert f"{first:.2f}" in (out / f"{results.TABLE}.md").read_text()
     with LLM(str(calm_folder), draft=f"{drafter}{out}", pace=False) as llm:
         asked = [["the red fox", "the blue fox and the sea", "count the stars, one, two", "a river"]]
         speculative, plain = (
@@ -201,7 +201,7 @@ def test_a_tree_is_grown_from_what_the_heads_get_right(calm_folder, prompt_file,
 
 def lesson(model, head):
     tokens = torch.randint(2, 300, (2, 40), generator=torch.Generator().manual_seed(0))
-    return Teacher(model, head.reads, 64).lesson(Batch(tokens, torch.ones(2, 40, dtype=torch.bool)))
+    return Teacher(model, head.reads, 64).lesson(TextBatch(tokens, torch.ones(2, 40, dtype=torch.bool)))
 
 
 def test_ranks_are_counted_against_the_target(calm_folder):

@@ -22,7 +22,7 @@ from outrider.core.errors import OutriderError
 from outrider.models import sources
 
 if TYPE_CHECKING:
-    from outrider.train.run import Asked, Outcome
+    from outrider.train.run import TrainingResult
 
 DATA, LEARN = "What is learned from", "How it is learned"
 HELD = 20  # every so manieth prompt of a file is held out, to measure with
@@ -205,7 +205,7 @@ def _run(
     dtype: str,
     save_every: int,
     begun: float,
-) -> Outcome:
+) -> TrainingResult:
     from outrider import build
     from outrider.settings import Settings
     from outrider.train import checkpoint, job as jobs, run
@@ -215,7 +215,7 @@ def _run(
     if job.model in sources.KNOWN:
         options.pull(job.model)
     with bar() as show, _stoppable() as stop:
-        task = run.Task(
+        task = run.TrainingTask(
             job,
             out,
             where,
@@ -232,11 +232,11 @@ def _run(
         return run.train(task)
 
 
-def _report(outcome: Outcome, out: Path) -> None:
-    from outrider.train import table
+def _report(outcome: TrainingResult, out: Path) -> None:
+    from outrider.train import results
 
     if outcome.measured:
-        print(table.text(outcome.measured))
+        print(results.text(outcome.measured))
     what = "interrupted; go on with --resume" if outcome.interrupted else "done"
     note(f"{what} after {outcome.state.step} steps: {out}")
 
@@ -259,15 +259,15 @@ def _stoppable() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _own() -> list[Asked]:
+def _own() -> list[tuple[str, str]]:
     return [(prompt.kind, prompt.text) for prompt in workloads.built_in()]
 
 
-def _questions(path: Path | None) -> list[Asked]:
+def _questions(path: Path | None) -> list[tuple[str, str]]:
     return [] if path is None else [(prompt.kind, prompt.text) for prompt in workloads.read_jsonl(path)]
 
 
-def read_prompts(path: Path) -> list[Asked]:
+def read_prompts(path: Path) -> list[tuple[str, str]]:
     """User turns out of a file, each with its kind."""
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -278,7 +278,7 @@ def read_prompts(path: Path) -> list[Asked]:
     return [_prompt(path, number, line) for number, line in enumerate(lines, 1)]
 
 
-def _prompt(path: Path, number: int, line: str) -> Asked:
+def _prompt(path: Path, number: int, line: str) -> tuple[str, str]:
     try:
         said = json.loads(line)
         text = said["prompt"] if "prompt" in said else said["turns"][0]

@@ -36,7 +36,7 @@ def tune_tree(
     """
     from outrider import build
     from outrider.settings import Settings
-    from outrider.train import run, tune
+    from outrider.train import run, tune_tree as tuning
 
     for name, value in (("nodes", nodes), ("tokens", tokens)):
         if value < 1:
@@ -46,7 +46,7 @@ def tune_tree(
     if model in sources.KNOWN:
         options.pull(model)
     with bar() as show:
-        tuned = tune.tune(model, head, where, nodes, tokens, asked, show)
+        tuned = tuning.tune(model, head, where, nodes, tokens, asked, show)
     print("head   rank 1   2      3      4      5")
     for index, row in enumerate(tuned.rates, 1):
         print(f"{index:<6}" + "".join(f"{share:7.3f}" for share in row[:5]))

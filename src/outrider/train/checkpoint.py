@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from outrider.core.errors import OutriderError
-from outrider.train.corpus import FOLDER
-from outrider.train.files import write_tensors, write_text
+from outrider.train.atomic import write_tensors, write_text
+from outrider.train.data.corpus import FOLDER
 from outrider.train.optimiser import Optimiser
 
 NAME = "checkpoint.safetensors"
@@ -19,37 +19,37 @@ _JOB = "job.json"
 
 
 @dataclass
-class State:
+class TrainingState:
     """Where a run is."""
 
     step: int = 0  # steps done
     planned: int = 0  # steps in all; 0: not known yet
-    warm: int = 0  # steps until the peak of the schedule
-    seconds: float = 0.0  # spent so far, in all sittings
+    warm: int = 0  # steps until the rate reaches its peak
+    seconds: float = 0.0  # spent so far, in this process and in those before it
     figures: dict[str, Any] = field(default_factory=dict)  # for the provenance: acceptance, speeds
 
 
-def save(out: Path, state: State, pupil: nn.Module, optimiser: Optimiser) -> None:
-    tensors: dict[str, Tensor] = {f"weight.{name}": weight for name, weight in pupil.state_dict().items()}
+def save(out: Path, state: TrainingState, student: nn.Module, optimiser: Optimiser) -> None:
+    tensors: dict[str, Tensor] = {f"weight.{name}": weight for name, weight in student.state_dict().items()}
     tensors |= {f"memory.{name}": value for name, value in optimiser.state().items()}
     write_tensors(out / FOLDER / NAME, tensors, {"state": json.dumps(vars(state))})
 
 
-def begin(out: Path, resume: bool) -> State:
+def begin(out: Path, resume: bool) -> TrainingState:
     """The state to go on from. A run that is there is not written over; a folder that cannot be is refused at once."""
     path = out / FOLDER / _JOB
     if resume:
         stored(out)
-        return _state(out) if (out / FOLDER / NAME).exists() else State()
+        return _state(out) if (out / FOLDER / NAME).exists() else TrainingState()
     if path.exists():
         raise OutriderError(f"{out} already holds a training run; go on with --resume, or choose another --out")
     write_text(path, "")
     path.unlink()
-    return State()
+    return TrainingState()
 
 
-def claim(out: Path, asked: dict[str, Any]) -> None:
-    """From now on there is a run to go on with, and this is what it was asked for."""
+def record_job(out: Path, asked: dict[str, Any]) -> None:
+    """From now on there is a run that can be resumed, and this is its job."""
     if not (out / FOLDER / _JOB).exists():
         write_text(out / FOLDER / _JOB, json.dumps(asked, indent=1) + "\n")
 
@@ -58,30 +58,30 @@ def stored(out: Path) -> dict[str, Any]:
     """What a run was asked for when it began."""
     path = out / FOLDER / _JOB
     try:
-        said: dict[str, Any] = json.loads(path.read_text())
+        asked: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError:
         raise OutriderError(f"there is no run to go on with in {out}; begin it without --resume") from None
     except (OSError, ValueError) as error:
         raise OutriderError(f"{path} cannot be read ({error}); begin the run anew") from error
-    return said
+    return asked
 
 
-def _state(out: Path) -> State:
+def _state(out: Path) -> TrainingState:
     from safetensors import SafetensorError, safe_open
 
     path = out / FOLDER / NAME
     try:
         with safe_open(str(path), framework="pt") as file:
-            return State(**json.loads((file.metadata() or {})["state"]))
+            return TrainingState(**json.loads((file.metadata() or {})["state"]))
     except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
         raise OutriderError(f"the checkpoint {path} cannot be read ({error}); begin the run anew") from error
 
 
-def restore(out: Path, pupil: nn.Module, optimiser: Optimiser) -> None:
+def restore(out: Path, student: nn.Module, optimiser: Optimiser) -> None:
     from safetensors.torch import load_file
 
     tensors = load_file(out / FOLDER / NAME)
-    pupil.load_state_dict(_under(tensors, "weight."))
+    student.load_state_dict(_under(tensors, "weight."))
     optimiser.restore(_under(tensors, "memory."))
 
 

@@ -1,8 +1,10 @@
-"""What a training run is asked to do. A run that goes on keeps what decides its losses; other values are refused."""
+"""What a training run is asked to do, and in which time. A resumed run keeps the values that decide its losses."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +12,13 @@ from typing import Any
 from outrider.core.errors import OutriderError
 
 KINDS = ("eagle", "medusa", "draft")
-MINUTES = 10.0  # where neither time nor tokens are given
-LARGE = 40_000  # a vocabulary from this size on is cut
-CUT = 32_768
+MINUTES = 10.0  # of a run for which neither time nor tokens are given
+LARGE_VOCABULARY = 40_000  # tokens: from this size on a head writes the most frequent ones only
+DRAFT_VOCABULARY = 32_768  # tokens that it then writes: the output matrix is most of a small head's cost
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     kind: str
     model: str = "smollm2-135m"
     minutes: float = 0.0  # for writing, learning and measuring on our own prompts; 0: as the tokens take
@@ -43,11 +45,11 @@ class Job:
             object.__setattr__(self, "minutes", MINUTES)
         object.__setattr__(self, "reads", tuple(self.reads))
 
-    def words(self, vocab: int) -> int:
+    def draft_tokens(self, vocab: int) -> int:
         """How many tokens a head can write."""
-        if self.draft_vocab < 0 or (not self.draft_vocab and vocab < LARGE):
+        if self.draft_vocab < 0 or (not self.draft_vocab and vocab < LARGE_VOCABULARY):
             return vocab
-        return min(self.draft_vocab or CUT, vocab)
+        return min(self.draft_vocab or DRAFT_VOCABULARY, vocab)
 
 
 _LEAST = {
@@ -64,23 +66,40 @@ _LEAST = {
     "seed": 0,
     "writers": 0,
 }
-_FREE = {"minutes", "writers"}  # may change when a run goes on
+_CHANGEABLE = {"minutes", "writers"}  # may change when a run is resumed: they do not decide its losses
 
 
-def new(kind: str, given: Mapping[str, Any]) -> Job:
-    return Job(kind, **given)
+def new(kind: str, given: Mapping[str, Any]) -> TrainingJob:
+    return TrainingJob(kind, **given)
 
 
-def resumed(kind: str, given: Mapping[str, Any], stored: Mapping[str, Any]) -> Job:
+def resumed(kind: str, given: Mapping[str, Any], stored: Mapping[str, Any]) -> TrainingJob:
     """The stored job; what is given again must be as it was."""
     for name, value in {"kind": kind, **given}.items():
         before = tuple(stored[name]) if name == "reads" else stored[name]
-        if name not in _FREE and value != before:
+        if name not in _CHANGEABLE and value != before:
             raise OutriderError(
                 f"the run was begun with {name} {before}, not {value}; leave it out with --resume, or begin anew"
             )
-    return Job(**{**stored, **{name: value for name, value in given.items() if name in _FREE}})
+    return TrainingJob(**{**stored, **{name: value for name, value in given.items() if name in _CHANGEABLE}})
 
 
-def as_dict(job: Job) -> dict[str, Any]:
+def as_dict(job: TrainingJob) -> dict[str, Any]:
     return dataclasses.asdict(job)
+
+
+class TimeBudget:
+    """How much time a run has had, and how much it has left; in seconds."""
+
+    def __init__(self, minutes: float, begun: float) -> None:
+        """`minutes`: in all, 0 for no limit. `begun`: when it began, less the time that earlier processes took."""
+        self.limit = minutes * 60.0 or math.inf
+        self._begun = begun
+
+    @property
+    def spent(self) -> float:
+        return time.monotonic() - self._begun
+
+    @property
+    def left(self) -> float:
+        return self.limit - self.spent

@@ -13,27 +13,27 @@ from outrider.drafters.heads import files as heads
 from outrider.drafters.medusa.head import MedusaHead
 from outrider.models.tokenizer import Tokenizer
 from outrider.train import eagle, medusa
-from outrider.train.capture import Target
-from outrider.train.job import Job
-from outrider.train.net import DraftNet
+from outrider.train.draft_model import DraftNet
+from outrider.train.job import TrainingJob
 from outrider.train.objective import Figures, Lesson
+from outrider.train.teacher import Target
 
-CHAIN, TREE = 5, 16  # nodes of the drafts that figures are given for
-_LAYERS = {"eagle": 1, "medusa": 1, "draft": 4}
+CHAIN, TREE = 5, 16  # nodes of the drafts that are measured: usual lengths in papers, so figures compare
+_LAYERS = {"eagle": 1, "medusa": 1, "draft": 4}  # where none are asked for
 
 
 @dataclass(frozen=True, eq=False)
-class Home:
-    """Where what is trained belongs."""
+class Destination:
+    """The target that a trained head belongs to, and how it is written out for it."""
 
     target: Target
     name: str  # of the target
-    source: Path  # its folder or file
+    source: Path  # the target's folder or file
     tokenizer: Tokenizer | None
-    whole: bool  # with the target's output rows, as vLLM needs them
+    whole: bool  # whether heads are written with the target's output rows, as vLLM needs them
 
 
-def fresh(job: Job, target: Target, draft_ids: Tensor | None, longest: int) -> nn.Module:
+def fresh(job: TrainingJob, target: Target, draft_ids: Tensor | None, longest: int) -> nn.Module:
     layers = min(job.layers or _LAYERS[job.kind], target.num_layers)
     if job.kind == "draft":
         return DraftNet(target, layers, longest)
@@ -42,39 +42,39 @@ def fresh(job: Job, target: Target, draft_ids: Tensor | None, longest: int) -> n
     return eagle.fresh(target, draft_ids, job.reads, layers)
 
 
-def loss(pupil: nn.Module, lesson: Lesson, steps: int) -> tuple[Tensor, Figures]:
-    """The loss of whatever is trained, over `steps` draft steps."""
-    if isinstance(pupil, EagleHead):
-        return eagle.loss(pupil, lesson, steps)
-    if isinstance(pupil, MedusaHead):
-        return medusa.loss(pupil, lesson, steps)
-    assert isinstance(pupil, DraftNet)
-    return pupil.loss(lesson, steps)
+def loss(student: nn.Module, lesson: Lesson, steps: int) -> tuple[Tensor, Figures]:
+    """Over `steps` draft steps."""
+    if isinstance(student, EagleHead):
+        return eagle.loss(student, lesson, steps)
+    if isinstance(student, MedusaHead):
+        return medusa.loss(student, lesson, steps)
+    assert isinstance(student, DraftNet)
+    return student.loss(lesson, steps)
 
 
 @torch.no_grad()
-def calibrate(pupil: nn.Module, lesson: Lesson) -> None:
-    """What an EAGLE head's layers add is brought to the size of the state they add it to: that is normalised, while the
-    target's own layers wrote for residuals many times as large."""
-    if isinstance(pupil, EagleHead):
+def calibrate(student: nn.Module, lesson: Lesson) -> None:
+    """Scale what an EAGLE head's layers add to the size of the state they add it to: that is normalised, while the
+    target's own layers write for residuals many times as large."""
+    if isinstance(student, EagleHead):
         residuals = lesson.hidden[lesson.mask][:, -1].float()  # [tokens, hidden] after the last block that it reads
         size = residuals.square().mean(-1).sqrt().median()
-        for layer in pupil.decoder:
+        for layer in student.decoder:
             layer.self_attn.o_proj.weight /= size
             layer.mlp.down_proj.weight /= size
 
 
-def write(pupil: nn.Module, out: Path, home: Home) -> None:
-    if isinstance(pupil, DraftNet):
-        pupil.write(out, home.source, home.tokenizer)
+def write(student: nn.Module, out: Path, destination: Destination) -> None:
+    if isinstance(student, DraftNet):
+        student.write(out, destination.source, destination.tokenizer)
         return
-    assert isinstance(pupil, EagleHead | MedusaHead)
-    dtype = torch.float32 if home.target.dtype == torch.float32 else torch.bfloat16
-    heads.write(pupil, out, home.target, home.name, home.whole, dtype)
+    assert isinstance(student, EagleHead | MedusaHead)
+    dtype = torch.float32 if destination.target.dtype == torch.float32 else torch.bfloat16
+    heads.write(student, out, destination.target, destination.name, destination.whole, dtype)
 
 
 def specs(kind: str, out: Path) -> dict[str, str]:
-    """The drafters that the result is measured as, by what to call them."""
+    """The drafters that the result is measured as, by their names in the table."""
     if kind == "draft":
         return {f"chain {CHAIN}": f"draft_model:model={out},length={CHAIN}"}
     if kind == "medusa":

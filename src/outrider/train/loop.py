@@ -1,50 +1,63 @@
-"""The loop: capture, loss, step. The losses depend on the data, the seed and the planned steps, never on the clock."""
+"""The loop: states of the target, loss, step; and the losses as lines of a file.
+
+The losses depend on the data, the seed and the planned steps, never on the time.
+"""
 
 from __future__ import annotations
 
+import json
 import time
+from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from outrider.train.capture import Teacher
-from outrider.train.checkpoint import State
-from outrider.train.clock import Clock
-from outrider.train.grade import Grader
-from outrider.train.log import RECENT, Log
+from outrider.core.errors import OutriderError
+from outrider.train.checkpoint import TrainingState
+from outrider.train.data.batches import BatchOrder, TextBatch
+from outrider.train.data.corpus import FOLDER
+from outrider.train.job import TimeBudget
+from outrider.train.objective import Figures
 from outrider.train.optimiser import Optimiser, rate
-from outrider.train.order import Batch, Order
+from outrider.train.step import GradientStep
+from outrider.train.teacher import Teacher
 
-WARM = 20  # steps until the peak
-SETTLED = {"cpu": 20, "cuda": 400}  # steps after which all that is done once is done; the last quarter is timed
-SPARE = 0.97  # of the time that is left is planned
+WARM_UP = 20  # steps until the rate reaches its peak; a run with few planned steps takes a tenth of them
+SETTLED = {"cpu": 20, "cuda": 400}  # steps after which compiling and recording are over; the last quarter is timed
+PLANNED_SHARE = 0.97  # of the time that is left is planned: steps vary a little
+LOG = "log.jsonl"
+RECENT = 50  # steps whose mean is shown; also how many wait on the device before they are written
 
 
-class Loop:
-    def __init__(self, pupil: Any, teacher: Teacher, order: Order, optimiser: Optimiser, unroll: int) -> None:
-        self._grade, self._order, self._optimiser = Grader(pupil, teacher, unroll), order, optimiser
+class TrainingLoop:
+    def __init__(self, student: Any, teacher: Teacher, order: BatchOrder, optimiser: Optimiser, unroll: int) -> None:
+        self._gradients, self._order, self._optimiser = GradientStep(student, teacher, unroll), order, optimiser
         self._device = teacher.model.device
 
-    def run(self, state: State, log: Log, clock: Clock, reserve: float, pauses: float) -> Iterator[None]:
+    def run(
+        self, state: TrainingState, log: LossLog, budget: TimeBudget, reserve: float, pauses: float
+    ) -> Iterator[None]:
         """One step each time it is asked, until the planned ones are done or only `reserve` seconds are left.
 
-        `pauses`: seconds that whoever asks will take in between.
+        `pauses`: seconds that the caller will take in between.
         """
-        batches, timer = self._order.batches(state.step), _Timer(self._device, state.step)
+        batches, timer = self._order.batches(state.step), _StepTimer(self._device, state.step)
         while not state.planned or state.step < state.planned:
-            if state.step and clock.left <= reserve:
+            if state.step and budget.left <= reserve:
                 return
             self._step(next(batches), state, log)
             seconds = 0.0 if state.planned else timer.seconds(state.step)
             if seconds:
-                state.planned = state.step + max(1, int(SPARE * (clock.left - reserve - pauses) / seconds))
+                state.planned = state.step + max(1, int(PLANNED_SHARE * (budget.left - reserve - pauses) / seconds))
             timer.pause()
             yield
             timer.go_on()
 
-    def _step(self, batch: Batch, state: State, log: Log) -> None:
-        figures = self._grade(batch)
+    def _step(self, batch: TextBatch, state: TrainingState, log: LossLog) -> None:
+        figures = self._gradients(batch)
         self._optimiser.step(rate(state.step, state.warm, state.planned))
         log.add(state.step, figures)
         if len(log) >= RECENT:
@@ -52,8 +65,8 @@ class Loop:
         state.step += 1
 
 
-class _Timer:
-    """Seconds of a step, once the first ones, which take longer, are over."""
+class _StepTimer:
+    """Seconds of a step, once the first steps, which take longer, are over."""
 
     def __init__(self, device: torch.device, step: int) -> None:
         self._device, self._until = device, step + SETTLED[device.type]
@@ -70,7 +83,7 @@ class _Timer:
         return (self._now() - begun - self._paused) / (step - before) if step >= self._until else 0.0
 
     def pause(self) -> None:
-        """Others do something else now."""
+        """The caller does something else now."""
         if self._begun is not None:
             self._paused -= self._now()
 
@@ -82,3 +95,52 @@ class _Timer:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.monotonic()
+
+
+class LossLog:
+    """One line per step. Figures wait on the device until some steps have gathered."""
+
+    def __init__(self, out: Path, step: int) -> None:
+        """Lines that a killed run wrote after its checkpoint are dropped: those steps come again."""
+        self._path = out / FOLDER / LOG
+        kept = [line for line in self._lines() if json.loads(line)["step"] < step]
+        self._path.write_text("".join(f"{line}\n" for line in kept))
+        self._waiting: list[tuple[int, list[str], Tensor]] = []
+        self._recent: deque[dict[str, float]] = deque((json.loads(line) for line in kept[-RECENT:]), RECENT)
+
+    def _lines(self) -> list[str]:
+        """A kill may have cut the last line."""
+        if not self._path.is_file():
+            return []
+        return [line for line in self._path.read_text().splitlines() if line.endswith("}")]
+
+    def add(self, step: int, figures: Figures) -> None:
+        self._waiting.append((step, list(figures), torch.stack([value.float() for value in figures.values()])))
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def flush(self) -> None:
+        """Reading the figures waits for the device."""
+        lines = [
+            {"step": step, **dict(zip(names, values.tolist(), strict=True))} for step, names, values in self._waiting
+        ]
+        self._waiting.clear()
+        self._recent.extend(lines)
+        try:
+            with open(self._path, "a") as file:
+                file.writelines(json.dumps(line) + "\n" for line in lines)
+        except OSError as error:
+            raise OutriderError(f"cannot write {self._path} ({error.strerror}); make room, then --resume") from error
+
+    def recent(self) -> dict[str, float]:
+        """Means over the last steps."""
+        names = [name for name in (self._recent[-1] if self._recent else ()) if name != "step"]
+        return {name: sum(line[name] for line in self._recent if name in line) / len(self._recent) for name in names}
+
+    def curve(self, points: int = 20) -> list[list[float]]:
+        """[step, loss] at about this many steps, each the mean since the one before."""
+        lines = [json.loads(line) for line in self._lines()]
+        width = max(1, -(-len(lines) // points))
+        parts = [lines[i : i + width] for i in range(0, len(lines), width)]
+        return [[part[-1]["step"], round(sum(line["loss"] for line in part) / len(part), 4)] for part in parts]

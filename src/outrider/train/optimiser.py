@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
-from outrider.train.graphs import Recorder
+from outrider.train.step import GraphRecorder
 
 LAST = 0.02  # of the peak, at the end
 EAGER = 3  # steps after which all that is allocated once is there
@@ -26,8 +26,8 @@ def rate(step: int, warm: int, planned: int) -> float:
 
 
 class Optimiser:
-    def __init__(self, pupil: nn.Module, peak: float, norm_peak: float) -> None:
-        self._named = {name: weight for name, weight in pupil.named_parameters() if weight.requires_grad}
+    def __init__(self, student: nn.Module, peak: float, norm_peak: float) -> None:
+        self._named = {name: weight for name, weight in student.named_parameters() if weight.requires_grad}
         self._grads: list[Tensor] = []
         for weight in self._named.values():  # graphs add to them where they are
             weight.grad = torch.zeros_like(weight)
@@ -56,7 +56,7 @@ class Optimiser:
     def _step_matrices(self, muon: Muon) -> None:
         """Some hundred tiny kernels: on a GPU one graph."""
         if self._graph is None and self._share.is_cuda and self._steps == EAGER:
-            self._graph, _ = Recorder().record(lambda: self._move(muon))
+            self._graph, _ = GraphRecorder().record(lambda: self._move(muon))
         if self._graph is None:
             self._move(muon)
         else:

@@ -19,19 +19,19 @@ from outrider.drafters.medusa.drafter import RANKS, grow_paths
 from outrider.drafters.medusa.head import MedusaHead, Paths
 from outrider.models.load import Loaded, load
 from outrider.models.weights import Place
-from outrider.train import texts
-from outrider.train.capture import Teacher
-from outrider.train.files import write_text
-from outrider.train.job import Job
+from outrider.train.atomic import write_text
+from outrider.train.data.batches import BatchOrder
+from outrider.train.data.writer import MEAN_TOKENS, CorpusWriter, Show
+from outrider.train.job import TrainingJob
 from outrider.train.objective import Lesson
-from outrider.train.order import Order
+from outrider.train.teacher import Teacher
 
-LONGEST, BATCH = 1024, 4096  # tokens of a text, and of a batch
-SEED = 1  # other talks than those that a head learns from
+LONGEST, BATCH = 1024, 4096  # tokens of a text, and of a batch: as in training
+SEED = 1  # other conversations than the ones that a head learns from by default (seed 0)
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TunedTree:
     rates: list[list[float]]  # [heads][ranks]
     paths: Paths
 
@@ -43,8 +43,8 @@ class Tuned:
 
 
 def tune(
-    model: str, head: Path, where: Place, nodes: int, tokens: int, prompts: Sequence[str], show: texts.Show
-) -> Tuned:
+    model: str, head: Path, where: Place, nodes: int, tokens: int, prompts: Sequence[str], show: Show
+) -> TunedTree:
     """Measure, grow, and write the tree into the head's config."""
     show(f"loading {model}", 0, None)
     loaded = load(model, where)
@@ -54,27 +54,27 @@ def tune(
     if not isinstance(medusa, MedusaHead):
         raise OutriderError(f"{head} holds an EAGLE head, which grows its trees as it writes; tune-tree is for medusa")
     found = rates(medusa.to(where.device), _lessons(loaded, teacher, where, tokens, prompts, show))
-    tuned = Tuned(found, grow_paths(found, nodes))
+    tuned = TunedTree(found, grow_paths(found, nodes))
     _keep(head, tuned.paths)
     return tuned
 
 
 def _lessons(
-    loaded: Loaded, teacher: Teacher, where: Place, tokens: int, prompts: Sequence[str], show: texts.Show
+    loaded: Loaded, teacher: Teacher, where: Place, tokens: int, prompts: Sequence[str], show: Show
 ) -> Iterator[Lesson]:
-    """From talks that the target has now."""
+    """From conversations that the target writes now."""
     kind = where.device.type
-    scribe = texts.Scribe(loaded, Job("medusa", tokens=tokens, seed=SEED), kind, prompts)
+    writer = CorpusWriter(loaded, TrainingJob("medusa", tokens=tokens, seed=SEED), kind, prompts)
     done = itertools.count()
-    talks = max(1, tokens // texts.MEAN)
-    corpus = scribe.wave(0, talks, lambda count: show("the target writes", next(done) if count else 0, None))
-    order = Order(corpus, BATCH, teacher.longest, 0, where.device)
+    conversations = max(1, tokens // MEAN_TOKENS)
+    corpus = writer.wave(0, conversations, lambda count: show("the target writes", next(done) if count else 0, None))
+    order = BatchOrder(corpus, BATCH, teacher.longest, 0, where.device)
     return (teacher.lesson(batch) for batch in itertools.islice(order.batches(0), order.per_epoch))
 
 
 def _keep(head: Path, paths: Paths) -> None:
-    said = json.loads((head / "config.json").read_text())
-    write_text(head / "config.json", json.dumps({**said, "medusa_choices": paths}, indent=2) + "\n")
+    config = json.loads((head / "config.json").read_text())
+    write_text(head / "config.json", json.dumps({**config, "medusa_choices": paths}, indent=2) + "\n")
 
 
 @torch.no_grad()

@@ -16,10 +16,10 @@ from outrider.core.errors import OutriderError
 from outrider.models.export import to_transformers
 from outrider.models.stack import Layer
 from outrider.models.tokenizer import GGUFTokenizer, Tokenizer
-from outrider.train.block import block, norm
-from outrider.train.capture import Target
-from outrider.train.files import write_tensors, write_text
+from outrider.train.atomic import write_tensors, write_text
+from outrider.train.forward import block, norm
 from outrider.train.objective import Figures, Laws, Lesson, distance
+from outrider.train.teacher import Target
 
 _MATRICES = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -97,7 +97,7 @@ class DraftNet(nn.Module):
     def write(self, folder: Path, source: Path, tokenizer: Tokenizer | None) -> None:
         """As a model folder. `source`: the target's folder or file."""
         write_tensors(folder / "model.safetensors", self._tensors(), {"format": "pt"})
-        write_text(folder / "config.json", json.dumps(self._said(source), indent=1) + "\n")
+        write_text(folder / "config.json", json.dumps(self._model_config(source), indent=1) + "\n")
         if isinstance(tokenizer, GGUFTokenizer):
             to_transformers(tokenizer).save_pretrained(folder)
         for path in source.iterdir() if source.is_dir() else ():
@@ -115,14 +115,14 @@ class DraftNet(nn.Module):
     def _tied(self) -> bool:
         return self._target.weights.head is self._target.weights.embedding
 
-    def _said(self, source: Path) -> dict[str, Any]:
+    def _model_config(self, source: Path) -> dict[str, Any]:
         """The target's config with fewer layers."""
-        said = json.loads((source / "config.json").read_text()) if source.is_dir() else self._said_of_file()
-        if said.get("layer_types"):
-            said["layer_types"] = said["layer_types"][: len(self._layers)]
-        return {**said, "num_hidden_layers": len(self._layers)}
+        config = json.loads((source / "config.json").read_text()) if source.is_dir() else self._config_of_file()
+        if config.get("layer_types"):
+            config["layer_types"] = config["layer_types"][: len(self._layers)]
+        return {**config, "num_hidden_layers": len(self._layers)}
 
-    def _said_of_file(self) -> dict[str, Any]:
+    def _config_of_file(self) -> dict[str, Any]:
         """A GGUF file has no config.json."""
         config, body = self._target.config, self._target.anatomy
         if self._target.weights.rope.scale != 1.0:

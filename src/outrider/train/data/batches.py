@@ -1,4 +1,4 @@
-"""Which texts a step learns from: decided by the seed and the step alone, so that a run can go on exactly."""
+"""The batch of texts of each step: decided by the seed and the step alone, so that a run can resume exactly."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.train.corpus import Corpus
+from outrider.train.data.corpus import Corpus
 
-GRAIN = 64  # texts are padded to a multiple of this: few shapes, little waste
-ROWS = 1024  # and on a GPU the tokens of answers to a multiple of this
+WIDTH_MULTIPLE = 64  # tokens: texts are padded to a multiple of this, for few shapes and little waste
+ANSWER_MULTIPLE = 1024  # tokens: on a GPU a batch's answer tokens are padded to a multiple of this, for few graphs
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class TextBatch:
     tokens: Tensor  # [b, t] int64, padded on the right
     mask: Tensor  # [b, t] bool: tokens of answers
     known: Tensor | None = None  # [n] where the mask is true, as Lesson has it
 
 
-class Order:
-    """An endless row of batches of about `batch_tokens` tokens; each epoch sees every text once, shuffled."""
+class BatchOrder:
+    """An endless series of batches of about `batch_tokens` tokens; each epoch sees every text once, shuffled."""
 
     def __init__(self, corpus: Corpus, batch_tokens: int, longest: int, seed: int, device: torch.device) -> None:
         """Texts are cut after `longest` tokens."""
         self._batch_tokens, self._seed, self._device = batch_tokens, seed, device
         self._corpus = corpus
-        self._widths = ((corpus.lengths + GRAIN - 1) // GRAIN * GRAIN).clamp(max=longest)
+        self._widths = ((corpus.lengths + WIDTH_MULTIPLE - 1) // WIDTH_MULTIPLE * WIDTH_MULTIPLE).clamp(max=longest)
         # on the device, so that a step waits for nothing
         self._tokens, self._starts = corpus.tokens.to(device), corpus.starts.to(device)
         self._lengths, self._answers = corpus.lengths.to(device), corpus.answers.to(device)
         self.per_epoch = len(self._epoch(0))
 
-    def batches(self, step: int) -> Iterator[Batch]:
+    def batches(self, step: int) -> Iterator[TextBatch]:
         """From that step on."""
         while True:
             epoch, first = divmod(step, self.per_epoch)
@@ -53,13 +53,13 @@ class Order:
             found += [(part, width) for part in rows.split(max(1, self._batch_tokens // width))]
         return [found[i] for i in torch.randperm(len(found), generator=random).tolist()]
 
-    def _batch(self, rows: Tensor, width: int) -> Batch:
+    def _batch(self, rows: Tensor, width: int) -> TextBatch:
         known = self._known(rows, width).to(self._device, non_blocking=True)
         rows, place = rows.to(self._device), torch.arange(width, device=self._device)
         inside = place < self._lengths[rows, None]
         index = torch.where(inside, self._starts[rows, None] + place, 0)
         tokens = torch.where(inside, self._tokens[index], 0).long()
-        return Batch(tokens, inside & (place >= self._answers[rows, None]), known)
+        return TextBatch(tokens, inside & (place >= self._answers[rows, None]), known)
 
     def _known(self, rows: Tensor, width: int) -> Tensor:
         """Where the tokens of answers are, counted on the host: a step must not wait for the device."""
@@ -69,4 +69,4 @@ class Order:
         known = torch.arange(int(counts.sum())) + firsts.repeat_interleave(counts)
         if self._device.type == "cpu":
             return known
-        return F.pad(known, (0, -len(known) % ROWS)).pin_memory()
+        return F.pad(known, (0, -len(known) % ANSWER_MULTIPLE)).pin_memory()

@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all: written beside their place, then moved onto it."""
+"""Atomic writes: a file is there as a whole or not at all, for it is written beside its place and moved onto it."""
 
 from __future__ import annotations
 

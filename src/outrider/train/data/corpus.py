@@ -1,4 +1,4 @@
-"""The texts that were written, as compact arrays; in a run's folder they lie in shards, one per wave."""
+"""The texts that the target wrote, as compact arrays; in a run's folder they lie in shards, one per wave."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from outrider.core.errors import OutriderError
-from outrider.train.files import write_tensors, write_text
-from outrider.train.talks import Text
+from outrider.train.atomic import write_tensors, write_text
+from outrider.train.data.conversations import WrittenText
 
-FOLDER = "training"  # below --out: what a run needs to go on, and nobody else needs
-_NOTE = "data.json"
+FOLDER = "training"  # below --out: the files that only --resume needs
+_INFO = "data.json"
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +26,7 @@ class Corpus:
     answers: Tensor  # [texts] int32: where the answer begins
 
     @classmethod
-    def of(cls, texts: Sequence[Text]) -> Corpus:
+    def of(cls, texts: Sequence[WrittenText]) -> Corpus:
         return cls(
             torch.tensor([token for text in texts for token in text.tokens], dtype=torch.int32),
             torch.tensor([len(text.tokens) for text in texts], dtype=torch.int32),
@@ -45,7 +45,7 @@ class Corpus:
         return torch.cumsum(self.lengths.long(), 0) - self.lengths
 
     def frequent(self, count: int, vocab: int, always: Sequence[int]) -> Tensor:
-        """The `count` token ids that are written most often in answers, that first; `always` before all."""
+        """The `count` token ids that answers use most, by falling frequency; `always` before all others."""
         place = torch.arange(len(self.tokens)) - torch.repeat_interleave(self.starts, self.lengths)
         written = self.tokens[place >= torch.repeat_interleave(self.answers, self.lengths)]
         seen = torch.bincount(self.tokens, minlength=vocab) > 0  # in a question at least
@@ -56,45 +56,45 @@ class Corpus:
 
 
 @dataclass(frozen=True)
-class Note:
-    """Where the texts come from; kept beside them."""
+class CorpusInfo:
+    """Where the texts come from; stored beside them."""
 
     model: str
     vocab: int
     seed: int
     waves: int = 0
-    talks: int = 0
+    talks: int = 0  # conversations
     tokens: int = 0
     seconds: float = 0.0
     complete: bool = False
 
 
-class Shelf:
+class CorpusFolder:
     """The shards of one run."""
 
     def __init__(self, out: Path) -> None:
         self.folder = out / FOLDER
 
-    def note(self) -> Note | None:
+    def info(self) -> CorpusInfo | None:
         try:
-            said: dict[str, Any] = json.loads((self.folder / _NOTE).read_text(encoding="utf-8"))
-            return Note(**said)
+            stored: dict[str, Any] = json.loads((self.folder / _INFO).read_text(encoding="utf-8"))
+            return CorpusInfo(**stored)
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, OSError) as error:
             raise OutriderError(
-                f"{self.folder / _NOTE} cannot be read ({error}); delete the folder and begin anew"
+                f"{self.folder / _INFO} cannot be read ({error}); delete the folder and begin anew"
             ) from error
 
-    def add(self, corpus: Corpus, note: Note) -> None:
-        """A wave and what is now known; a kill in between leaves a shard that the next run writes again."""
-        small = torch.uint16 if note.vocab <= 1 << 16 else torch.int32
+    def add(self, corpus: Corpus, info: CorpusInfo) -> None:
+        """A wave, then the info that counts it; a kill in between leaves a shard that the next run writes again."""
+        small = torch.uint16 if info.vocab <= 1 << 16 else torch.int32
         tensors = {"tokens": corpus.tokens.to(small), "lengths": corpus.lengths, "answers": corpus.answers}
-        write_tensors(self._shard(note.waves - 1), tensors)
-        self.write(note)
+        write_tensors(self._shard(info.waves - 1), tensors)
+        self.write_info(info)
 
-    def write(self, note: Note) -> None:
-        write_text(self.folder / _NOTE, json.dumps(vars(note), indent=1) + "\n")
+    def write_info(self, info: CorpusInfo) -> None:
+        write_text(self.folder / _INFO, json.dumps(vars(info), indent=1) + "\n")
 
     def read(self, waves: int) -> Corpus:
         from safetensors import SafetensorError

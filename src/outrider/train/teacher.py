@@ -1,4 +1,4 @@
-"""The target reads texts, and what went through it becomes a lesson. Nothing is stored: a step captures its own."""
+"""The target reads texts; its states and laws are what a step learns from. Nothing is stored between steps."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from outrider.core.errors import OutriderError
 from outrider.models.base import Model, Readable
 from outrider.models.linear import Dense
 from outrider.models.llama import LlamaConfig, Weights
-from outrider.train import fast
-from outrider.train.block import block, norm
+from outrider.train.data.batches import TextBatch
+from outrider.train.forward import block, can_fuse, fused_blocks, norm
 from outrider.train.objective import Lesson
-from outrider.train.order import Batch
 
 
 class Target(Model, Readable, Protocol):
@@ -42,7 +41,7 @@ class Teacher:
         cos, sin = weights.rope.tables(longest)
         self._cos, self._sin = (part.to(self.model.device, self.model.dtype) for part in (cos, sin))
 
-    def lesson(self, batch: Batch) -> Lesson:
+    def lesson(self, batch: TextBatch) -> Lesson:
         hidden, last = self._read(batch.tokens)
         return Lesson(batch.tokens, hidden, last, batch.mask, self.output, self.embedding, batch.known)
 
@@ -59,8 +58,8 @@ class Teacher:
     def _blocks(self, x: Tensor) -> Iterator[Tensor]:
         """[b, t, hidden] after each block; the next one may overwrite it."""
         layers, config = self._weights.stack.layers, self._config
-        if fast.fits(layers, config, x):
-            yield from fast.blocks(x, layers, config, self._cos, self._sin)
+        if can_fuse(layers, config, x):
+            yield from fused_blocks(x, layers, config, self._cos, self._sin)
             return
         cos, sin = self._cos[: x.shape[1]], self._sin[: x.shape[1]]
         for layer in layers:
