@@ -1,4 +1,4 @@
-"""What gpubench found, as Markdown."""
+"""What the GPU benchmark found, as Markdown."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ Found = dict[str, Any]
 
 def markdown(found: Found) -> str:
     """The report; gpu.json has every number."""
-    said = found["card"]
+    card = found["card"]
     lines = [
-        f"# {said['name']}: everything from one command",
+        f"# {card['name']}: everything from one command",
         "",
         f"`{found['command']}`, commit {found['versions']['commit']}, torch {found['versions']['torch']}, "
         f"Python {found['versions']['python']}.  ",
-        f"Copy {said['copy_tb_s']:.2f} TB/s, bfloat16 products {said['matrix_tflop_s']:.0f} TFLOP/s, measured in the "
+        f"Copy {card['copy_tb_s']:.2f} TB/s, bfloat16 products {card['matrix_tflop_s']:.0f} TFLOP/s, measured in the "
         "same process. All numbers: gpu.json.",
     ]
     if "8B shape" in found:
@@ -26,9 +26,9 @@ def markdown(found: Found) -> str:
     return "\n".join([*lines, ""])
 
 
-def _big(said: Found) -> list[str]:
-    oracle = said["oracle"]
-    lines = ["", "## 8B shape, random weights, bfloat16", "", *_passes(said["passes"]), ""]
+def _big(found: Found) -> list[str]:
+    oracle = found["oracle"]
+    lines = ["", "## 8B shape, random weights, bfloat16", "", *_passes(found["passes"]), ""]
     lines += [f"Oracle drafts, acceptance 0.8, length 5 ({oracle['expected']:.2f} tokens per pass expected):", ""]
     rows = [
         [name, one["speed_up"], one["oracle"]["tokens_per_pass"], one["ms_of_a_step"], one["host_ms"], one["same"]]
@@ -73,8 +73,8 @@ def _passes(passes: Seq[Found]) -> list[str]:
     return _table(["rows", "device ms", "wall ms", "of the copy's bandwidth", "ratio"], rows)
 
 
-def _speeds(said: Found) -> list[float]:
-    return [said["tokens_per_second"], said["ms_between_tokens"]]
+def _speeds(found: Found) -> list[float]:
+    return [found["tokens_per_second"], found["ms_between_tokens"]]
 
 
 def _table(heads: Seq[str], rows: Seq[Seq[Any]]) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from outrider.bench import card, machine
+from outrider.bench import gpu_peaks, machine
 from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError
 from outrider.core.sampling import SamplingParams
@@ -155,7 +155,7 @@ class Costs:
 class OnCard:
     """Passes on a GPU: what the device itself takes, against what it could do at best."""
 
-    card: card.Card
+    card: gpu_peaks.GpuPeaks
     pass_bytes: int  # of weights that a pass reads
     device_ms: tuple[tuple[int, float], ...]  # by rows
 
@@ -329,8 +329,8 @@ def _on_card(model: Model, plan: Plan) -> OnCard | None:
             first, *guessed = text[plan.context : plan.context + rows]
             model.forward([Feed(PASSES, [first], Draft.chain(guessed))])
             model.crop(PASSES, plan.context)
-            found.append((rows, card.device_ms(replay)))
-    return OnCard(card.measure(torch.device("cuda")), read, tuple(found))
+            found.append((rows, gpu_peaks.device_ms(replay)))
+    return OnCard(gpu_peaks.measure(torch.device("cuda")), read, tuple(found))
 
 
 class _Samples:

@@ -1,4 +1,4 @@
-"""What a GPU can do at best: bytes that it moves in a second, sums that it takes. Measured, not read off a sheet."""
+"""What a GPU can do at best: bytes copied and products computed in a second. Measured, not read off a data sheet."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 
 import torch
 
-COPIED = 1 << 32  # bytes: far more than any cache
-SIDE = 8192  # of the matrices
+COPIED = 1 << 32  # bytes of a copy: far more than any cache holds
+SIDE = 8192  # rows and columns of the matrices: enough to keep every multiprocessor busy
 
 
 @dataclass(frozen=True)
-class Card:
+class GpuPeaks:
     name: str
     memory_gib: float
     copy_tb_s: float  # bytes read and written
     matrix_tflop_s: float  # bfloat16
 
 
-def measure(device: torch.device) -> Card:
+def measure(device: torch.device) -> GpuPeaks:
     about = torch.cuda.get_device_properties(device)
-    return Card(about.name, about.total_memory / 2**30, _copy(device), _product(device))
+    return GpuPeaks(about.name, about.total_memory / 2**30, _copy(device), _product(device))
 
 
 def _copy(device: torch.device) -> float:

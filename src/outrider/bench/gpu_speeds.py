@@ -1,0 +1,283 @@
+"""What is measured on one GPU: passes, one stream, batches, bulk writing, and transformers on the same weights."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence as Seq
+from typing import Any
+
+import torch
+
+from outrider import drafters
+from outrider.bench import gpu_peaks, workloads
+from outrider.bench.gpu_report import Found
+from outrider.core.dice import Dice
+from outrider.core.draft import Draft
+from outrider.core.sampling import SamplingParams
+from outrider.core.sequence import Sequence
+from outrider.drafters.base import Parts
+from outrider.engine.engine import Engine
+from outrider.engine.pace import Pace
+from outrider.engine.scheduler import Limits
+from outrider.llm import LLM
+from outrider.models.base import Feed
+from outrider.models.cuda.model import CudaLlama
+from outrider.models.linear import Dense
+from outrider.models.llama import LlamaConfig, Rope, Weights
+from outrider.models.stack import Layer, TorchStack
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+BATCHES = (1, 4, 16, 64, 256)
+STARTS = 5  # times that sequences are started to measure the host's time: a shared processor has slow moments
+TIMED_STEPS, SKIPPED_STEPS = 12, 2  # steps after each start; the first ones capture graphs and do not count
+STREAM_ROUNDS, SKIPPED_ROUNDS = 3, 2  # rounds of one stream; before them some that capture graphs
+DEVICE = torch.device("cuda")
+
+
+def eight_billion() -> CudaLlama:
+    """Llama 3.1 8B's shape with random weights: layers that add little, and an output matrix that likes the token after
+    the last. Near ties, which random weights are full of, would depend on the rounding of a batch."""
+    hidden, inner, heads, kv_heads, head_dim, layers, vocab = 4096, 14336, 32, 8, 128, 32, 128256
+    torch.manual_seed(0)
+
+    def rand(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, device=DEVICE, dtype=torch.bfloat16) * 0.02
+
+    def layer() -> Layer:
+        return Layer(
+            1 + rand(hidden),
+            Dense(rand((heads + 2 * kv_heads) * head_dim, hidden)),
+            Dense(0.1 * rand(hidden, heads * head_dim)),
+            1 + rand(hidden),
+            Dense(rand(2 * inner, hidden)),
+            Dense(0.1 * rand(hidden, inner)),
+        )
+
+    config = LlamaConfig(hidden, heads, kv_heads, head_dim, 1e-5, None, vocab, layers, 8192)
+    rope = Rope(1.0 / 500_000 ** (torch.arange(0, head_dim, 2).float() / head_dim))
+    stack = TorchStack(config, [layer() for _ in range(layers)])
+    embedding = 50 * rand(vocab, hidden)
+    head = rand(vocab, hidden) + 0.02 * embedding.roll(1, 0)
+    weights = Weights(Dense(embedding), stack, 1 + rand(hidden), Dense(head), rope)
+    return CudaLlama(config, weights, 16 << 30)
+
+
+def passes(model: CudaLlama, copy_tb_s: float, context: int = 256) -> list[Found]:
+    """A pass of one sequence by its rows: the device's time, the wall's, and the share of the copy's bandwidth."""
+    found: list[Found] = []
+    for rows in ROWS:
+        model.forward([Feed(-1, [1] * context)])
+        feed = Feed(-1, [2], Draft.chain([3] * (rows - 1)))
+        walls = []
+        for _ in range(12):
+            begin = time.perf_counter()
+            model.forward([feed]).logits[-1, -1].item()  # type: ignore[attr-defined]
+            walls.append(1e3 * (time.perf_counter() - begin))
+            model.crop(-1, context)
+        ms = gpu_peaks.device_ms(model.replay)
+        model.free(-1)
+        share = model.pass_bytes / ms / 1e9 / copy_tb_s
+        found.append({"rows": rows, "ms": ms, "wall_ms": statistics.median(walls[2:]), "share": share})
+        found[-1]["ratio"] = ms / found[0]["ms"]
+    return found
+
+
+def start_all(engine: Engine, prompts: Seq[Seq[int]], params: SamplingParams, answers: Seq[Seq[int]]) -> list[Sequence]:
+    """All prompts at once, each with its first token written."""
+    seqs = [
+        Sequence(id, list(prompt), params, prediction=tuple(answers[id]) if answers else (), dice=Dice(id))
+        for id, prompt in enumerate(prompts)
+    ]
+    for seq in seqs:
+        engine.add(seq)
+    while any(not seq.output for seq in seqs):
+        engine.step()
+    torch.cuda.synchronize()
+    return seqs
+
+
+def run(engine: Engine, prompts: Seq[Seq[int]], params: SamplingParams, answers: Seq[Seq[int]] = ()) -> Found:
+    """How it went after the last prompt was taken in."""
+    seqs = start_all(engine, prompts, params, answers)
+    start, before, steps = time.perf_counter(), sum(len(seq.output) for seq in seqs), 0
+    while engine.busy:
+        engine.step()
+        steps += 1
+    seconds, tokens = time.perf_counter() - start, sum(len(seq.output) for seq in seqs) - before
+    per_token = 1e3 * seconds * len(seqs) / tokens  # of one sequence
+    return {
+        "tokens_per_second": tokens / seconds,
+        "tokens_per_pass": tokens / max(1, sum(seq.stats.steps for seq in seqs) - len(seqs)),
+        "ms_between_tokens": per_token,
+        "ms_per_step": 1e3 * seconds / max(1, steps),
+        "answers": [[token.id for token in seq.output] for seq in seqs],
+    }
+
+
+def host_time(engine: Engine, prompts: Seq[Seq[int]], params: SamplingParams, answers: Seq[Seq[int]]) -> Found:
+    """Medians of a step of the whole batch: its time by the clock, the pass in it by the device's events, the rest."""
+    walls: list[float] = []
+    passes: list[float] = []
+    for _ in range(STARTS):
+        seqs = start_all(engine, prompts, params, answers)
+        wall, device = _timed_steps(engine)
+        walls += wall[SKIPPED_STEPS:]
+        passes += device[SKIPPED_STEPS:]
+        for seq in seqs:
+            engine.cancel(seq.id)
+    rest = statistics.median(wall - ms for wall, ms in zip(walls, passes, strict=True))
+    return {"ms_of_a_step": statistics.median(walls), "device_ms": statistics.median(passes), "host_ms": rest}
+
+
+def _timed_steps(engine: Engine) -> tuple[list[float], list[float]]:
+    """Milliseconds of each step by the clock, and of its pass on the device."""
+    model = engine.model
+    assert isinstance(model, CudaLlama)
+    walls = []
+    with model.timed() as device:
+        for _ in range(TIMED_STEPS):
+            start = time.perf_counter()
+            engine.step()  # the verdicts are on the host when it returns
+            walls.append(1e3 * (time.perf_counter() - start))
+    return walls, list(device)
+
+
+def new_engine(model: CudaLlama, draft: str, batch: int, pace: bool = False, chunk: int = 8192) -> Engine:
+    parts = Parts(model, lambda name, quantize: model)
+    return Engine(model, drafters.build(draft, parts), Limits(batch, chunk), Pace() if pace else None)
+
+
+def oracle(model: CudaLlama) -> Found:
+    """Drafts of 5 that are right 8 times of 10 and cost nothing, against plain decoding, one sequence and many."""
+    found: Found = {"acceptance": 0.8, "length": 5, "expected": (1 - 0.8**6) / (1 - 0.8)}
+    for batch, tokens in ((1, 768), (64, 96)):
+        prompts = [[(7 * i + j) % 1000 for j in range(64)] for i in range(batch)]
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        plain, fast = new_engine(model, "none", batch), new_engine(model, "oracle:rate=0.8,length=5", batch)
+        answers = run(plain, prompts, params)["answers"]
+        for _ in range(2):  # a shape that comes a second time is captured
+            run(plain, prompts, params)
+            run(fast, prompts, params, answers)
+        without = run(plain, prompts, params)
+        with_it = run(fast, prompts, params, answers)
+        found[f"batch {batch}"] = {
+            "plain": _without_answers(without),
+            "oracle": _without_answers(with_it),
+            "speed_up": with_it["tokens_per_second"] / without["tokens_per_second"],
+            "same": with_it["answers"] == answers,
+            **host_time(fast, prompts, params, answers),
+        }
+    return found
+
+
+def _without_answers(found: Found) -> Found:
+    return {key: value for key, value in found.items() if key != "answers"}
+
+
+def one_stream(llm: LLM, prompts: Seq[workloads.Prompt], rounds: int = STREAM_ROUNDS) -> Found:
+    """Plain and prompt lookup, prompt by prompt in turns: tokens a second after the first token, and the same text."""
+    speeds: list[dict[str, list[float]]] = [{"none": [], "ngram": []} for _ in prompts]
+    same = compared = 0
+    for number, (prompt, both) in itertools.product(
+        range(SKIPPED_ROUNDS + rounds), list(zip(prompts, speeds, strict=True))
+    ):
+        answers = {draft: _streamed(llm, prompt.text, draft) for draft in both}
+        if number >= SKIPPED_ROUNDS:
+            for draft, (_, speed) in answers.items():
+                both[draft].append(speed)
+        if number:  # in the first round one computes the prompt and the other finds it in the cache
+            same, compared = same + (answers["none"][0] == answers["ngram"][0]), compared + 1
+    kinds = {}
+    for kind in dict.fromkeys(prompt.kind for prompt in prompts):
+        own = [both for prompt, both in zip(prompts, speeds, strict=True) if prompt.kind == kind]
+        kinds[kind] = _compared(own) | {"prompts": [_compared([both])["ratio"] for both in own]}
+    return {**_compared(speeds), "same_texts": [same, compared], "kinds": kinds}
+
+
+def _streamed(llm: LLM, text: str, draft: str) -> tuple[list[int], float]:
+    """The tokens of an answer, and how many came a second after the first chunk."""
+    params = SamplingParams(max_tokens=128, ignore_eos=True)
+    stream = llm.stream([{"role": "user", "content": text}], params, draft=draft)
+    times = [(time.perf_counter(), len(chunk.tokens)) for chunk in stream]
+    speed = sum(count for _, count in times[1:]) / (times[-1][0] - times[0][0])
+    return [token.id for token in stream.result().tokens], speed
+
+
+def _compared(speeds: Seq[dict[str, list[float]]]) -> Found:
+    """Tokens a second over all of these prompts, and lookup against plain."""
+    plain = statistics.harmonic_mean([speed for both in speeds for speed in both["none"]])
+    lookup = statistics.harmonic_mean([speed for both in speeds for speed in both["ngram"]])
+    return {"plain": plain, "ngram": lookup, "ratio": lookup / plain}
+
+
+def batches(model: CudaLlama, prompts: Seq[Seq[int]]) -> list[Found]:
+    return [_batch(model, [prompts[i % len(prompts)] for i in range(batch)]) for batch in BATCHES]
+
+
+def _batch(model: CudaLlama, prompts: Seq[Seq[int]]) -> Found:
+    """Plain and prompt lookup on these prompts at once."""
+    params = SamplingParams(max_tokens=128, ignore_eos=True)
+    engines = {draft: new_engine(model, draft, len(prompts), pace=True) for draft in ("none", "ngram")}
+    for engine in engines.values():
+        for _ in range(3):  # captures graphs, and the policy learns what passes cost
+            run(engine, prompts, params)
+    found = {draft: run(engine, prompts, params) for draft, engine in engines.items()}
+    same = sum(a == b for a, b in zip(found["none"]["answers"], found["ngram"]["answers"], strict=True))
+    return {"batch": len(prompts), **{draft: _without_answers(one) for draft, one in found.items()}, "same": same}
+
+
+def bulk(model: CudaLlama, prompts: Seq[Seq[int]], batch: int = 2048) -> Found:
+    """As much text as it can write: sampled, more sequences than run at once, prompts included in the time."""
+    engine = new_engine(model, "none", batch, chunk=2048)
+    for rounds in (1, 1, 4):  # the last one counts
+        seqs = [
+            Sequence(id, list(prompts[id % len(prompts)][-64:]),
+                     SamplingParams(max_tokens=100 + id % 200, temperature=0.8, seed=id, ignore_eos=True))
+            for id in range(rounds * batch)
+        ]  # fmt: skip
+        for seq in seqs:
+            seq.dice = Dice(seq.params.seed)
+            engine.add(seq)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        while engine.busy:
+            engine.step()
+        seconds = time.perf_counter() - begin
+    tokens = sum(len(seq.output) for seq in seqs)
+    return {"batch": batch, "sequences": len(seqs), "tokens": tokens, "tokens_per_second": tokens / seconds}
+
+
+def transformers(folder: str, llm: LLM, text: str, found: Found, save: Callable[[], None]) -> None:
+    """transformers on the same weights and prompt: as it comes, and with a static cache and compiled."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(DEVICE).eval()
+    ids = torch.tensor([llm.backend.render([{"role": "user", "content": text}])], device=DEVICE)
+    found["outrider"] = one_stream(llm, [workloads.Prompt("", "chat", text)], 2)["plain"]
+    found["default"] = _transformers_speed(model, ids, 1)
+    found["prompt lookup"] = _transformers_speed(model, ids, 1, prompt_lookup_num_tokens=10)
+    save()
+    try:  # generate compiles by itself
+        found["static cache, compiled"] = _transformers_speed(model, ids, 2, cache_implementation="static")
+    except Exception as error:  # somebody else's compiler: the rest was measured all the same
+        found["static cache, compiled"] = f"failed: {type(error).__name__}: {str(error)[:200]}"
+    save()
+
+
+def _transformers_speed(model: Any, ids: torch.Tensor, rounds: int, **options: Any) -> float:
+    """Tokens a second of decoding alone: the difference between an answer of 128 tokens and one of 1."""
+    speeds = []
+    for _ in range(1 + rounds):
+        short, long = (_transformers_seconds(model, ids, count, options) for count in (1, 128))
+        speeds.append(127 / (long - short))
+    return statistics.median(speeds[1:])  # the first round warms up
+
+
+def _transformers_seconds(model: Any, ids: torch.Tensor, count: int, options: dict[str, Any]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0, **options)
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
