@@ -1,10 +1,13 @@
 """What README and guides show is run."""
 
 import json
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import tomllib
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,9 +25,10 @@ def blocks(path, language):
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / path).read_text(), re.S)
 
 
-def commands():
-    lines = [line for block in blocks("README.md", "sh") for line in block.splitlines()]
-    return [line for line in lines if line.startswith("outrider ")]
+def commands(program="outrider"):
+    """The shell commands of the README that run this program; one may go over several lines."""
+    found = [each for block in blocks("README.md", "sh") for each in re.split(r"\n(?=\S)", block)]
+    return [each.strip().replace("\\\n", "") for each in found if each.startswith(f"{program} ")]
 
 
 def outrider(*args, **more):
@@ -62,10 +66,9 @@ def test_every_command_of_the_readme_exists_with_its_options(line):
 
 @pytest.mark.real
 def test_the_curl_lines_of_the_readme_work_as_printed():
-    lines = [line for block in blocks("README.md", "sh") for line in block.splitlines() if line.startswith("curl ")]
-    assert len(lines) == 2
+    assert len(commands("curl")) == 2
     with serving("smollm2-135m") as url:
-        for line in lines:
+        for line in commands("curl"):
             words = shlex.split(line.replace("localhost:8000", url.removeprefix("http://")))
             said = json.loads(subprocess.run(words, capture_output=True, text=True, check=True, timeout=120).stdout)
             written = said["choices"][0]["message"]["content"] if "choices" in said else said["generated_text"]
@@ -105,3 +108,71 @@ def test_the_drafter_of_the_guide_is_exact():
     engine = run(model, echo(echo.Options(), Parts(model, load=None)), seqs)
     assert engine.stats.drafted > 0
     assert outputs(seqs) == outputs([plainly(model, seq.tokens[: seq.prompt], seq.params) for seq in seqs])
+
+
+GUIDE = "docs/guides/new_drafter.md"
+
+
+@pytest.fixture(scope="module")
+def plug_in(tmp_path_factory):
+    """The drafter of the guide, installed as its pyproject.toml says; and the guide's tests beside it."""
+    folder = tmp_path_factory.mktemp("plug-in")
+    drafter, tests = blocks(GUIDE, "python")
+    (project,) = blocks(GUIDE, "toml")
+    told = tomllib.loads(project)["project"]
+    points = told["entry-points"]["outrider.drafters"]
+    info = folder / f"{told['name'].replace('-', '_')}-{told['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {told['name']}\nVersion: {told['version']}\n")
+    (info / "entry_points.txt").write_text(
+        "[outrider.drafters]\n" + "".join(f"{name} = {place}\n" for name, place in points.items())
+    )
+    (folder / "bigram.py").write_text(drafter)
+    (folder / "test_bigram.py").write_text(tests)
+    return folder
+
+
+def with_plug_in(folder):
+    """The environment in which the plug-in is installed."""
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+
+def guide_tests(folder, *more):
+    options = ["-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
+    command = [sys.executable, "-m", "pytest", *options, *more, str(folder / "test_bigram.py")]
+    return subprocess.run(command, capture_output=True, text=True, env=with_plug_in(folder), cwd=ROOT)
+
+
+def test_the_drafter_of_the_guide_passes_conformance(plug_in):
+    done = guide_tests(plug_in)
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = int(re.search(r"(\d+) passed", done.stdout)[1])
+    assert passed == 1 + 3 + 3 * 2 + 2
+
+
+def test_the_tests_of_the_guide_have_teeth(plug_in, tmp_path):
+    """A guessed token that brings a law it was not drawn from, the mistake that the guide warns of."""
+    broken = shutil.copytree(plug_in, tmp_path / "broken")
+    code = (broken / "bigram.py").read_text()
+    law = "import torch\n        law = torch.full((len(tokens), 6), 1 / 6)\n        "
+    wrong = code.replace("return Draft.chain(tokens,", law + "return Draft.chain(tokens, law,")
+    assert wrong != code
+    (broken / "bigram.py").write_text(wrong)
+    done = guide_tests(broken, "-k", "law and temperature and rejection")
+    assert done.returncode == 1
+    assert re.search(r"1 failed", done.stdout), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("program", ["generate", "audit", "bench"])
+def test_the_commands_of_the_guide_run(program, plug_in, tiny_folder, tmp_path):
+    (line,) = [line for block in blocks(GUIDE, "sh") for line in block.splitlines() if line.split()[1] == program]
+    small = {"bench": ["--kind", "chat", "--output", str(tmp_path)], "audit": ["--samples", "60"]}
+    done = outrider(
+        *shlex.split(line)[1:],
+        *("--model", str(tiny_folder), "--threads", "1"),
+        *small.get(program, []),
+        env=with_plug_in(plug_in),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
