@@ -56,6 +56,7 @@ def decode(spec, params, ends=(), **more):
     seq = Sequence(0, list(PROMPT), params, frozenset(ends), prediction=tuple(plain()), **more)
     engine = run(target(), drafter, [seq])
     assert seq.stats.tokens == len(seq.output) == len(seq.tokens) - seq.prompt
+    assert seq.stats.accepted == sum(token.drafter is not None for token in seq.output)  # none beyond the end
     assert_released(engine, [seq])
     return seq
 

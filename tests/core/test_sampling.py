@@ -10,7 +10,7 @@ from tiny import law_by_hand
 
 from outrider.core.draft import Draft
 from outrider.core.errors import OutriderError
-from outrider.core.sampling import SamplingParams, adjust, law, likeliest, warp
+from outrider.core.sampling import SamplingParams, adjust, law, likeliest, warp, warp_batch
 from outrider.core.sequence import Sequence, guessed_tokens
 
 VOCAB = 7
@@ -281,3 +281,29 @@ def test_the_greedy_choice_is_the_first_of_the_highest():
     logits = torch.tensor([[0.0, 3.0, 3.0, -1.0], [-5.0, -7.0, -5.0, -6.0], [float("-inf"), -2.0, 1.0, 1.0]])
     for some in (logits, logits.bfloat16(), logits.double()):
         assert likeliest(some) == [1, 0, 2]
+
+
+def both_ways(given_law, **options):
+    """The law that the options make of it, by `warp` and by `warp_batch`, which agree."""
+    scores, params = torch.tensor(given_law).log(), SamplingParams(temperature=1.0, **options)
+    alone, batched = warp(scores, params), warp_batch(scores.unsqueeze(0), [params])[0]
+    assert batched.tolist() == pytest.approx(alone.tolist(), abs=1e-6)
+    return alone.tolist()
+
+
+def test_min_p_looks_at_what_top_p_left():
+    """top_p keeps .5 and .3, as .625 and .375. With min_p first, .625 would be the mass that top_p asks for."""
+    assert both_ways([0.5, 0.3, 0.1, 0.1], top_p=0.6, min_p=0.3) == pytest.approx([0.625, 0.375, 0.0, 0.0], abs=1e-6)
+
+
+def test_top_p_reaches_into_a_long_flat_tail():
+    """One token of probability 0.3, and 0.7 over 5,000 others, each far below a thousandth of the first."""
+    found = both_ways([0.3, *[0.7 / 5000] * 5000], top_p=0.6)
+    kept = sum(p > 0 for p in found)
+    assert 1 + 0.3 / (0.7 / 5000) - 2 <= kept <= 1 + 0.3 / (0.7 / 5000) + 2
+    assert found[0] == pytest.approx(0.5, abs=1e-3)
+
+
+def test_top_p_keeps_no_token_more_when_the_mass_is_met_exactly():
+    assert both_ways([0.5, 0.25, 0.125, 0.125], top_p=0.5) == [1.0, 0.0, 0.0, 0.0]
+    assert both_ways([0.5, 0.25, 0.125, 0.125], top_p=0.75) == pytest.approx([2 / 3, 1 / 3, 0.0, 0.0])

@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from outrider.core import sampling
-from outrider.core.dice import Dice
+from outrider.core.dice import RESIDUAL, Dice
 from outrider.core.draft import EMPTY, Draft
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
-from outrider.core.verify_batch import Case, choose, verify_batch
+from outrider.core.verify_batch import Case, _draw, choose, verify_batch
 from outrider.engine.engine import verify
 
 VOCAB = 60
+PLAIN = {True: SamplingParams(99), False: SamplingParams(99, temperature=0.7)}  # nothing changes the logits
 
 
 def random_draft(luck, drawn):
@@ -61,6 +62,42 @@ def test_equal_to_verify(seed, rule):
     expected = [verify(case.seq, case.draft, logits[case.start : case.start + 1 + len(case.draft)]) for case in cases]
     assert verify_batch(cases, logits) == expected
     assert any(verdict.path for verdict in expected)
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("adjusted", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_equal_to_verify_where_the_pass_has_the_likeliest_already(seed, adjusted, rule):
+    """It is that of the unchanged logits: used where nothing changes them, and not where something does."""
+    cases, logits = make_cases(seed, rule)
+    if not adjusted:
+        for case in cases:
+            case.seq.params = PLAIN[case.seq.params.greedy]
+    expected = [verify(case.seq, case.draft, logits[case.start : case.start + 1 + len(case.draft)]) for case in cases]
+    assert len({case.seq.params.greedy for case in cases}) == 2
+    asked = []
+
+    def best():
+        asked.append(logits)
+        return logits.argmax(-1).tolist()
+
+    assert verify_batch(cases, logits, best) == expected
+    assert len(asked) == (not adjusted)
+
+
+def test_a_residual_is_drawn_with_all_bits_of_the_random_number():
+    """Dice.draw compares float64; a number rounded to float32 falls on the other side of some boundaries."""
+    for position in range(200):
+        dice = Dice(position)
+        number = dice.coin(position, RESIDUAL)
+        rounded = float(torch.tensor(number, dtype=torch.float32))
+        if not 0.5 < number < rounded < 1.0:
+            continue
+        law = torch.tensor([rounded, 1.0 - rounded])  # the boundary lies above the number, and on the rounded one
+        seq = Sequence(0, [0] * position, SamplingParams(99, temperature=1.0), dice=dice)
+        assert _draw(law.unsqueeze(0), [Case(seq, EMPTY, 0)]).tolist() == [dice.draw(law, position, RESIDUAL)] == [0]
+        return
+    pytest.fail("no random number of these is rounded up")
 
 
 def test_a_processor_that_fails_ends_only_its_own_sequence():

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from outrider.core.draft import Draft
 from outrider.core.verify import Verdict
-from outrider.engine.pace import AGAIN, GUESS, PROBE, REST, Cost, Pace
+from outrider.engine.pace import AGAIN, GUESS, PROBE, REST, Cost, Pace, PassSize
 
 
 def learned(a, b, rows=(1, 2, 4, 8), times=20):
@@ -16,6 +16,14 @@ def learned(a, b, rows=(1, 2, 4, 8), times=20):
         for n in rows:
             pace.cost.learn(n, a + b * n)
     return pace
+
+
+ALONE = PassSize(1, 1)  # one sequence that writes, and nothing else in the pass
+
+
+def trim(pace, drafts, rows):
+    """Of one drafter, for a pass of `rows` sequences."""
+    return pace.trim({"x": drafts}, PassSize(rows, rows))["x"]
 
 
 def chain(*chances):
@@ -96,20 +104,20 @@ class TestLengths:
 class TestTrim:
     def test_sure_nodes_stay_and_hopeless_ones_go(self):
         pace = learned(0.004, 0.001)
-        (kept,) = pace.trim("x", [chain(0.95, 0.95, 0.05, 0.9)], 1)
+        (kept,) = trim(pace, [chain(0.95, 0.95, 0.05, 0.9)], 1)
         assert kept.tokens == (0, 1)
         assert kept.chances == (0.95, 0.95)
 
     def test_nothing_pays_where_a_row_costs_a_pass(self):
-        assert len(learned(0.0001, 0.010).trim("x", [chain(0.9, 0.9)], 1)[0]) == 0
+        assert len(trim(learned(0.0001, 0.010), [chain(0.9, 0.9)], 1)[0]) == 0
 
     def test_everything_pays_where_rows_are_free(self):
-        assert len(learned(0.010, 0.0).trim("x", [chain(*[0.5] * 4)], 1)[0]) == 4
+        assert len(trim(learned(0.010, 0.0), [chain(*[0.5] * 4)], 1)[0]) == 4
 
     @pytest.mark.parametrize("p", [0.3, 0.5, 0.7, 0.9])
     def test_the_length_is_the_best_one(self, p):
         a, b = 0.004, 0.001
-        kept = learned(a, b).trim("x", [chain(*[p] * 12)], 1)[0]
+        kept = trim(learned(a, b), [chain(*[p] * 12)], 1)[0]
 
         def rate(k):
             return sum(p**d for d in range(k + 1)) / (a + b * (1 + k))
@@ -117,12 +125,12 @@ class TestTrim:
         assert len(kept) == max(range(13), key=rate)
 
     def test_a_batch_spends_its_rows_on_the_surest_sequences(self):
-        sure, unsure = learned(0.004, 0.001).trim("x", [chain(0.9, 0.9, 0.9), chain(0.2, 0.2, 0.2)], 2)
+        sure, unsure = trim(learned(0.004, 0.001), [chain(0.9, 0.9, 0.9), chain(0.2, 0.2, 0.2)], 2)
         assert len(sure) > len(unsure)
 
     def test_a_node_never_stays_without_its_parent(self):
         tree = Draft((1, 2, 3, 4), (-1, -1, 1, 2), chances=(0.1, 0.9, 0.9, 0.9))
-        (kept,) = learned(0.004, 0.001).trim("x", [tree], 1)
+        (kept,) = trim(learned(0.004, 0.001), [tree], 1)
         assert kept.tokens == (2, 3, 4)
         assert kept.parents == (-1, 0, 1)
 
@@ -134,20 +142,20 @@ class TestDraftersThatCannotSay:
         pace = learned(0.004, 0.001)
         draft = Draft.chain([1, 2, 3])
         for _ in range(40):
-            pace.spend("x", 3 * seconds, [draft])
+            pace.spend("x", 3 * seconds, [draft], ALONE)
             pace.learn("x", draft, Verdict(tuple(range(kept)), 0))
         return pace
 
     def test_a_good_and_cheap_one_is_asked_for_all(self):
-        assert self.lived(3, 0.0001).rooms("x", [3]) == [3]
+        assert self.lived(3, 0.0001).rooms("x", [3], ALONE) == [3]
 
     def test_a_bad_one_is_asked_again_only_now_and_then(self):
         pace = self.lived(0, 0.0001)
-        asked = [pace.rooms("x", [3])[0] for _ in range(2 * (PROBE + 1))]
+        asked = [pace.rooms("x", [3], ALONE)[0] for _ in range(2 * (PROBE + 1))]
         assert asked == ([0] * PROBE + [1]) * 2
 
     def test_a_good_one_that_costs_too_much_is_not_asked(self):
-        assert self.lived(3, 0.010).rooms("x", [3]) == [0]
+        assert self.lived(3, 0.010).rooms("x", [3], ALONE) == [0]
 
 
 class TestProfit:
@@ -158,7 +166,7 @@ class TestProfit:
         for _ in range(count):
             rested.append(pace.rests("head"))
             draft = Draft((1, 2), (-1, 0), chances=(0.5, 0.5), sources=sources)
-            pace.spend("head", seconds, [draft])
+            pace.spend("head", seconds, [draft], ALONE)
             pace.learn("head", draft, Verdict(tuple(range(kept)), 7))
         return rested
 
@@ -176,8 +184,8 @@ class TestProfit:
         without, with_it = learned(0.004, 0.001), learned(0.004, 0.001)
         with_it.rests("x")
         for _ in range(200):
-            with_it.spend("x", 0.005, [chain(0.15)])
-        assert [len(pace.trim("x", [chain(0.15)], 1)[0]) for pace in (without, with_it)] == [0, 1]
+            with_it.spend("x", 0.005, [chain(0.15)], ALONE)
+        assert [len(trim(pace, [chain(0.15)], 1)[0]) for pace in (without, with_it)] == [0, 1]
 
     def test_it_drafts_again_when_it_pays_again(self):
         pace = learned(0.004, 0.001)
@@ -187,3 +195,50 @@ class TestProfit:
     def test_what_another_guessed_for_nothing_does_not_count(self):
         pace = learned(0.004, 0.001)
         assert not any(self.steps(pace, 100, 0, 0.5, ("ngram", "ngram")))
+
+
+class TestTheWholePass:
+    """What a row costs depends on all rows of the pass: those of other drafters' sequences, and those of prompts."""
+
+    def free_up_to(self, rows):
+        """A pass takes the same up to so many rows; each further row takes as long as a pass."""
+        pace = Pace()
+        for _ in range(50):
+            for n in range(1, 3 * rows):
+                pace.cost.learn(n, 0.010 * max(1, n - rows + 1))
+        return pace
+
+    def test_two_drafters_share_the_rows_that_are_free(self):
+        pace, draft = self.free_up_to(8), chain(0.9, 0.9, 0.9, 0.9, 0.9, 0.9)
+        alone = pace.trim({"x": [draft]}, PassSize(2, 2))["x"]
+        both = pace.trim({"x": [draft], "y": [draft]}, PassSize(2, 2))
+        assert len(alone[0]) == 6
+        assert len(both["x"][0]) + len(both["y"][0]) == 6
+
+    def test_the_likeliest_nodes_win_whoever_drafted_them(self):
+        sure, unsure = chain(0.9, 0.9, 0.9, 0.9), chain(0.3, 0.3, 0.3, 0.3)
+        both = self.free_up_to(6).trim({"x": [unsure], "y": [sure]}, PassSize(2, 2))
+        assert [len(both["x"][0]), len(both["y"][0])] == [0, 4]
+
+    def test_prompts_in_the_pass_take_the_free_rows(self):
+        pace, draft = self.free_up_to(8), chain(0.9, 0.9, 0.9)
+        assert len(pace.trim({"x": [draft]}, PassSize(1, 1))["x"][0]) == 3
+        assert len(pace.trim({"x": [draft]}, PassSize(1 + 20, 1))["x"][0]) == 0
+
+    def test_a_drafter_that_cannot_say_is_asked_for_fewer_beside_others(self):
+        pace, draft = self.free_up_to(8), Draft.chain([1, 2, 3])
+        for _ in range(40):
+            pace.learn("x", draft, Verdict((0, 1, 2), 0))
+        assert pace.rooms("x", [3], PassSize(1, 1)) == [3]
+        assert pace.rooms("x", [3], PassSize(20, 20)) == [0]
+
+    def test_a_head_beside_many_others_earns_less(self):
+        """Its rows cost what rows cost in that pass."""
+        for size, pays in ((PassSize(1, 1), True), (PassSize(30, 30), False)):
+            pace, draft = self.free_up_to(8), chain(0.9, 0.9)
+            rested = []
+            for _ in range(40):
+                rested.append(pace.rests("head"))
+                pace.spend("head", 0.001, [draft], size)
+                pace.learn("head", draft, Verdict((0,), 7))
+            assert any(rested) != pays

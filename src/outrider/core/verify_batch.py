@@ -161,10 +161,12 @@ def _tried(cases: Seq[Case], logits: Tensor) -> list[Tensor]:
 def _draw(laws: Tensor, cases: Seq[Case]) -> Tensor:
     """Dice.draw of the residual for every row."""
     pairs = [(case.seq.dice, position) for case in cases for position in _positions(case)]
-    coins = torch.tensor([dice.coin(position, RESIDUAL) for dice, position in pairs], device=laws.device)
+    coins = torch.tensor(
+        [dice.coin(position, RESIDUAL) for dice, position in pairs], device=laws.device, dtype=torch.float64
+    )
     cumulative = laws.double().cumsum(-1)
     whole = cumulative[:, -1:].contiguous()
-    place = torch.searchsorted(cumulative, coins.double().unsqueeze(1) * whole, right=True).squeeze(1)
+    place = torch.searchsorted(cumulative, coins.unsqueeze(1) * whole, right=True).squeeze(1)
     return torch.minimum(place, torch.searchsorted(cumulative, whole).squeeze(1))  # the last that can be drawn
 
 

@@ -7,6 +7,7 @@ it has not seen plus a draft. Plain decoding is the same loop with empty drafts.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence as Seq
 
@@ -15,12 +16,13 @@ from torch import Tensor
 
 from outrider.core import sampling
 from outrider.core.draft import EMPTY, Draft
+from outrider.core.errors import one_line
 from outrider.core.sequence import Sequence, Token, guessed_tokens, logprobs, plain_token
 from outrider.core.stats import Stats
 from outrider.core.verify import Verdict, coupled, rejection
 from outrider.core.verify_batch import Case, choose, verify_batch
-from outrider.drafters.base import Drafter, Step
-from outrider.engine.pace import Pace
+from outrider.drafters.base import Drafter, Parts, Step
+from outrider.engine.pace import Pace, PassSize
 from outrider.engine.scheduler import Limits, Plan, Scheduler
 from outrider.engine.worth import Worth
 from outrider.models.base import Feed, Model, Output, Outputs, Paged
@@ -29,6 +31,8 @@ CROWD = 2  # sequences on a GPU: from so many on, whether drafts pay at all is m
 BULK = 64  # sequences that run: from so many on, several tokens of each at once are still a short wait
 AHEAD = 16  # tokens that each of them then writes before the host looks
 MASS = 1024  # sequences: nobody waits for one of so many, so they write twice as far
+
+log = logging.getLogger("outrider")
 
 
 class Engine:
@@ -42,6 +46,9 @@ class Engine:
         self.scheduler = Scheduler(limits, model.context, model.capacity, page)
         self._worth = Worth()
         self._passing = False
+        self._plain = Drafter(Drafter.Options(), Parts(model, _no_model))
+        self._undrafted: set[int] = set()  # ids of running sequences whose drafter has failed
+        self._failed: set[int] = set()  # ids of drafters whose first failure was logged with its trace
         self.stats = Stats()  # of every sequence that has ended
         self.meanwhile: Callable[[], None] | None = None  # called while a pass runs, where the host only waits for it
 
@@ -70,9 +77,12 @@ class Engine:
 
     def drop(self, draft: str) -> None:
         """Forget a drafter that no sequence uses."""
-        del self.drafters[draft]
+        drafter = self.drafters.pop(draft)
+        if any(other is drafter for other in list(self.drafters.values())):
+            return
+        self._failed.discard(id(drafter))
         if self.pace is not None:
-            self.pace.forget(draft)
+            self.pace.forget(id(drafter))
 
     def step(self) -> list[Sequence]:
         """One pass of the target, or several of a large plain batch; the sequences that ended with it."""
@@ -131,9 +141,9 @@ class Engine:
         if verdicts is None:
             verdicts = _verdicts(plans, drafts, outputs)
         for index, (plan, draft, verdict) in enumerate(zip(plans, drafts, verdicts, strict=True)):
-            step, drafter = self._judge(plan, draft, verdict, outputs, index, layers), self._drafter(plan.seq)
-            if drafting or drafter.layers:
-                drafter.observe(step)
+            step = self._judge(plan, draft, verdict, outputs, index, layers)
+            if drafting or self._drafter(plan.seq).layers:
+                self._show(step)
         clock.append(time.perf_counter())
         _share(plans, clock)
         return self.sweep()
@@ -154,7 +164,7 @@ class Engine:
         )
         self._wait()
         for seq, tokens in zip(running, written.T.tolist(), strict=True):
-            count = seq.extend(tokens)
+            count = _extend(seq, tokens)
             seq.stats.steps += count
             seq.stats.tokens += count
             self.model.crop(seq.id, len(seq.tokens) - 1)
@@ -178,7 +188,7 @@ class Engine:
         return [self._release(seq) for seq in self.scheduler.retire()]
 
     def _drafter(self, seq: Sequence) -> Drafter:
-        return self.drafters[seq.draft]
+        return self._plain if seq.id in self._undrafted else self.drafters[seq.draft]
 
     def _layers(self, plans: Seq[Plan]) -> list[int]:
         """The hidden layers that any drafter of this step wants."""
@@ -186,28 +196,72 @@ class Engine:
 
     def _draft(self, plans: Seq[Plan]) -> list[Draft]:
         """Each drafter is asked once, for all of its sequences that have something to judge."""
+        asked: dict[int, list[int]] = {}  # the drafter's id -> places of its sequences
+        for place, plan in enumerate(plans):
+            drafter = self._drafter(plan.seq)
+            if plan.last and type(drafter) is not Drafter:  # which never drafts
+                asked.setdefault(id(drafter), []).append(place)
+        size = PassSize(sum(len(plan.tokens) for plan in plans), sum(plan.last for plan in plans))
+        found = {key: self._ask([plans[place] for place in places], size) for key, places in asked.items()}
+        if self.pace is not None:
+            found = self.pace.trim(found, size)
         drafts = [EMPTY] * len(plans)
-        for name in {plan.seq.draft for plan in plans}:
-            if type(self.drafters[name]) is Drafter:  # the one that never drafts
-                continue
-            asked = [i for i, plan in enumerate(plans) if plan.seq.draft == name and plan.last]
-            for i, draft in zip(asked, self._ask(name, [plans[i] for i in asked]), strict=True):
-                drafts[i] = draft
+        for key, places in asked.items():
+            for place, draft in zip(places, found[key], strict=True):
+                drafts[place] = draft
         return drafts
 
-    def _ask(self, name: str, plans: Seq[Plan]) -> list[Draft]:
-        """One drafter's drafts, no longer than pays."""
-        drafter, rooms, seqs = self.drafters[name], [plan.room for plan in plans], [plan.seq for plan in plans]
+    def _ask(self, plans: Seq[Plan], size: PassSize) -> list[Draft]:
+        """One drafter's drafts, none if it fails."""
+        seqs = [plan.seq for plan in plans]
+        drafter = self._drafter(seqs[0])
+        try:
+            return self._proposed(drafter, seqs, [plan.room for plan in plans], size)
+        except Exception as error:
+            self._leave_out(drafter, seqs, error)
+            return [EMPTY] * len(seqs)
+
+    def _proposed(self, drafter: Drafter, seqs: Seq[Sequence], rooms: Seq[int], size: PassSize) -> list[Draft]:
+        """What the drafter guesses, asked for no more than pays."""
+        key = id(drafter)
         if self.pace is not None and not drafter.sure:
-            rooms = self.pace.rooms(name, rooms)
-        rests = self.pace is not None and drafter.sure and not drafter.free and self.pace.rests(name)
+            rooms = self.pace.rooms(key, rooms, size)
+        rests = self.pace is not None and drafter.sure and not drafter.free and self.pace.rests(key)
         begin = time.perf_counter()
         drafts = drafter.cheap(seqs, rooms) if rests else drafter.propose(seqs, rooms)
-        drafts = [draft.cut(room) for draft, room in zip(drafts, rooms, strict=True)]
-        if self.pace is None:
-            return drafts
-        self.pace.spend(name, time.perf_counter() - begin, drafts)
-        return self.pace.trim(name, drafts, len(plans))
+        drafts = [_checked(draft, self.model.vocab_size).cut(room) for draft, room in zip(drafts, rooms, strict=True)]
+        if self.pace is not None:
+            self.pace.spend(key, time.perf_counter() - begin, drafts, size)
+        return drafts
+
+    def _show(self, step: Step) -> None:
+        """Let the drafter learn from the step."""
+        drafter = self._drafter(step.seq)
+        try:
+            drafter.observe(step)
+        except Exception as error:
+            self._leave_out(drafter, [step.seq], error)
+
+    def _leave_out(self, drafter: Drafter, seqs: Seq[Sequence], error: Exception) -> None:
+        """The drafter has failed: these sequences go on without drafts, and no other sequence feels it."""
+        trace = error if id(drafter) not in self._failed else None
+        self._failed.add(id(drafter))
+        log.error(
+            "drafter %s failed (%s); %d of its sequences go on without drafts",
+            drafter.name,
+            one_line(error, named=True),
+            len(seqs),
+            exc_info=trace,
+        )
+        for seq in seqs:
+            self._forget(seq)
+            self._undrafted.add(seq.id)
+
+    def _forget(self, seq: Sequence) -> None:
+        try:
+            self._drafter(seq).forget(seq.id)
+        except Exception as error:
+            log.error("drafter %s could not forget a sequence", seq.draft, exc_info=error)
 
     def _measure(self, plans: Seq[Plan], feeds: Seq[Feed], seconds: float) -> None:
         """Passes without a prompt in them show what a row costs."""
@@ -228,17 +282,14 @@ class Engine:
         wanted = self._drafter(seq).layers
         hidden = _of_layers(outputs[index].hidden, layers, wanted) if wanted else None
         if isinstance(verdict, Exception):  # of a processor of the caller's: it ends this sequence, not the others
-            seq.fail(f"{type(verdict).__name__}: {verdict}")
+            seq.fail(one_line(verdict, named=True))
             verdict = None
         if verdict is not None:
             if self.pace is not None:
-                self.pace.learn(seq.draft, draft, verdict)
+                self.pace.learn(id(self._drafter(seq)), draft, verdict)
             seen = len(seq.tokens)
             logits = None if seq.params.logprobs is None else outputs[index].logits
-            try:
-                verdict = self._commit(seq, draft, verdict, logits)
-            except Exception as error:  # of the text that a stop string is looked for in: as above
-                seq.fail(f"{type(error).__name__}: {error}")
+            verdict = self._commit(seq, draft, verdict, logits)
             self.model.crop(seq.id, seen, verdict.path)
             if self._paged is not None:
                 self._paged.seen(seq.id, seq.tokens)
@@ -246,28 +297,53 @@ class Engine:
 
     def _commit(self, seq: Sequence, draft: Draft, verdict: Verdict, logits: Tensor | None) -> Verdict:
         """Append the kept tokens and the target's own; what comes after the end of the sequence is not kept."""
-        name = self._drafter(seq).name
+        name, parent, written = self._drafter(seq).name, -1, 0
         sources = draft.named(name)
-        parent, written, kept = -1, 0, 0
-        for depth, node in enumerate([*verdict.path, None], 1):
-            token = verdict.token if node is None else draft.tokens[node]
-            source, level = (None, 0) if node is None else (sources[node], depth)
-            written += 1
-            kept += node is not None
-            if not seq.append(_token(seq, token, source, level, None if logits is None else logits[parent + 1])):
-                break
-            parent = -1 if node is None else node
-        seq.stats.record(draft, verdict.path[:kept], written, name)
-        return Verdict(verdict.path[:kept], verdict.token)
+        try:
+            for depth, node in enumerate([*verdict.path, None], 1):
+                token = verdict.token if node is None else draft.tokens[node]
+                source, level = (None, 0) if node is None else (sources[node], depth)
+                written += 1
+                if not seq.append(_token(seq, token, source, level, None if logits is None else logits[parent + 1])):
+                    break
+                parent = -1 if node is None else node
+        except Exception as error:  # of the text that a stop string is looked for in: it ends this sequence only
+            seq.fail(one_line(error, named=True))
+        kept = verdict.path[:written]
+        seq.stats.record(draft, kept, written, name)
+        return Verdict(kept, verdict.token)
 
     def _release(self, seq: Sequence) -> Sequence:
         self.model.free(seq.id)
         self.stats += seq.stats
-        try:
-            self._drafter(seq).forget(seq.id)
-        except Exception:  # somebody's drafter: the sequence has ended all the same
-            logging.getLogger("outrider").exception("drafter %s could not forget a sequence", seq.draft)
+        self._forget(seq)
+        self._undrafted.discard(seq.id)
         return seq
+
+
+def _no_model(*_: object) -> Model:
+    raise AssertionError("the drafter that never drafts loads no model")
+
+
+def _checked(draft: Draft, vocab: int) -> Draft:
+    """A draft that the target can run; an exception where it would fail a pass that others share."""
+    if draft.tokens and not 0 <= min(draft.tokens) <= max(draft.tokens) < vocab:
+        raise ValueError(f"a draft has a token outside the vocabulary of {vocab}")
+    if draft.probs is not None and draft.probs.shape[1] != vocab:
+        raise ValueError(f"a law of {draft.probs.shape[1]} tokens, but the vocabulary has {vocab}")
+    if math.isnan(sum(draft.chances)):
+        raise ValueError("a draft has a probability that is not a number")
+    return draft
+
+
+def _extend(seq: Sequence, tokens: list[int]) -> int:
+    """Commit what the target wrote by itself; how many tokens that were."""
+    before = len(seq.output)
+    try:
+        seq.extend(tokens)
+    except Exception as error:  # of the text that a stop string is looked for in: it ends this sequence only
+        seq.fail(one_line(error, named=True))
+    return len(seq.output) - before
 
 
 def _of_layers(hidden: Tensor | None, layers: Seq[int], wanted: Seq[int]) -> Tensor | None:

@@ -9,10 +9,14 @@ next one no longer pays.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence as Seq
+from collections.abc import Hashable, Mapping, Sequence as Seq
+from dataclasses import dataclass
+from typing import TypeVar
 
 from outrider.core.draft import ROOT, Draft
 from outrider.core.verify import Verdict
+
+K = TypeVar("K", bound=Hashable)
 
 GUESS = 0.2  # before anything is measured: one more row costs this share of a pass
 FADE = 0.95
@@ -103,6 +107,14 @@ def _slope(one: tuple[int, float], other: tuple[int, float]) -> float:
     return (other[1] - one[1]) / (other[0] - one[0])
 
 
+@dataclass(frozen=True)
+class PassSize:
+    """A pass before any draft is added to it, over all drafters."""
+
+    rows: int  # tokens that it runs, those of prompts too
+    writing: int  # sequences that write a token
+
+
 class Depths:
     """For a drafter that cannot say how sure it is: how often its nodes were kept, by depth, and what they cost."""
 
@@ -137,11 +149,12 @@ class Profit:
     def __init__(self) -> None:
         self._gain = self._drafts = 0.0
         self._steps = 0  # since it has not paid
-        self.seconds, self.seqs = 0.0, 1  # of a drafting, for each sequence, and for how many
+        self.seconds = 0.0  # of a drafting, for each sequence
+        self.size = PassSize(1, 1)  # of the last pass
 
-    def spend(self, seconds: float, seqs: int) -> None:
+    def spend(self, seconds: float, seqs: int, size: PassSize) -> None:
         """A whole prompt that a head has to take in first is not the cost of a draft."""
-        each, self.seqs = seconds / seqs, seqs
+        each, self.size = seconds / seqs, size
         self.seconds += 0.1 * min(each - self.seconds, self.seconds) if self.seconds else min(each, UNLIKELY)
 
     def learn(self, seconds: float) -> None:
@@ -159,8 +172,8 @@ class Pace:
         """`cost`: of short sequences, where it is known."""
         self.cost = cost or Cost()  # at the length of the sequences that run
         self._costs = {0: self.cost}  # by the bits of that length
-        self._depths: dict[str, Depths] = {}
-        self._profits: dict[str, Profit] = {}
+        self._depths: dict[Hashable, Depths] = {}
+        self._profits: dict[Hashable, Profit] = {}
 
     def turn(self, length: int) -> None:
         """Sequences of so many tokens run now: each row of a pass looks at all of them."""
@@ -170,40 +183,54 @@ class Pace:
             self._costs[bits] = self._costs[nearest].like()
         self.cost = self._costs[bits]
 
-    def rests(self, drafter: str) -> bool:
+    def rests(self, drafter: Hashable) -> bool:
         """Whether a drafter that costs something should not draft now."""
         return self._profits.setdefault(drafter, Profit()).rest()
 
-    def rooms(self, drafter: str, rooms: Seq[int]) -> list[int]:
+    def rooms(self, drafter: Hashable, rooms: Seq[int], size: PassSize) -> list[int]:
         """How many nodes to ask a drafter for; one whose nodes cost something is asked for no more than pay."""
         depths = self._depths.setdefault(drafter, Depths())
-        best = self._length(depths, len(rooms), max(rooms, default=0))
+        best = self._length(depths, len(rooms), max(rooms, default=0), size)
         if best == 0 and depths.idle < PROBE:
             depths.idle += 1
             return [0] * len(rooms)
         depths.idle = 0
         return [min(room, max(best, 1)) for room in rooms]
 
-    def _length(self, depths: Depths, seqs: int, most: int) -> int:
-        tokens, seconds, chance = float(seqs), self.cost.at(seqs), 1.0
+    def _length(self, depths: Depths, seqs: int, most: int, size: PassSize) -> int:
+        tokens, seconds, chance, rows = float(size.writing), self.cost.at(size.writing), 1.0, size.rows
         for depth in range(1, most + 1):
             chance *= depths.chance(depth)
-            more = self.cost.at(seqs * (depth + 1)) - self.cost.at(seqs * depth) + depths.seconds * seqs
+            more = self.cost.at(rows + seqs) - self.cost.at(rows) + depths.seconds * seqs
             if chance * seqs * seconds <= more * tokens:
                 return depth - 1
-            tokens, seconds = tokens + chance * seqs, seconds + more
+            tokens, seconds, rows = tokens + chance * seqs, seconds + more, rows + seqs
         return most
 
-    def trim(self, drafter: str, drafts: Seq[Draft], rows: int) -> list[Draft]:
-        """The nodes that pay. `rows`: of the pass without any draft."""
-        depths = self._depths.setdefault(drafter, Depths())
-        reach = [_reach(draft, depths) for draft in drafts]
+    def trim(self, drafts: Mapping[K, Seq[Draft]], size: PassSize) -> dict[K, list[Draft]]:
+        """The nodes that pay, of all drafters' drafts for one pass.
+
+        What a row costs depends on all rows of the pass. What a token is worth does not depend on the prompts in it:
+        they are read in any case.
+        """
+        flat = [(drafter, draft) for drafter, own in drafts.items() for draft in own]
+        kept = self._paying(flat, size)
+        for (drafter, draft), nodes in zip(flat, kept, strict=True):
+            profit = self._profits.get(drafter)
+            if profit is not None and draft and not nodes and not draft.borrowed:  # drafted for nothing
+                profit.learn(-profit.seconds)
+        cut = iter([_kept(draft, nodes) for (_, draft), nodes in zip(flat, kept, strict=True)])
+        return {drafter: [next(cut) for _ in own] for drafter, own in drafts.items()}
+
+    def _paying(self, flat: Seq[tuple[Hashable, Draft]], size: PassSize) -> list[list[int]]:
+        """The nodes of each draft that pay, likeliest first."""
+        reach = [_reach(draft, self._depths.setdefault(drafter, Depths())) for drafter, draft in flat]
         order = sorted(((-p, i, n) for i, row in enumerate(reach) for n, p in enumerate(row)))
-        profit = self._profits.get(drafter)
-        tokens, seconds = float(rows), self.cost.at(rows)
-        if profit is not None:  # what the draft has cost counts as well: the step takes so long in any case
-            seconds += profit.seconds * len(drafts)
-        kept: list[list[int]] = [[] for _ in drafts]
+        tokens, seconds, rows = float(size.writing), self.cost.at(size.writing), size.rows
+        for drafter, _ in flat:
+            if drafter in self._profits:  # what the draft has cost counts as well: the step takes so long in any case
+                seconds += self._profits[drafter].seconds
+        kept: list[list[int]] = [[] for _ in flat]
         before = self.cost.at(rows)
         for negative, index, node in order:
             rows += 1
@@ -212,30 +239,28 @@ class Pace:
                 break
             kept[index].append(node)
             tokens, seconds, before = tokens - negative, seconds + after - before, after
-        for draft, nodes in zip(drafts, kept, strict=True):
-            if profit is not None and draft and not nodes and not draft.borrowed:  # drafted for nothing
-                profit.learn(-profit.seconds)
-        return [_kept(draft, nodes) for draft, nodes in zip(drafts, kept, strict=True)]
+        return kept
 
-    def forget(self, drafter: str) -> None:
+    def forget(self, drafter: Hashable) -> None:
         self._depths.pop(drafter, None)
         self._profits.pop(drafter, None)
 
-    def learn(self, drafter: str, draft: Draft, verdict: Verdict) -> None:
+    def learn(self, drafter: Hashable, draft: Draft, verdict: Verdict) -> None:
         if draft and not draft.chances:
             self._depths.setdefault(drafter, Depths()).learn(draft, verdict)
         profit = self._profits.get(drafter)
         if profit is not None and draft and not draft.borrowed:  # those of others cost nothing
-            plain = self.cost.at(profit.seqs)
-            rows = self.cost.at(profit.seqs + len(draft)) - plain
-            profit.learn(len(verdict.path) * plain / profit.seqs - profit.seconds - rows)
+            size = profit.size
+            token = self.cost.at(size.writing) / size.writing
+            rows = self.cost.at(size.rows + len(draft)) - self.cost.at(size.rows)
+            profit.learn(len(verdict.path) * token - profit.seconds - rows)
 
-    def spend(self, drafter: str, seconds: float, drafts: Seq[Draft]) -> None:
+    def spend(self, drafter: Hashable, seconds: float, drafts: Seq[Draft], size: PassSize) -> None:
         """What drafting cost; a drafter that knows its chances is looked at for free."""
         nodes = sum(len(draft) for draft in drafts if not draft.chances)
         self._depths.setdefault(drafter, Depths()).spend(seconds, nodes)
         if drafter in self._profits and drafts:
-            self._profits[drafter].spend(seconds, len(drafts))
+            self._profits[drafter].spend(seconds, len(drafts), size)
 
 
 def _kept(draft: Draft, nodes: list[int]) -> Draft:

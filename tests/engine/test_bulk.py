@@ -1,0 +1,135 @@
+"""Many sequences that the target writes by itself, on a CPU: a model that costs nothing and has pages."""
+
+import pytest
+import torch
+from tiny import Markov, Scripted, drain, outputs, plainly
+
+from outrider.core.dice import Dice
+from outrider.core.sampling import SamplingParams, warp
+from outrider.core.sequence import Sequence
+from outrider.drafters.base import Drafter
+from outrider.engine.engine import BULK, Engine
+from outrider.engine.pace import Pace
+from outrider.engine.scheduler import Limits
+from outrider.models.base import Outputs, Paged
+
+
+class PagedMarkov:
+    """A `Markov` with pages, which writes by itself as a GPU does. It satisfies `Model` and `Paged`."""
+
+    page = 4
+
+    def __init__(self):
+        self.markov = Markov(seed=2)
+        self.markov.context = 128
+        self.vocab_size, self.num_layers, self.context = 6, 3, 128
+        self.capacity = self.markov.capacity
+        self.length, self.crop, self.free = self.markov.length, self.markov.crop, self.markov.free
+        self.begun, self.committed, self.written = [], {}, []
+
+    def forward(self, feeds, layers=()):
+        found = self.markov.forward(feeds, layers)
+        starts = [0]
+        for output in found:
+            starts.append(starts[-1] + len(output.logits))
+        rows = torch.cat([output.logits for output in found])
+        return Outputs(rows, starts, best=lambda: rows.argmax(-1).tolist())
+
+    def begin(self, id, tokens):
+        self.begun.append(id)
+
+    def seen(self, id, tokens):
+        self.committed[id] = list(tokens)
+
+    def write(self, ids, last, dice, temperatures, steps):
+        self.written.append(len(ids))
+        rows = [self._write(*each, steps) for each in zip(ids, last, dice, temperatures, strict=True)]
+        return torch.tensor(rows).T
+
+    def _write(self, id, last, dice, temperature, steps):
+        tokens = [*self.markov.seen[id], last]
+        for _ in range(steps):
+            law = warp(self.markov.logits(tokens), SamplingParams(temperature=temperature))
+            tokens.append(int(law.argmax()) if dice is None else dice.choose(law, len(tokens)))
+        self.markov.seen[id] = tokens[:-1]
+        return tokens[-steps:]
+
+
+def sequences(count=BULK, **more):
+    """Greedy and sampled, of different lengths; two of three have a token that ends them."""
+    return [
+        Sequence(
+            id,
+            [id % 6, (id * id) % 6],
+            SamplingParams(5 + id % 40, temperature=0.8 if id % 2 else 0.0, seed=id),
+            ends=frozenset({5}) if id % 3 else frozenset(),
+            dice=Dice(id),
+            **more,
+        )
+        for id in range(count)
+    ]
+
+
+def alone(seq):
+    return plainly(Markov(seed=2), seq.tokens[: seq.prompt], seq.params, ends=seq.ends, dice=Dice(seq.id))
+
+
+def run(model, seqs, drafter=None, pace=None):
+    engine = Engine(model, drafter or Drafter(Drafter.Options(), None), Limits(2 * BULK), pace)
+    for seq in seqs:
+        engine.add(seq)
+    drain(engine)
+    return engine
+
+
+def test_the_fake_is_what_the_engine_asks_for():
+    assert isinstance(PagedMarkov(), Paged)
+
+
+def test_a_large_batch_writes_what_each_writes_alone():
+    model, seqs = PagedMarkov(), sequences(2 * BULK + 20)
+    engine = run(model, seqs)
+    assert model.written  # it did write by itself
+    assert outputs(seqs) == outputs(map(alone, seqs))
+    assert [seq.finish for seq in seqs] == [alone(seq).finish for seq in seqs]
+    assert all(seq.stats.tokens == len(seq.output) for seq in seqs)
+    assert model.committed == {seq.id: seq.tokens for seq in seqs}
+    assert sorted(model.begun) == [seq.id for seq in seqs]
+    assert (model.markov.seen, engine.scheduler.reserved) == ({}, 0)
+
+
+@pytest.mark.parametrize("options", [dict(top_k=2), dict(logprobs=1), dict(logit_bias={1: -9.0})], ids=str)
+def test_one_that_the_target_cannot_write_alone_keeps_all_of_them_with_the_host(options):
+    model, seqs = PagedMarkov(), sequences()
+    seqs[7].params = SamplingParams(45, temperature=0.8, seed=7, **options)
+    run(model, seqs)
+    assert outputs(seqs) == outputs(map(alone, seqs))
+    assert max(model.written, default=0) < BULK
+
+
+def test_a_drafter_is_tried_and_the_text_stays_the_same():
+    model, seqs = PagedMarkov(), sequences(2 * BULK)
+    run(model, seqs, Scripted(lambda seq, guessed: 0, 6), Pace())
+    assert outputs(seqs) == outputs(map(alone, seqs))
+
+
+@pytest.mark.parametrize("number", [1, 2, 9])
+def test_a_watcher_that_raises_ends_its_own_sequence_only(number):
+    model, seqs, told = PagedMarkov(), sequences(2 * BULK), []
+
+    def watch(token):
+        told.append(token)
+        if len(told) == number:
+            raise ZeroDivisionError("the caller's own mistake")
+        return False
+
+    seqs[1].params = SamplingParams(40, seed=1)
+    seqs[1].ends, seqs[1].watch = frozenset(), watch
+    run(model, seqs)
+    assert (seqs[1].finish, seqs[1].error) == ("error", "ZeroDivisionError: the caller's own mistake")
+    assert seqs[1].stats.tokens == len(seqs[1].output) == number
+    others = [seq for seq in seqs if seq.id != 1]
+    assert outputs(others) == outputs(map(alone, others))
+    assert "error" not in {seq.finish for seq in others}
+    assert model.written
+    assert model.markov.seen == {}

@@ -1,0 +1,207 @@
+"""A drafter that fails costs its own sequences their drafts: no request ends, no text changes, and the log tells."""
+
+import logging
+from collections import Counter
+
+import pytest
+import torch
+from tiny import Markov, Scripted, drain, outputs, plainly
+
+from outrider.core.draft import EMPTY, Draft
+from outrider.core.sampling import SamplingParams
+from outrider.core.sequence import Sequence
+from outrider.drafters.base import Drafter
+from outrider.engine.engine import Engine
+from outrider.engine.pace import Pace
+from outrider.engine.scheduler import Limits
+
+PARAMS = SamplingParams(max_tokens=20)
+CALLS = ("propose", "cheap", "observe", "forget")
+
+
+class Failing(Drafter):
+    """It drafts well, and raises at one call of one kind."""
+
+    name, sure = "failing", True
+
+    def __init__(self, call, number, model):
+        self._call, self._number, self._model = call, number, model
+        self.told = dict.fromkeys(CALLS, 0)
+        self.asked = []
+
+    def _count(self, call):
+        self.told[call] += 1
+        if call == self._call and self.told[call] == self._number:
+            raise ZeroDivisionError("somebody's own mistake")
+
+    def propose(self, seqs, rooms):
+        self.asked.append([seq.id for seq in seqs])
+        self._count("propose")
+        best = [int(self._model.logits(seq.tokens).argmax()) for seq in seqs]
+        return [Draft.chain([token], chances=[0.9]).cut(room) for token, room in zip(best, rooms, strict=True)]
+
+    def cheap(self, seqs, rooms):
+        self._count("cheap")
+        return [EMPTY] * len(seqs)
+
+    def observe(self, step):
+        self._count("observe")
+
+    def forget(self, id):
+        self._count("forget")
+
+
+class Resting(Pace):
+    """A pace under which a drafter rests in every second step."""
+
+    def __init__(self):
+        super().__init__()
+        self._turns = Counter()
+
+    def rests(self, drafter):
+        self._turns[drafter] += 1
+        return self._turns[drafter] % 2 == 0
+
+
+def sequences(drafts):
+    return [Sequence(id, [id % 6, 1, 2], PARAMS, draft=draft) for id, draft in enumerate(drafts)]
+
+
+def run(failing, other, pace=None):
+    """Three sequences of the failing drafter, two of another one."""
+    model = failing._model
+    engine = Engine(model, failing, Limits(), pace)
+    engine.drafters["other"] = other
+    seqs = sequences(["", "", "other", "", "other"])
+    for seq in seqs:
+        engine.add(seq)
+    drain(engine)
+    assert engine.scheduler.reserved == 0
+    assert model.seen == {}
+    return seqs
+
+
+def expected(seqs):
+    return outputs(plainly(Markov(seed=3), seq.tokens[: seq.prompt], PARAMS) for seq in seqs)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("number", [1, 2, 3, 7])
+def test_at_any_call(call, number, caplog):
+    model = Markov(seed=3)
+    failing, other = Failing(call, number, model), Failing("", 0, model)
+    with caplog.at_level(logging.ERROR, "outrider"):
+        seqs = run(failing, other, Resting())
+    assert failing.told[call] >= number or call == "forget"
+    assert [seq.finish for seq in seqs] == ["length"] * 5
+    assert outputs(seqs) == expected(seqs)
+    assert all(seq.stats.accepted > 0 for seq in seqs[2::2]), "the other drafter's sequences are drafted on"
+    logged = [record for record in caplog.records if record.exc_info]
+    assert len(logged) == (failing.told[call] >= number)
+    assert all("failing" in record.getMessage() or call == "forget" for record in logged)
+
+
+def test_it_is_not_asked_again_for_those_sequences_and_is_for_later_ones(caplog):
+    model = Markov(seed=3)
+    failing = Failing("propose", 2, model)
+    engine = Engine(model, failing)
+    for seq in sequences(["", ""]):
+        engine.add(seq)
+    drain(engine)
+    assert failing.asked == [[0, 1], [0, 1]]
+    assert failing.told["forget"] == 2  # when it failed, and not again at the end
+    later = Sequence(5, [5, 1, 2], PARAMS)
+    engine.add(later)
+    drain(engine)
+    assert [5] in failing.asked
+    assert later.stats.accepted > 0
+    assert "2 of its sequences go on without drafts" in caplog.text
+    assert "ZeroDivisionError: somebody's own mistake" in caplog.text
+
+
+def test_a_failure_to_observe_costs_one_sequence_its_drafts():
+    model = Markov(seed=3)
+    failing = Failing("observe", 2, model)
+    engine = Engine(model, failing)
+    seqs = sequences(["", "", ""])
+    for seq in seqs:
+        engine.add(seq)
+    drain(engine)
+    assert failing.asked[0] == [0, 1, 2]
+    assert all(asked == [0, 2] for asked in failing.asked[1:])
+    assert outputs(seqs) == expected(seqs)
+
+
+def test_the_trace_is_logged_once_for_each_drafter(caplog):
+    class Always(Failing):
+        def _count(self, call):
+            raise ZeroDivisionError(call)
+
+    model = Markov(seed=3)
+    engine = Engine(model, Always("", 0, model))
+    for seq in sequences([""] * 3):
+        engine.add(seq)
+        drain(engine)
+    failures = [record for record in caplog.records if "go on without drafts" in record.getMessage()]
+    assert [bool(record.exc_info) for record in failures] == [True, False, False]
+
+
+class Wrong(Drafter):
+    """It returns something that the engine or the target cannot use."""
+
+    name, sure = "wrong", True
+
+    def __init__(self, found):
+        self._found = found
+
+    def propose(self, seqs, rooms):
+        return self._found
+
+
+@pytest.mark.parametrize("paced", [False, True])
+@pytest.mark.parametrize(
+    "found",
+    [
+        None,
+        [],
+        [EMPTY] * 3,
+        ["ab", "cd"],
+        [Draft.chain([6])] * 2,
+        [Draft.chain([1, -1])] * 2,
+        [Draft.chain([1], torch.full((1, 5), 0.2))] * 2,
+        [Draft((1, 2), (-1, 0), chances=(0.9, float("nan")))] * 2,
+    ],
+    ids=["none", "too few", "too many", "text", "unknown token", "negative token", "short law", "not a number"],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_that_nobody_can_use_costs_only_the_draft(found, temperature, paced, caplog):
+    params = SamplingParams(max_tokens=9, temperature=temperature, seed=4)
+    model = Markov(seed=3)
+    engine = Engine(model, Wrong(found), Limits(), Pace() if paced else None)
+    seqs = [Sequence(id, [id, 1], params) for id in range(2)]
+    for seq in seqs:
+        engine.add(seq)
+    drain(engine)
+    assert [seq.finish for seq in seqs] == ["length"] * 2
+    alone = [plainly(Markov(seed=3), [id, 1], params, dice=seqs[id].dice) for id in range(2)]
+    assert outputs(seqs) == outputs(alone)
+    assert len([record for record in caplog.records if record.exc_info]) == 1
+
+
+def test_one_object_under_two_names_is_asked_once_and_has_one_record():
+    model = Markov(seed=3)
+    drafter, pace = Scripted(lambda seq, guessed: 0, 6), Pace()
+    asked = []
+    propose = drafter.propose
+    drafter.propose = lambda seqs, rooms: asked.append([seq.id for seq in seqs]) or propose(seqs, rooms)
+    engine = Engine(model, drafter, Limits(), pace)
+    engine.drafters["scripted"] = drafter
+    seqs = sequences(["", "scripted", ""])
+    for seq in seqs:
+        engine.add(seq)
+    drain(engine)
+    assert asked[0] == [0, 1, 2]
+    assert len(pace._depths) == 1
+    assert outputs(seqs) == expected(seqs)
+    engine.drop("scripted")
+    assert len(pace._depths) == 1, "the other name still has it"
