@@ -197,6 +197,24 @@ def test_cancelling_keeps_what_was_written():
     local.close()
 
 
+def test_a_request_with_many_samples_leaves_the_others_their_turn():
+    """Eight long samples fill the batch; a small request is answered after as many passes as it has tokens."""
+    model = Slow()
+    local = backend("none", model=model, batch=4)
+    many = local.submit(Request("ab", params=SamplingParams(max_tokens=1000, n=8), stream=True))
+    model.go.release()
+    next(iter(many))  # they run
+    small = local.submit(Request("ba", params=SamplingParams(max_tokens=3)))
+    model.go.release(4)  # one that may be under way, and three
+    assert small.result().token_ids == plain([1, 0], SamplingParams(max_tokens=3))
+    many.cancel()
+    model.go.release(10)
+    assert {sample.finish_reason for sample in many.result().samples} == {"cancelled"}
+    assert local.engine.scheduler.reserved == 0
+    local.close()
+    assert model.seen == {}
+
+
 def test_closing_cancels_what_runs_and_what_waits():
     model = Slow()
     local = backend("none", model=model, batch=1)

@@ -79,9 +79,10 @@ class Local(Reader):
         expected = () if request.prediction is None else tuple(self.encode(request.prediction, special=False))
         writers = [self._writer(request) for _ in range(params.n)]
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._ends)
+        ids = [next(_ids) for _ in writers]
         seqs = [
             Sequence(
-                next(_ids),
+                id,
                 list(prompt),
                 params,
                 ends,
@@ -90,8 +91,9 @@ class Local(Reader):
                 Dice(params.seed, index),
                 self._rule,
                 writer.push if writer else None,
+                request=ids[0],
             )
-            for index, writer in enumerate(writers)
+            for index, (id, writer) in enumerate(zip(ids, writers, strict=True))
         ]
         for seq in seqs:
             self.engine.scheduler.check(seq)

@@ -52,9 +52,12 @@ class Sequence:
     finish: Finish | None = None
     error: str = ""
     stats: Stats = field(default_factory=Stats)
+    request: int = -1  # sequences of one request have the same number; -1: it is a request of its own
 
     def __post_init__(self) -> None:
         self.prompt = len(self.tokens)
+        if self.request == -1:
+            self.request = self.id
         if self.params.seed is not None:
             self.rule = "coupled"  # the same seed gives the same text with any drafter or none
 

@@ -70,8 +70,7 @@ class Engine:
         for seq in [*self.scheduler.running, *self.scheduler.waiting]:
             if seq.id == id and seq.finish is None:
                 seq.finish = "cancelled"
-                if seq in self.scheduler.waiting:
-                    self.scheduler.waiting.remove(seq)
+                if self.scheduler.withdraw(seq):
                     return [seq]
         return [] if self._passing else self.sweep()
 

@@ -1,13 +1,17 @@
-"""Who runs next, how much of a prompt, and when to stop taking more."""
+"""Which sequences run next, how much of a prompt a step takes in, and when no more are started."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence as Seq
 from dataclasses import dataclass
 
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
+
+# Of the cache memory: the most that the sequences of one request may reserve beyond the first of them. A quarter is
+# left, so that a request with many samples never leaves the next request without memory until one of them ends.
+LARGEST_SHARE = 0.75
 
 
 @dataclass(frozen=True)
@@ -26,19 +30,76 @@ class Plan:
     last: bool  # the pass sees all committed tokens, so there is something to judge
 
 
+class RequestQueue:
+    """Sequences that wait, by request. The requests are kept in the order of their turns."""
+
+    def __init__(self) -> None:
+        self._requests: dict[int, deque[Sequence]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for seqs in self._requests.values():
+            yield from seqs
+
+    def add(self, seq: Sequence) -> None:
+        """Behind all others of its request."""
+        self._requests.setdefault(seq.request, deque()).append(seq)
+        self._count += 1
+
+    def put_back(self, seq: Sequence) -> None:
+        """Before all others of its request."""
+        self._requests.setdefault(seq.request, deque()).appendleft(seq)
+        self._count += 1
+
+    def remove(self, seq: Sequence) -> None:
+        seqs = self._requests[seq.request]
+        seqs.remove(seq)
+        self._count -= 1
+        if not seqs:
+            del self._requests[seq.request]
+
+    def take(self, seq: Sequence) -> None:
+        """Remove it; its request's next turn comes after those of all others."""
+        self.remove(seq)
+        if seq.request in self._requests:
+            self._requests[seq.request] = self._requests.pop(seq.request)
+
+    def next(self, running: Counter[int], allowed: Callable[[Sequence], bool]) -> Sequence | None:
+        """The first sequence of the request that runs least, the first in turn of several, if it is allowed."""
+        found: Sequence | None = None
+        for request, seqs in self._requests.items():
+            if not allowed(seqs[0]):
+                continue
+            if not running[request]:
+                return seqs[0]
+            if found is None or running[request] < running[found.request]:
+                found = seqs[0]
+        return found
+
+
 class Scheduler:
-    """First come, first served. A sequence starts when all it can ever need fits, so it never has to be thrown out."""
+    """Requests take turns; a request's sequences are served in their order.
+
+    A sequence starts when all the memory that it can ever need is there, so it never has to be thrown out. While one
+    request runs more sequences than another that waits, one of the former pauses for one of the latter; it keeps its
+    cache and goes on where it was.
+    """
 
     def __init__(self, limits: Limits, context: int, capacity: int, page: int = 1) -> None:
         """Memory for `capacity` tokens is given out in pages of `page`."""
         self.limits, self._context, self._capacity, self._page = limits, context, capacity, page
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = RequestQueue()
         self.running: list[Sequence] = []
+        self._paused: set[int] = set()  # ids of waiting sequences that have run and keep their cache
+        self._held: Counter[int] = Counter()  # tokens of cache that each request has reserved
         self._reserved = 0
 
     @property
     def reserved(self) -> int:
-        """Tokens of cache that the running sequences may need."""
+        """Tokens of cache that the sequences that have started may need."""
         return self._reserved
 
     def check(self, seq: Sequence) -> None:
@@ -62,42 +123,96 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         self.check(seq)
-        self.waiting.append(seq)
+        self.waiting.add(seq)
+
+    def withdraw(self, seq: Sequence) -> bool:
+        """Take a sequence out of the queue. False: it runs, or has run and holds memory, which `retire` gives back."""
+        if seq not in self.running:
+            self.waiting.remove(seq)
+            if seq.id not in self._paused:
+                return True
+            self._paused.remove(seq.id)
+            self.running = [*self.running, seq]
+        return False
 
     def plan(self, length: Callable[[int], int], seqs: Iterable[Sequence] | None = None) -> list[Plan]:
         """What each running sequence (or those of `seqs`) feeds next. `length` tells what the cache has seen."""
-        plans, budget = [], self.limits.piece
         widest = self.limits.room if len(self.running) <= (self.limits.drafting or len(self.running)) else 0
-        for seq in self.running if seqs is None else seqs:
-            unseen = seq.tokens[length(seq.id) :]
-            count = len(unseen)
-            if count > 1:  # a prompt, or what is left of it
-                count = min(count, budget)
-                budget -= count
+        unseen = [(seq, seq.tokens[length(seq.id) :]) for seq in (self.running if seqs is None else seqs)]
+        counts = self._chunks([(seq, len(tokens)) for seq, tokens in unseen if len(tokens) > 1])
+        plans = []
+        for seq, tokens in unseen:
+            count = counts.get(seq.id, len(tokens))
             if count:
-                last = count == len(unseen)
-                room = min(widest, seq.left - 1) if last else 0
-                plans.append(Plan(seq, unseen[:count], room, last))
+                last = count == len(tokens)
+                plans.append(Plan(seq, tokens[:count], min(widest, seq.left - 1) if last else 0, last))
         return plans
+
+    def _chunks(self, prompts: Seq[tuple[Sequence, int]]) -> dict[int, int]:
+        """How much of each prompt this step takes in, by the sequence's id: requests take turns, in their order."""
+        turns: Counter[int] = Counter()
+        order = []
+        for place, (seq, _) in enumerate(prompts):
+            order.append((turns[seq.request], place))
+            turns[seq.request] += 1
+        counts, budget = {}, self.limits.piece
+        for _, place in sorted(order):
+            seq, count = prompts[place]
+            counts[seq.id] = min(count, budget)
+            budget -= counts[seq.id]
+        return counts
 
     def retire(self) -> list[Sequence]:
         """The running sequences that have ended, taken off."""
         ended = [seq for seq in self.running if seq.finish is not None]
         if ended:
             self.running = [seq for seq in self.running if seq.finish is None]
-            self._reserved -= sum(self._need(seq) for seq in ended)
+            for seq in ended:
+                self._reserve(seq, -1)
         return ended
 
     def admit(self) -> list[Sequence]:
-        """Start as many of the waiting sequences as fit."""
-        begun = len(self.running)
-        while self.waiting and len(self.running) < self.limits.batch:
-            need = self._need(self.waiting[0])
-            if self._reserved + need > self._capacity:
+        """Start waiting sequences, or let them go on, as far as they fit; those that start."""
+        begun: list[Sequence] = []
+        counts = Counter(seq.request for seq in self.running) if self.waiting else Counter[int]()
+        while (seq := self.waiting.next(counts, self._within_share)) is not None and self._fits(seq):
+            if len(self.running) >= self.limits.batch and not self._make_way(seq, counts):
                 break
-            self._reserved += need
-            self.running.append(self.waiting.popleft())
-        return self.running[begun:]
+            self.waiting.take(seq)
+            self.running.append(seq)
+            counts[seq.request] += 1
+            if seq.id in self._paused:
+                self._paused.remove(seq.id)
+            else:
+                self._reserve(seq, 1)
+                begun.append(seq)
+        return begun
+
+    def _make_way(self, seq: Sequence, counts: Counter[int]) -> bool:
+        """Pause the newest sequence of the request that runs most, if that still leaves it no fewer than the other."""
+        most = max(counts, key=lambda request: counts[request])
+        if counts[most] <= counts[seq.request] + 1 or len(self._paused) >= self.limits.batch:
+            return False
+        newest = max(place for place, other in enumerate(self.running) if other.request == most)
+        paused = self.running.pop(newest)
+        self._paused.add(paused.id)
+        self.waiting.put_back(paused)
+        counts[most] -= 1
+        return True
+
+    def _fits(self, seq: Sequence) -> bool:
+        return seq.id in self._paused or self._reserved + self._need(seq) <= self._capacity
+
+    def _within_share(self, seq: Sequence) -> bool:
+        """Whether its request leaves some of the memory to others."""
+        held = self._held[seq.request]
+        return seq.id in self._paused or not held or held + self._need(seq) <= LARGEST_SHARE * self._capacity
+
+    def _reserve(self, seq: Sequence, sign: int) -> None:
+        self._held[seq.request] += sign * self._need(seq)
+        self._reserved += sign * self._need(seq)
+        if not self._held[seq.request]:
+            del self._held[seq.request]
 
     def _need(self, seq: Sequence) -> int:
         return -(-(seq.limit + self.limits.room) // self._page) * self._page
