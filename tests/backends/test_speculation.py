@@ -1,7 +1,7 @@
 import pytest
 
 from outrider import drafters
-from outrider.backends.speculation import modernise, parse, to_draft, to_vllm
+from outrider.backends.speculation import modernise, parse, spec_from_values, to_draft, to_vllm
 from outrider.core.errors import OutriderError
 
 
@@ -44,6 +44,21 @@ def test_our_words_are_vllms(draft, config):
 def test_what_vllm_lacks_is_refused(draft, reason):
     with pytest.raises(OutriderError, match=reason):
         to_vllm(draft)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "reason"),
+    [
+        ("ngram", {"length": "3"}, "ngram:length must be a whole number, not '3'"),
+        ("ngram", {" length": 3}, "no option ' length'"),
+        ("eagle", {"head": "h", "length=3,head": "/etc"}, "no option 'length=3,head'"),
+        ("draft_model", {" model": "/etc"}, "no option ' model'"),
+        ("suffix", {"length": 0}, "of at least 1"),
+    ],
+)
+def test_vllms_options_are_neither_stripped_nor_converted(name, values, reason):
+    with pytest.raises(OutriderError, match=reason):
+        spec_from_values(name, values)
 
 
 @pytest.mark.parametrize(

@@ -33,11 +33,13 @@ def test_options_are_read_by_their_types():
         ("", "unknown drafter ''"),
         ("none:length=1", "drafter none has no option 'length'; it has: none"),
         ("ngram:size=3", "drafter ngram has no option 'size'; it has: max_n, min_n, length, store"),
-        ("ngram:length", "needs a value: length="),
+        ("ngram:length", "needs a value: length=..."),
         ("ngram:length=", "ngram:length must be a whole number, not ''"),
         ("ngram:length=many", "ngram:length must be a whole number, not 'many'"),
         ("ngram:length=2.5", "a whole number"),
         ("ngram:store=big", "ngram:store must be one of recent, adaptive, not 'big'"),
+        ("ngram:length=3,length=4", "option 'length' of drafter 'ngram' is given twice"),
+        ("oracle:rate=nan", "oracle:rate must be a number, not nan"),
         ("draft_model", "drafter draft_model needs model: write draft_model:model="),
         ("draft_model:model=x,greedy=perhaps", "must be true or false"),
     ],
@@ -45,6 +47,62 @@ def test_options_are_read_by_their_types():
 def test_a_spec_that_makes_no_sense_is_refused(spec, reason):
     with pytest.raises(OutriderError, match=reason):
         drafters.parse(spec)
+
+
+@pytest.mark.parametrize("spec", [spec for specs in SPECS.values() for spec in specs])
+def test_a_spec_written_out_and_read_again_is_equal(spec):
+    read = drafters.parse(spec)
+    assert drafters.parse(read.text()) == read
+    assert drafters.from_values(read.name, vars(read.options)) == read
+
+
+def test_only_what_is_not_at_its_default_is_written():
+    assert drafters.parse(" ngram:store=recent, length=3").text() == "ngram:length=3"
+    assert drafters.from_values("eagle", {"stop": 1, "greedy": True}).text() == "eagle:stop=1.0,greedy=true"
+    assert drafters.parse("draft_model:model=a=b").text() == "draft_model:model=a=b"
+
+
+@pytest.mark.parametrize("model", ["a,length=9", " a", "a\n"])
+def test_a_value_that_would_be_read_otherwise_is_not_written(model):
+    with pytest.raises(OutriderError, match="comma or spaces"):
+        drafters.from_values("draft_model", {"model": model}).text()
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"length": "3"}, "ngram:length must be a whole number, not '3'"),
+        ({"length": 3.0}, "a whole number"),
+        ({"length": True}, "a whole number"),
+        ({"length": None}, "a whole number"),
+        ({" length": 3}, "no option ' length'"),
+        ({"length=9,max_n": 3}, "no option 'length=9,max_n'"),
+        ({"store": "big"}, "one of recent, adaptive"),
+    ],
+)
+def test_values_are_neither_stripped_nor_converted(values, reason):
+    with pytest.raises(OutriderError, match=reason):
+        drafters.from_values("ngram", values)
+
+
+@pytest.mark.parametrize("rate", [float("nan"), float("inf"), 10**400, "0.5", False])
+def test_a_number_is_a_finite_number(rate):
+    with pytest.raises(OutriderError, match="oracle:rate must be a number"):
+        drafters.from_values("oracle", {"rate": rate})
+    assert drafters.from_values("oracle", {"rate": 1}) == drafters.parse("oracle:rate=1")
+
+
+def test_a_refusal_repeats_little_of_what_is_long():
+    for ask in (
+        lambda: drafters.parse("x" * 10**6),
+        lambda: drafters.parse(f"ngram:{'x' * 10**6}=1"),
+        lambda: drafters.parse(f"ngram:{'x' * 10**6}"),
+        lambda: drafters.parse(f"ngram:length={'x' * 10**6}"),
+        lambda: drafters.from_values("ngram", {"length": ["x" * 10**6]}),
+    ):
+        with pytest.raises(OutriderError) as caught:
+            ask()
+        assert len(str(caught.value)) < 700
 
 
 @pytest.mark.parametrize(

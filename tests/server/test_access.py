@@ -1,10 +1,13 @@
-"""What a request may say about drafting where vLLM runs the model."""
+"""What a request may open, and what it may say about drafting; also where vLLM runs the model."""
+
+import typing
 
 import pytest
 
+from outrider import drafters
 from outrider.core.errors import OutriderError
 from outrider.server.access import Access
-from outrider.server.errors import Forbidden
+from outrider.server.errors import Bad, Forbidden
 
 ON_VLLM = Access().on("vllm")
 
@@ -16,7 +19,7 @@ def test_our_own_engine_has_its_own_words():
 
 def test_a_drafter_is_written_in_vllms_words(tmp_path):
     assert ON_VLLM.draft("ngram", {"length": 3}) == "ngram:length=3"
-    assert ON_VLLM.vary("ngram:length=3,max_n=4", {"length": 5}) == "ngram:length=5,max_n=4"
+    assert ON_VLLM.vary("ngram:length=3,max_n=6", {"length": 7}) == "ngram:length=7,max_n=6"
     assert Access((tmp_path,)).on("vllm").draft("eagle3", {"head": str(tmp_path)}) == f"eagle3:head={tmp_path}"
 
 
@@ -42,3 +45,129 @@ def test_what_lies_elsewhere_is_not_named(method, key):
 def test_vllms_own_words_are_not_varied():
     with pytest.raises(OutriderError, match="as it was loaded"):
         ON_VLLM.vary('{"method": "mtp"}', {"length": 3})
+
+
+# Names that a parser which strips or splits would take for `head`.
+TRICKS = [
+    " head",
+    "head ",
+    "\thead",
+    "head\n",
+    "Head",
+    "head=/etc,length",
+    "length=3,head",
+    "head\0",
+    "",
+    ",",
+    "__dict__",
+]
+
+
+@pytest.mark.parametrize("key", TRICKS)
+@pytest.mark.parametrize("access", [Access(), ON_VLLM], ids=["local", "vllm"])
+def test_only_the_exact_name_of_an_option_is_one(access, key):
+    with pytest.raises(Bad, match="has no option") as caught:
+        access.draft("eagle", {"head": "", key: "/etc"})
+    assert caught.value.param == "speculative"
+    with pytest.raises(Bad, match="has no option"):
+        access.vary("eagle:head=/models/own", {key: "/etc"})
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("eagle", {"head": "/etc"}),
+        ("medusa", {"head": "/etc"}),
+        ("draft_model", {"model": "/etc"}),
+        ("draft_model", {"model": "smollm2-135m", "tokenizer": "/etc"}),
+        ("draft_model", {"model": "evil/repo"}),
+        ("draft_model", {"model": "a,model=/etc"}),
+        ("draft_model", {"model": "~root"}),
+        ("eagle", {"allow_pickle": True}),
+        ("medusa", {"allow_pickle": True}),
+    ],
+)
+def test_what_opens_something_is_forbidden_as_values_and_as_text(method, options):
+    access = Access()
+    with pytest.raises(Forbidden):
+        access.draft(method, options)
+    if "," not in "".join(map(str, options.values())):
+        text = ",".join(f" {key} = {str(value).lower()}" for key, value in options.items())
+        with pytest.raises(Forbidden):
+            access.draft_of_text(f"{method}:{text}")
+
+
+@pytest.mark.parametrize("method", ["ngram:length=5000", " ngram", "ngram,length=5", "draft_model:model=/etc", ""])
+def test_a_method_is_a_name_and_nothing_else(method):
+    with pytest.raises(OutriderError, match="unknown drafter"):
+        Access().draft(method, {})
+
+
+def test_a_value_is_no_place_for_more_options(tmp_path):
+    """A folder may have such a name, and be allowed: then it cannot be written down."""
+    folder = tmp_path / "a,allow_pickle=true"
+    folder.mkdir()
+    with pytest.raises(Bad, match="comma"):
+        Access((tmp_path,)).draft("eagle", {"head": str(folder)})
+
+
+def numbers(kind):
+    return [name for name, hint in typing.get_type_hints(kind.Options).items() if hint in (int, float)]
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [(name, key) for name in drafters.TABLE for key in numbers(drafters.find(name))]
+)
+def test_every_number_is_bounded_however_it_is_given(name, key):
+    access, needed = Access(names={"small": "small"}), {"model": "small"} if name == "draft_model" else {}
+    for value in (10**9, -(10**9)):
+        with pytest.raises(Bad, match="must be at"):
+            access.draft(name, {**needed, key: value})
+        with pytest.raises(Bad, match="must be at"):
+            access.draft_of_text(f"{name}:{key}={value}" + "".join(f",{each}={needed[each]}" for each in needed))
+    for value in ("1000000000", "3", float("inf"), 10**300):
+        with pytest.raises(Bad, match="must be"):
+            access.draft(name, {**needed, key: value})
+
+
+def test_the_models_own_drafter_keeps_what_it_has(tmp_path):
+    """Its head lies where requests may not look, and its drafts are longer than theirs may be."""
+    own = "eagle:head=/models/own,length=300,allow_pickle=true"
+    access = Access((tmp_path,))
+    assert access.draft("eagle", {"head": "/models/own", "length": 300, "allow_pickle": True}, own) == own
+    assert access.vary(own, {"greedy": True}) == "eagle:head=/models/own,length=300,greedy=true,allow_pickle=true"
+    with pytest.raises(Forbidden, match="pickles"):
+        access.vary(own, {"head": str(tmp_path)})
+    with pytest.raises(Forbidden, match="--allow-folder"):
+        access.vary(own, {"head": "/models/other", "allow_pickle": False})
+    with pytest.raises(Bad, match="at most 256"):
+        access.vary(own, {"length": 301})
+    with pytest.raises(Forbidden, match="pickles"):
+        access.draft("medusa", {"head": "/models/own", "allow_pickle": True}, own)
+
+
+def test_a_folder_whose_name_begins_alike_is_another(tmp_path):
+    for name in ("models", "models-private"):
+        (tmp_path / name).mkdir()
+    access = Access((tmp_path / "models",))
+    assert access.path(str(tmp_path / "models" / "x")) == tmp_path / "models" / "x"
+    for name in ("models-private", "models-private/x", "models/../models-private"):
+        with pytest.raises(Forbidden, match="--allow-folder"):
+            access.path(str(tmp_path / name))
+
+
+def test_a_refusal_does_not_tell_whether_a_path_exists(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a" / "b").mkdir(parents=True)
+
+    def reason(name):
+        with pytest.raises(Forbidden) as caught:
+            Access().source(name)
+        return str(caught.value).replace(name, "NAME")
+
+    assert reason("a/b") == reason("a/c")
+    assert reason(f"{tmp_path}/a/b") == reason(f"{tmp_path}/a/c")
+    assert Access((tmp_path,)).source("a/b") == str(tmp_path / "a" / "b")
+    assert Access((tmp_path,), hub=True).source("a/c") == "a/c"
+    with pytest.raises(Forbidden):
+        Access(hub=True).source("a/b")

@@ -2,41 +2,59 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from outrider import drafters
-from outrider.core.errors import OutriderError
+from outrider.core.errors import OutriderError, quoted
 
 Config = dict[str, Any]  # as vLLM has it
 
 
 @dataclass(frozen=True)
-class Word:
-    """A drafter of ours that vLLM has too: option -> its key there."""
-
-    method: str
-    keys: dict[str, str]
-    defaults: Config = field(default_factory=dict)
-    needs: str = ""  # the option that cannot be left out
+class VllmNgramOptions:
+    length: int = 5
+    max_n: int = 4
+    min_n: int = 2
 
 
-_LENGTH = {"length": "num_speculative_tokens"}
-_HEAD = {"head": "model", **_LENGTH}
-WORDS = {
-    "ngram": Word(
-        "ngram",
-        {**_LENGTH, "max_n": "prompt_lookup_max", "min_n": "prompt_lookup_min"},
-        {"num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
-    ),
-    "suffix": Word("suffix", _LENGTH),
-    "draft_model": Word("draft_model", {"model": "model", **_LENGTH}, {"num_speculative_tokens": 5}, "model"),
-    "medusa": Word("medusa", _HEAD, {"num_speculative_tokens": 5}, "head"),
-    "eagle": Word("eagle", _HEAD, {"num_speculative_tokens": 5}, "head"),
-    "eagle3": Word("eagle3", _HEAD, {"num_speculative_tokens": 5}, "head"),
+@dataclass(frozen=True)
+class VllmSuffixOptions:
+    length: int | None = None  # None: as vLLM decides
+
+
+@dataclass(frozen=True)
+class VllmModelOptions:
+    model: str  # name, folder, hub id or GGUF file
+    length: int = 5
+
+
+@dataclass(frozen=True)
+class VllmHeadOptions:
+    head: str  # folder or hub id
+    length: int = 5
+
+
+# Drafters that vLLM has, by our names for them, and their options there.
+WORDS: dict[str, type] = {
+    "ngram": VllmNgramOptions,
+    "suffix": VllmSuffixOptions,
+    "draft_model": VllmModelOptions,
+    "medusa": VllmHeadOptions,
+    "eagle": VllmHeadOptions,
+    "eagle3": VllmHeadOptions,
+}
+# Our names of options -> vLLM's keys.
+KEYS = {
+    "length": "num_speculative_tokens",
+    "max_n": "prompt_lookup_max",
+    "min_n": "prompt_lookup_min",
+    "model": "model",
+    "head": "model",
 }
 # What vLLM's engine took before it had `speculative_config`, and the key in there.
 OLD = {
@@ -60,23 +78,37 @@ GONE = {
 
 def to_vllm(draft: str) -> Config | None:
     """ "ngram:length=8" -> what vLLM calls it; None: plain decoding."""
-    name, _, text = draft.strip().partition(":")
-    if name == "none":
-        if text:
-            raise OutriderError("the drafter none has no options; leave them out")
-        return None
+    name, options = spec_from_text(draft)
     if name not in WORDS:
-        raise OutriderError(f"vLLM has no drafter {name!r}; on this backend there are: none, {', '.join(WORDS)}")
-    word = WORDS[name]
-    config = {"method": word.method, **word.defaults}
-    for item in filter(None, text.split(",")):
-        key, _, value = (part.strip() for part in item.partition("="))
-        if key not in word.keys:
-            raise OutriderError(f"on vLLM the drafter {name} has no option {key!r}; it has: {', '.join(word.keys)}")
-        config[word.keys[key]] = value if word.keys[key] == "model" else _whole(f"{name}:{key}", value)
-    if word.needs and "model" not in config:
-        raise OutriderError(f"drafter {name} needs {word.needs}: write {name}:{word.needs}=...")
-    return config
+        return None
+    values = {KEYS[key]: value for key, value in vars(options).items() if value is not None}
+    return {"method": name, **values}
+
+
+def spec_from_text(draft: str) -> drafters.DrafterSpec:
+    """ "ngram:length=8" with vLLM's options."""
+    name, values = drafters.split(draft)
+    return _spec(name, values, convert=True)
+
+
+def spec_from_values(name: str, values: Mapping[str, Any]) -> drafters.DrafterSpec:
+    """The same from options as JSON has them."""
+    return _spec(name, values)
+
+
+def _spec(name: str, values: Mapping[str, Any], convert: bool = False) -> drafters.DrafterSpec:
+    if name == drafters.PLAIN:
+        if values:
+            raise OutriderError("the drafter none has no options; leave them out")
+        return drafters.from_values(name, {})
+    if name not in WORDS:
+        known = ", ".join((drafters.PLAIN, *WORDS))
+        raise OutriderError(f"vLLM has no drafter {quoted(name)}; on this backend there are: {known}")
+    options = drafters.read_options(name, WORDS[name], values, convert)
+    for key, value in vars(options).items():
+        if isinstance(value, int) and value < 1:
+            raise OutriderError(f"{name}:{key} must be a whole number of at least 1, not {quoted(value)}")
+    return drafters.DrafterSpec(name, options)
 
 
 def for_head(config: Config, folder: Path) -> Config:
@@ -99,7 +131,7 @@ def to_draft(config: Mapping[str, Any]) -> str:
     if method not in WORDS or not _ours(method):
         known = [name for name in WORDS if _ours(name)]
         raise OutriderError(f"our engine has no speculative method {method!r}; it has: {', '.join(known)}")
-    options = {key: option for option, key in WORDS[method].keys.items()}
+    options = {KEYS[each.name]: each.name for each in dataclasses.fields(WORDS[method])}
     given = {key: value for key, value in config.items() if key != "method" and (key, value) != ("model", "[ngram]")}
     unknown = [key for key in given if key not in options]
     if unknown:
@@ -160,12 +192,6 @@ def _plain(key: str, value: Any) -> str:
     if "," in str(value):
         raise OutriderError(f"{key} cannot hold a comma here: {value}")
     return str(value)
-
-
-def _whole(where: str, value: str) -> int:
-    if not value.isdecimal() or int(value) < 1:
-        raise OutriderError(f"{where} must be a whole number of at least 1, not {value!r}")
-    return int(value)
 
 
 _EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
+import types
 import typing
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, NamedTuple
 
-from outrider.core.errors import OutriderError
+from outrider.core.errors import OutriderError, quoted
 from outrider.drafters.base import Drafter, Parts
 
+PLAIN = "none"  # the drafter that drafts nothing
 TABLE = {
-    "none": "outrider.drafters.base:Drafter",
+    PLAIN: "outrider.drafters.base:Drafter",
     "ngram": "outrider.drafters.ngram:Ngram",
     "draft_model": "outrider.drafters.draft_model:DraftModel",
     "prediction": "outrider.drafters.prediction:Prediction",
@@ -34,7 +39,21 @@ def find(name: str) -> type[Drafter]:
         return typing.cast("type[Drafter]", getattr(import_module(module), attribute))
     for point in entry_points(group="outrider.drafters", name=name):
         return typing.cast("type[Drafter]", point.load())
-    raise OutriderError(f"unknown drafter {name!r}; known: {', '.join(names())}")
+    raise OutriderError(f"unknown drafter {quoted(name)}; known: {', '.join(names())}")
+
+
+class DrafterSpec(NamedTuple):
+    """A drafter and its options, typed: what `NAME:key=value,...` and the options of a request are read into."""
+
+    name: str
+    options: Any  # of the drafter's class Options
+
+    def text(self) -> str:
+        """As one writes it: NAME or NAME:key=value,...; read again it is an equal spec."""
+        fields = dataclasses.fields(self.options)
+        values = {field.name: getattr(self.options, field.name) for field in fields}
+        changed = {field.name: values[field.name] for field in fields if values[field.name] != field.default}
+        return ":".join(filter(None, (self.name, ",".join(f"{key}={_written(key, changed[key])}" for key in changed))))
 
 
 def build(spec: str, parts: Parts) -> Drafter:
@@ -43,42 +62,98 @@ def build(spec: str, parts: Parts) -> Drafter:
     return find(name)(options, parts)
 
 
-def parse(spec: str) -> tuple[str, Any]:
+def parse(spec: str) -> DrafterSpec:
     """ "ngram:max_n=4,length=10" -> ("ngram", Ngram.Options(max_n=4, length=10))"""
+    name, values = split(spec)
+    return DrafterSpec(name, read_options(name, find(name).Options, values, convert=True))
+
+
+def from_values(name: str, values: Mapping[str, Any]) -> DrafterSpec:
+    """The same from options as JSON has them: numbers are numbers, and no name or value is text to be taken apart."""
+    return DrafterSpec(name, read_options(name, find(name).Options, values))
+
+
+def split(spec: str) -> tuple[str, dict[str, str]]:
+    """ "ngram:max_n=4,length=10" -> ("ngram", {"max_n": "4", "length": "10"})"""
     name, _, text = spec.strip().partition(":")
-    kind = find(name).Options
-    types = typing.get_type_hints(kind)
-    given: dict[str, Any] = {}
+    values: dict[str, str] = {}
     for item in filter(None, text.split(",")):
-        key, equals, value = item.partition("=")
-        key = key.strip()
-        if key not in types:
-            raise OutriderError(f"drafter {name} has no option {key!r}; it has: {', '.join(types) or 'none'}")
+        key, equals, value = (part.strip() for part in item.partition("="))
         if not equals:
-            raise OutriderError(f"option {key} of drafter {name} needs a value: {key}=...")
-        given[key] = _convert(f"{name}:{key}", types[key], value.strip())
+            raise OutriderError(f"option {quoted(key)} of drafter {quoted(name)} needs a value: {key[:80]}=...")
+        if key in values:
+            raise OutriderError(f"option {quoted(key)} of drafter {quoted(name)} is given twice; leave out one of them")
+        values[key] = value
+    return name, values
+
+
+def read_options(name: str, kind: type, values: Mapping[str, Any], convert: bool = False) -> Any:
+    """Values by name -> the dataclass `kind`. `convert`: they are text; else each must have its type already."""
+    hints = typing.get_type_hints(kind)
+    unknown = next((key for key in values if key not in hints), None)
+    if unknown is not None:
+        raise OutriderError(f"drafter {name} has no option {quoted(unknown)}; it has: {', '.join(hints) or 'none'}")
+    read = _converted if convert else _checked
+    given = {key: read(f"{name}:{key}", hints[key], value) for key, value in values.items()}
     missing = [f.name for f in dataclasses.fields(kind) if _required(f) and f.name not in given]
     if missing:
         raise OutriderError(f"drafter {name} needs {missing[0]}: write {name}:{missing[0]}=...")
-    return name, kind(**given)
+    return kind(**given)
+
+
+def free_text(kind: type) -> set[str]:
+    """The options that hold any text: they name models and files."""
+    plain = {key: _plain_type(hint) for key, hint in typing.get_type_hints(kind).items()}
+    return {key for key, (each, choices) in plain.items() if each is str and not choices}
 
 
 def _required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def _convert(where: str, kind: Any, value: str) -> Any:
-    choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
-    if choices:
-        if value not in choices:
-            raise OutriderError(f"{where} must be one of {', '.join(choices)}, not {value!r}")
-        return value
-    if kind is bool:
-        if value.lower() not in ("true", "false", "1", "0", "yes", "no"):
-            raise OutriderError(f"{where} must be true or false, not {value!r}")
-        return value.lower() in ("true", "1", "yes")
-    try:
-        return kind(value)
-    except ValueError:
-        noun = {int: "a whole number", float: "a number"}.get(kind, kind.__name__)
-        raise OutriderError(f"{where} must be {noun}, not {value!r}") from None
+_TRUTHS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+_NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def _converted(where: str, kind: Any, text: str) -> Any:
+    """Text as a value of that type."""
+    plain, _ = _plain_type(kind)
+    value: Any = text
+    if plain is bool:
+        value = _TRUTHS.get(text.lower(), text)
+    elif plain in (int, float):
+        with contextlib.suppress(ValueError):
+            value = plain(text)
+    return _checked(where, kind, value)
+
+
+def _checked(where: str, kind: Any, value: Any) -> Any:
+    """A value that has the type already; a whole number is a number too."""
+    plain, choices = _plain_type(kind)
+    if choices and value not in choices:
+        raise OutriderError(f"{where} must be one of {', '.join(choices)}, not {quoted(value)}")
+    if value is None and kind != plain and not choices:
+        return None
+    if plain is float and type(value) is int and abs(value) < 1 << 53:
+        value = float(value)
+    if type(value) is not plain or (plain is float and not math.isfinite(value)):
+        raise OutriderError(f"{where} must be {_NOUNS.get(plain, plain.__name__)}, not {quoted(value)}")
+    return value
+
+
+def _plain_type(kind: Any) -> tuple[Any, tuple[str, ...]]:
+    """The type of an option without `| None`, and the values it is limited to; () for any."""
+    if typing.get_origin(kind) is typing.Literal:
+        return str, typing.get_args(kind)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return next(each for each in typing.get_args(kind) if each is not type(None)), ()
+    return kind, ()
+
+
+def _written(key: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    text = str(value)
+    if "," in text or text != text.strip():
+        raise OutriderError(f"{key} cannot hold a comma or spaces at its ends: {quoted(value)}; rename the file")
+    return text

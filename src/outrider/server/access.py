@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from outrider import drafters
 from outrider.backends import speculation
-from outrider.core.errors import OutriderError
+from outrider.core.errors import OutriderError, quoted
+from outrider.drafters import DrafterSpec
 from outrider.models import sources
-from outrider.server.errors import Bad, Forbidden
+from outrider.server.errors import Bad, Forbidden, ServerError
 
-MOST, LARGEST = 256, {"vocab": 1 << 20}  # a draft that is looked up or written far ahead holds up the whole batch
+# How large a number among the options of a drafter may be in a request. A draft that is looked up or written far ahead
+# holds up the whole batch; a drafter's own numbers are at most 64 today.
+LARGEST_OPTION = 256
+# The exceptions: `vocab` counts tokens of a vocabulary, and today's have up to 262,144.
+LARGEST_OPTIONS = {"vocab": 1 << 20}
+PICKLE = "allow_pickle"  # the option that has a head unpickled
 
 
 class Access:
@@ -28,7 +33,7 @@ class Access:
 
     def on(self, backend: str) -> Access:
         """The same for models of that backend."""
-        return OnVllm(self._folders, self._names, self._hub) if backend == "vllm" else self
+        return VllmAccess(self._folders, self._names, self._hub) if backend == "vllm" else self
 
     def expects(self, method: str) -> bool:
         """Whether a drafter reads what the caller expects."""
@@ -40,94 +45,116 @@ class Access:
             return self._names[name]
         if name in sources.KNOWN:
             return name
-        if _is_hub_id(name):
-            if self._hub:
-                return name
-            raise Forbidden(f"{name!r} would come from the hub, which requests may not use here (serve --allow-hub)")
-        return str(self.path(name))
+        path = _resolved(name)
+        here = path is not None and self._allows(path) and path.exists()
+        return self._hub_id(name) if sources.HUB_ID.fullmatch(name) and not here else str(self.path(name))
 
     def path(self, name: str) -> Path:
         """A path inside an allowed folder, links followed. Nothing is said of what lies outside."""
-        try:
-            path = Path(name).resolve()
-        except (OSError, ValueError, RuntimeError):
-            path = None
-        if path is None or "\0" in name or not any(path.is_relative_to(folder) for folder in self._folders):
+        path = _resolved(name)
+        if path is None or not self._allows(path):
             raise Forbidden(
-                f"{name[:200]!r} is neither a known name nor in a folder that requests may use (serve --allow-folder)"
+                f"{quoted(name)} is neither a known name nor in a folder that requests may use (serve --allow-folder)"
             )
         return path
 
     def draft(self, method: str, options: Mapping[str, Any], own: str = "") -> str:
-        """A drafter and options that a request asks for, as a spec. `own`: the model's own spec is always allowed."""
-        spec = method + _written(options)
-        return spec if spec == own else self._spec(method, {}, options)
+        """The drafter and options that a request asks for, as the text of a spec. `own`: that of the model, which is
+        allowed with the values it has."""
+        return self._allowed(lambda: self._from_values(method, _scalars(options)), own)
 
     def vary(self, own: str, options: Mapping[str, Any]) -> str:
-        """The model's own drafter with some options changed; the others stay, and are allowed."""
-        method, _, text = own.partition(":")
-        return self._spec(method, dict(item.split("=", 1) for item in text.split(",") if item), options)
+        """The model's own drafter with some options changed."""
 
-    def _spec(self, method: str, kept: Mapping[str, str], options: Mapping[str, Any]) -> str:
-        kinds = self._kinds(method)
-        asked = {key: self._option(key, kinds.get(key), value) for key, value in options.items()}
-        spec = method + _written({**kept, **asked})
-        self._check(spec)
-        return spec
+        def varied() -> DrafterSpec:
+            method, kept = self._from_text(own)
+            return self._from_values(method, vars(kept) | _scalars(options))
 
-    def _kinds(self, method: str) -> dict[str, Any]:
-        options = drafters.find(method).Options
-        hints = typing.get_type_hints(options)
-        return {field.name: hints[field.name] for field in dataclasses.fields(options)}
+        return self._allowed(varied, own)
 
-    def _check(self, spec: str) -> None:
-        drafters.parse(spec)
+    def draft_of_text(self, text: str) -> str:
+        """A spec that a request has written out."""
+        return self._allowed(lambda: self._from_text(text))
 
-    def _option(self, key: str, kind: Any, value: Any) -> Any:
-        """An option that is free text names a model or a file. No request makes us unpickle one."""
-        if key == "allow_pickle" and value is not False:
+    def _from_text(self, text: str) -> DrafterSpec:
+        return drafters.parse(text)
+
+    def _from_values(self, method: str, values: Mapping[str, Any]) -> DrafterSpec:
+        return drafters.from_values(method, values)
+
+    def _allowed(self, read: Callable[[], DrafterSpec], own: str = "") -> str:
+        """The text of the spec that `read` gives, made from the very values that were checked."""
+        try:
+            spec = read()
+            kept = self._from_text(own) if own and not own.startswith("{") else None  # JSON: vLLM's own words
+            return own if spec == kept else self._checked(spec, kept).text()
+        except ServerError:
+            raise
+        except OutriderError as error:
+            raise Bad(str(error), param="speculative") from error
+
+    def _checked(self, spec: DrafterSpec, own: DrafterSpec | None) -> DrafterSpec:
+        """The spec with its models and files as they may be opened; a value that `own` has too is allowed."""
+        kept = vars(own.options) if own is not None and own.name == spec.name else {}
+        asked = {key: value for key, value in vars(spec.options).items() if key not in kept or kept[key] != value}
+        files = drafters.free_text(type(spec.options))
+        if getattr(spec.options, PICKLE, False) and (PICKLE in asked or files & asked.keys()):
             raise Forbidden("pickles are never opened for a request; convert the head to safetensors")
-        most = LARGEST.get(key, MOST)
-        if isinstance(value, int | float) and not -MOST <= value <= most:
-            raise Bad(f"speculative: {key} must be at most {most}, not {value}", param="speculative")
-        free = str in (kind, *typing.get_args(kind))
-        return self.source(value) if free and isinstance(value, str) and value else value
+        for key, value in asked.items():
+            _check_size(key, value)
+        opened = {key: self.source(value) for key, value in asked.items() if key in files and value}
+        return DrafterSpec(spec.name, dataclasses.replace(spec.options, **opened))
+
+    def _hub_id(self, name: str) -> str:
+        if not self._hub:
+            raise Forbidden(
+                f"{quoted(name)} would come from the hub, which requests may not use here (serve --allow-hub)"
+            )
+        if Path(name).exists():  # it would be opened instead
+            raise Forbidden(f"{quoted(name)} cannot be taken from the hub here; name it in the registry")
+        return name
+
+    def _allows(self, path: Path) -> bool:
+        return any(path.is_relative_to(folder) for folder in self._folders)
 
 
-class OnVllm(Access):
+class VllmAccess(Access):
     """vLLM's drafters have options of their own, and none reads a prediction: the engine will say so."""
 
     def expects(self, method: str) -> bool:
-        return method == "prediction"
+        return method in drafters.names() and super().expects(method)
 
     def vary(self, own: str, options: Mapping[str, Any]) -> str:
         if own.startswith("{"):
             raise Bad(f"vLLM speculates as it was loaded ({own}), the same for all requests", param=next(iter(options)))
         return super().vary(own, options)
 
-    def _kinds(self, method: str) -> dict[str, Any]:
-        return {"model": str, "head": str}
+    def _from_text(self, text: str) -> DrafterSpec:
+        return speculation.spec_from_text(text)
 
-    def _check(self, spec: str) -> None:
-        if spec != "prediction":
-            speculation.to_vllm(spec)
-
-
-def _written(options: Mapping[str, Any]) -> str:
-    """{"length": 4, "greedy": True} -> ":length=4,greedy=true" """
-    return ":" + ",".join(f"{key}={_value(key, value)}" for key, value in options.items()) if options else ""
+    def _from_values(self, method: str, values: Mapping[str, Any]) -> DrafterSpec:
+        if self.expects(method):
+            return super()._from_values(method, values)
+        return speculation.spec_from_values(method, values)
 
 
-def _value(key: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if not isinstance(value, str | int | float):
-        raise Bad(f"speculative: {key} must be text, a number, true or false", param="speculative")
-    if isinstance(value, str) and ("," in value or "=" in value or value != value.strip()):
-        raise OutriderError(f"speculative: {key} may not hold commas, equals signs or spaces at its ends")
-    return str(value)
+def _check_size(key: str, value: Any) -> None:
+    most = LARGEST_OPTIONS.get(key, LARGEST_OPTION)
+    if isinstance(value, int | float) and not -LARGEST_OPTION <= value <= most:
+        bound = f"at most {most}" if value > 0 else f"at least {-LARGEST_OPTION}"
+        raise Bad(f"speculative: {quoted(key)} must be {bound}, not {quoted(value)}", param="speculative")
 
 
-def _is_hub_id(name: str) -> bool:
-    """Not if a folder here has that name: it would be opened instead."""
-    return sources.HUB_ID.fullmatch(name) is not None and not Path(name).exists()
+def _scalars(options: Mapping[str, Any]) -> dict[str, Any]:
+    for key, value in options.items():
+        if not isinstance(value, str | int | float):
+            raise Bad(f"speculative: {quoted(key)} must be text, a number, true or false", param="speculative")
+    return dict(options)
+
+
+def _resolved(name: str) -> Path | None:
+    """The path that a name means, links followed; None where it cannot be one."""
+    try:
+        return None if "\0" in name else Path(name).resolve()
+    except (OSError, ValueError, RuntimeError):
+        return None

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider import drafters
 from outrider.core.errors import OutriderError
 from outrider.models import sources
 from outrider.server.access import Access
@@ -53,7 +54,7 @@ async def draft_of(id: str | None, source: str | None, access: Access) -> str:
     if (source == "local" and not here) or (source == "hub" and here and place == id):
         raise BadAdapter(f"the adapter {id!r} is {'a folder' if here else 'a hub id'}, and adapter_source is {source}")
     folder = await asyncio.to_thread(_folder, id, place)
-    return f"{_kind(id, folder)}:head={folder}"
+    return drafters.from_values(_kind(id, folder), {"head": str(folder)}).text()
 
 
 def _folder(id: str, place: str) -> Path:

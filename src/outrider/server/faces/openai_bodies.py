@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
+from outrider import drafters
 from outrider.core.request import Message, Prompt, Request
 from outrider.core.sampling import SamplingParams
 from outrider.server.access import Access
@@ -306,10 +307,10 @@ def _for_prediction(access: Access, own: str) -> str:
 
 
 def _refuse_off(method: str | None, options: dict[str, Any], expects: bool) -> str:
-    if method not in (None, "none") or options:
+    if method not in (None, drafters.PLAIN) or options:
         raise Bad("speculative: off goes with no method and no options; leave them out", param="speculative")
     if expects:
         raise Bad(
             "a prediction is a draft, and speculative: off wants none; leave out one of the two", param="prediction"
         )
-    return "none"
+    return drafters.PLAIN

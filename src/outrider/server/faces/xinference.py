@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request as HttpRequest
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
 
-from outrider.core.errors import OutriderError
+from outrider import drafters
 from outrider.models import sources
 from outrider.server.context import ServerContext, server_of
 from outrider.server.errors import Bad
@@ -110,7 +110,7 @@ async def launch_model(request: HttpRequest, body: Launch, wait_ready: Annotated
         if (value := getattr(body, field)) is not None:
             settings[field] = value
     if body.draft is not None:
-        settings["draft"] = _draft(server, body.draft, settings["backend"])
+        settings["draft"] = server.access.on(settings["backend"]).draft_of_text(body.draft)
     return await _launch(server, body, settings, choice, body.model_name)
 
 
@@ -252,15 +252,6 @@ def _is_path(source: str) -> bool:
     return source.startswith((".", "/", "~"))
 
 
-def _draft(server: ServerContext, spec: str, backend: str) -> str:
-    """A spec that came over REST: what it names must be allowed."""
-    method, _, text = spec.strip().partition(":")
-    given = (item.partition("=") for item in text.split(",") if item)
-    return server.access.on(backend).draft(method, {key.strip(): value.strip() for key, _, value in given})
-
-
 def _pair(draft: Choice) -> str:
-    if "," in draft.source:
-        raise OutriderError(f"the path of the draft model {draft.name} has a comma; rename it")
-    spec = f"draft_model:model={draft.source},length={GAMMA}"
-    return spec if draft.quantize == "none" else f"{spec},quantize={draft.quantize}"
+    options = {"model": draft.source, "length": GAMMA, "quantize": draft.quantize}
+    return drafters.from_values("draft_model", options).text()
