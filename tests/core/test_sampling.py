@@ -219,6 +219,9 @@ def test_bans_that_leave_nothing_say_so():
         (dict(temperature=-0.1), "temperature must be 0 .greedy. or more, not -0.1"),
         (dict(temperature=math.nan), "temperature"),
         (dict(temperature=math.inf), "temperature"),
+        (dict(temperature=1e39), "temperature must be 0 .greedy. or between 1e-37 and 100, not 1e.39"),
+        (dict(temperature=5e-324), "temperature must be 0 .greedy. or between"),
+        (dict(temperature=10**400), "temperature"),
         (dict(top_k=-1), "top_k"),
         (dict(top_k=1.5), "top_k must be a whole number"),
         (dict(top_p=0.0), "top_p"),
@@ -229,6 +232,11 @@ def test_bans_that_leave_nothing_say_so():
         (dict(typical_p=0), "typical_p"),
         (dict(typical_p=2), "typical_p"),
         (dict(repetition_penalty=0), "repetition_penalty"),
+        (dict(repetition_penalty=1e-38), "repetition_penalty must be between 0.01 and 100, not 1e-38"),
+        (dict(repetition_penalty=101), "repetition_penalty"),
+        (dict(repetition_penalty=math.inf), "repetition_penalty"),
+        (dict(presence_penalty=-1e39), "presence_penalty must be between -100 and 100, not -1e.39"),
+        (dict(frequency_penalty=-1e38), "frequency_penalty must be between -100 and 100"),
         (dict(presence_penalty=math.inf), "presence_penalty"),
         (dict(frequency_penalty=math.nan), "frequency_penalty"),
         (dict(seed=1.5), "seed must be a whole number"),
@@ -241,6 +249,7 @@ def test_bans_that_leave_nothing_say_so():
         (dict(logit_bias={"a": 1.0}), "logit_bias maps token ids"),
         (dict(logit_bias={1: math.nan}), "logit_bias"),
         (dict(logit_bias={1: math.inf}), "logit_bias"),
+        (dict(logit_bias={1: 1e39}), "logit_bias"),
         (dict(logit_bias=[(1, 2.0)]), "logit_bias"),
         (dict(allowed_token_ids=[]), "allowed_token_ids is empty"),
         (dict(allowed_token_ids=["a"]), "allowed_token_ids must be a list of token ids"),
@@ -260,6 +269,18 @@ def test_bans_that_leave_nothing_say_so():
 def test_bad_values_are_refused_with_a_reason(options, reason):
     with pytest.raises(OutriderError, match=reason):
         SamplingParams(**options)
+
+
+@pytest.mark.parametrize("temperature", [1e-37, 1.0, 100.0])
+@pytest.mark.parametrize("repetition_penalty", [0.01, 100.0])
+@pytest.mark.parametrize("penalty", [-100.0, 100.0])
+def test_the_law_is_finite_at_the_bounds_of_what_is_taken(temperature, repetition_penalty, penalty):
+    penalties = dict(repetition_penalty=repetition_penalty, presence_penalty=penalty, frequency_penalty=penalty)
+    params = SamplingParams(temperature=temperature, logit_bias={2: 1e9, 3: -1e39}, **penalties)
+    scores, context = torch.tensor([-1000.0, 1000.0, 0.0, 3.0, 5.0]), [0, 1, 1, 4] * 1000
+    for found in (law(scores, context, 1, params, frozenset()), warp_batch(scores[None], [params])[0]):
+        assert bool(found.isfinite().all())
+        assert float(found.sum()) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_one_value_stands_for_a_list_of_one():

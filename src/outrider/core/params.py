@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from outrider.core.errors import OutriderError
+from outrider.core.errors import OutriderError, quoted
 from outrider.core.option import option
 
 if TYPE_CHECKING:
@@ -15,6 +14,13 @@ if TYPE_CHECKING:
 
     Processor = Callable[[Sequence[int], Tensor], Tensor]  # (prompt and output so far, logits [vocab]) -> new logits
 BadWord = str | tuple[int, ...]
+
+# Bounds within which no logit overflows in float32, where a law is computed. Others allow less: OpenAI temperatures up
+# to 2 and penalties from -2 to 2. The lowest temperature is a normal number of float32; a law is greedy long before.
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-37, 100.0
+LARGEST_PENALTY = 100.0  # of a presence or a frequency, either way
+LOWEST_REPETITION, HIGHEST_REPETITION = 0.01, 100.0
+HIGHEST_BIAS = 1e9  # added to a logit; any lower one may be, down to minus infinity, which bans the token
 
 
 @dataclass(frozen=True)
@@ -48,11 +54,11 @@ class SamplingParams:
         for name, ok, need in _RANGES:
             value = getattr(self, name)
             if not _is_number(value) or not ok(value):
-                raise OutriderError(f"{name} must be {need}, not {value!r}")
+                raise OutriderError(f"{name} must be {need}, not {quoted(value)}")
         for name in ("max_tokens", "top_k", "min_tokens", "n", "seed", "logprobs"):
             value = getattr(self, name)
             if value is not None and not _is_whole(value):
-                raise OutriderError(f"{name} must be a whole number, not {value!r}")
+                raise OutriderError(f"{name} must be a whole number, not {quoted(value)}")
         if self.logprobs is not None and self.logprobs < 0:
             raise OutriderError(f"logprobs must be None or at least 0, not {self.logprobs!r}")
         if self.min_tokens > self.max_tokens:
@@ -67,7 +73,7 @@ class SamplingParams:
                 raise OutriderError("allowed_token_ids is empty: no token could ever be written; leave it out")
             object.__setattr__(self, "allowed_token_ids", allowed)
         if not isinstance(self.logit_bias, Mapping) or not all(
-            _is_whole(token) and _is_number(bias) and bias < math.inf for token, bias in self.logit_bias.items()
+            _is_whole(token) and _is_number(bias) and bias <= HIGHEST_BIAS for token, bias in self.logit_bias.items()
         ):
             raise OutriderError("logit_bias maps token ids to numbers, such as {1234: -5.0}")
         if "" in self.stop:
@@ -113,7 +119,7 @@ def _is_whole(value: Any) -> bool:
 def _as_tuple(name: str, value: Any, kind: type) -> tuple[Any, ...]:
     items = tuple(value or ()) if isinstance(value, Iterable | None) and not isinstance(value, str) else (value,)
     if not all(isinstance(item, kind) and not isinstance(item, bool) for item in items):
-        raise OutriderError(f"{name} must be a list of {'text' if kind is str else 'token ids'}, not {value!r}")
+        raise OutriderError(f"{name} must be a list of {'text' if kind is str else 'token ids'}, not {quoted(value)}")
     return items
 
 
@@ -128,20 +134,31 @@ def _bad_words(words: Any) -> tuple[BadWord, ...]:
 def _processors(given: Any) -> tuple[Processor, ...]:
     items = tuple(given) if isinstance(given, Iterable) else (given,)
     if not all(map(callable, items)):
-        raise OutriderError(f"processors must be functions of (tokens, logits), not {given!r}")
+        raise OutriderError(f"processors must be functions of (tokens, logits), not {quoted(given)}")
     return items
 
 
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("max_tokens", lambda v: v >= 1, "at least 1"),
-    ("temperature", lambda v: 0.0 <= v < math.inf, "0 (greedy) or more"),
+    ("temperature", lambda v: v >= 0.0, "0 (greedy) or more"),
+    (
+        "temperature",
+        lambda v: v == 0.0 or LOWEST_TEMPERATURE <= v <= HIGHEST_TEMPERATURE,
+        f"0 (greedy) or between {LOWEST_TEMPERATURE:g} and {HIGHEST_TEMPERATURE:g}",
+    ),
     ("top_k", lambda v: v >= 0, "0 (off) or more"),
     ("top_p", lambda v: 0.0 < v <= 1.0, "above 0 and at most 1"),
     ("min_p", lambda v: 0.0 <= v <= 1.0, "between 0 and 1"),
     ("typical_p", lambda v: 0.0 < v <= 1.0, "above 0 and at most 1"),
-    ("repetition_penalty", lambda v: 0.0 < v < math.inf, "above 0"),
-    ("presence_penalty", lambda v: math.isfinite(v), "a finite number"),
-    ("frequency_penalty", lambda v: math.isfinite(v), "a finite number"),
+    (
+        "repetition_penalty",
+        lambda v: LOWEST_REPETITION <= v <= HIGHEST_REPETITION,
+        f"between {LOWEST_REPETITION:g} and {HIGHEST_REPETITION:g}",
+    ),
+    *(
+        (name, lambda v: abs(v) <= LARGEST_PENALTY, f"between -{LARGEST_PENALTY:g} and {LARGEST_PENALTY:g}")
+        for name in ("presence_penalty", "frequency_penalty")
+    ),
     ("min_tokens", lambda v: v >= 0, "0 or more"),
     ("n", lambda v: v >= 1, "at least 1"),
 )
