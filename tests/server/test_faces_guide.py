@@ -1,4 +1,4 @@
-"""What docs/guides/faces.md shows is run."""
+"""What docs/guides/apis.md shows is run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outrider import OutriderError
 from outrider.models import sources
 from outrider.server.registry import load
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "faces.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "apis.md"
 
 
 def blocks(language: str) -> list[str]:
@@ -46,6 +46,6 @@ def test_the_commands_and_the_python_of_the_guide_run(capsys):
         answer = json.loads(done.stdout)
         assert "Danube" in answer["generated_text"]
         assert answer["details"]["skipped_tokens"] > 0
-        exec(compile(blocks("python")[0].replace("127.0.0.1:8000", address), "faces.md", "exec"), {})
+        exec(compile(blocks("python")[0].replace("127.0.0.1:8000", address), "apis.md", "exec"), {})
         assert list(client.list_models()) == ["smollm2-135m"]
     assert len(capsys.readouterr().out.split()) > 20
