@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outrider.bench import process
-from outrider.bench.process import Missing, Worker, WorkerError
+from outrider.bench.process import EngineProcess, Missing, WorkerError
 
 FAKE = Path(__file__).with_name("fake.py")
 
@@ -19,7 +19,7 @@ def start(tmp_path):
     workers = []
 
     def start(*modes, engine=FAKE):
-        worker = Worker(sys.executable, engine, {"modes": modes}, 1, tmp_path / "worker.log")
+        worker = EngineProcess(sys.executable, engine, {"modes": modes}, 1, tmp_path / "worker.log")
         workers.append(worker)
         return worker
 
@@ -89,7 +89,7 @@ def test_garbage_on_stdout(start, tmp_path, monkeypatch, nonsense):
     script = tmp_path / "garbage.py"
     script.write_text(f"print({nonsense!r}, flush=True)\nimport time\ntime.sleep(60)")
     monkeypatch.setattr(process, "WORKER", script)
-    with pytest.raises(WorkerError, match="nonsense"):
+    with pytest.raises(WorkerError, match="not a JSON object"):
         start("plain").ready(20)
 
 

@@ -151,8 +151,8 @@ def test_without_a_drafter(tiny_folder):
     assert (found.drafts, found.costs.draft_ms) == ((), 0.0)
 
 
-def test_a_context_of_one_token_and_one_of_several_pieces(tiny_folder, monkeypatch):
-    monkeypatch.setattr(profile, "PIECE", 16)
+def test_a_context_of_one_token_and_one_of_several_chunks(tiny_folder, monkeypatch):
+    monkeypatch.setattr(profile, "CHUNK", 16)
     with LLM(str(tiny_folder), draft="layer_skip") as llm:
         for context in (1, 40):
             found = profile.profile(llm, Plan(context=context, rows=(1,), rounds=1))

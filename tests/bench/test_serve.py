@@ -16,7 +16,7 @@ from serving import outrider_serve
 from outrider.bench import serve_report as reports
 from outrider.bench.load import Load
 from outrider.bench.serve import Outcome, Plan, asked, body, parse_streams, speculative
-from outrider.bench.workloads import Prompt
+from outrider.bench.workloads import BenchPrompt
 from outrider.cli import main
 
 
@@ -175,7 +175,7 @@ def test_options_of_bench_do_not_vanish_before_serve(capsys):
 
 
 def plan(**changes):
-    prompts = (Prompt("a", "copy", "A"), Prompt("b", "copy", "B"))
+    prompts = (BenchPrompt("a", "copy", "A"), BenchPrompt("b", "copy", "B"))
     said = dict(model="m", url="", key="", drafts=("ngram",), streams=(1,), prompts=prompts, rounds=1, max_tokens=8)
     said |= dict(temperature=0.0, threads=1, seed=7, timeout=1.0, output=None)
     return Plan(**said | changes)

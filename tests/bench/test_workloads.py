@@ -51,8 +51,8 @@ def test_jsonl_uses_the_first_turn(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text(line() + "\n\n" + line(question_id="b", turns=["Où ?"]) + "\n", encoding="utf-8")
     assert workloads.read_jsonl(file) == [
-        workloads.Prompt("7", "qa", "Who?"),
-        workloads.Prompt("b", "qa", "Où ?"),
+        workloads.BenchPrompt("7", "qa", "Who?"),
+        workloads.BenchPrompt("b", "qa", "Où ?"),
     ]
 
 

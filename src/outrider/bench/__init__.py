@@ -1,1 +1,1 @@
-"""`outrider bench`: workloads x engines x drafters, measured so that nobody is flattered."""
+"""`outrider bench`: workloads x engines x drafters, each against its own plain decoding."""

@@ -176,7 +176,7 @@ def _without_answers(found: Found) -> Found:
     return {key: value for key, value in found.items() if key != "answers"}
 
 
-def one_stream(llm: LLM, prompts: Seq[workloads.Prompt], rounds: int = STREAM_ROUNDS) -> Found:
+def one_stream(llm: LLM, prompts: Seq[workloads.BenchPrompt], rounds: int = STREAM_ROUNDS) -> Found:
     """Plain and prompt lookup, prompt by prompt in turns: tokens a second after the first token, and the same text."""
     speeds: list[dict[str, list[float]]] = [{"none": [], "ngram": []} for _ in prompts]
     same = compared = 0
@@ -255,7 +255,7 @@ def transformers(folder: str, llm: LLM, text: str, found: Found, save: Callable[
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(DEVICE).eval()
     ids = torch.tensor([llm.backend.render([{"role": "user", "content": text}])], device=DEVICE)
-    found["outrider"] = one_stream(llm, [workloads.Prompt("", "chat", text)], 2)["plain"]
+    found["outrider"] = one_stream(llm, [workloads.BenchPrompt("", "chat", text)], 2)["plain"]
     found["default"] = _transformers_speed(model, ids, 1)
     found["prompt lookup"] = _transformers_speed(model, ids, 1, prompt_lookup_num_tokens=10)
     save()

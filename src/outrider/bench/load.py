@@ -1,4 +1,4 @@
-"""Load on a server: streamed chat requests, so many at once, with the time of every piece."""
+"""Load on a server: streamed chat requests, a number of them at once, with the time of every chunk."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Answer:
 
     text: str = ""
     tokens: int = 0
-    first_s: float = 0.0  # until the first piece of text
-    decode_s: float = 0.0  # from there to the last piece
-    pauses: list[float] = field(default_factory=list)  # seconds between pieces
+    first_s: float = 0.0  # until the first chunk of text
+    decode_s: float = 0.0  # from there to the last chunk
+    pauses: list[float] = field(default_factory=list)  # seconds between chunks
     stats: dict[str, Any] = field(default_factory=dict)
     error: str = ""
 
@@ -55,7 +55,7 @@ class Load:
             begin = time.perf_counter()
             try:
                 answers = list(pool.map(one, bodies))
-            except BaseException:  # Ctrl-C: whoever still reads is let go
+            except BaseException:  # Ctrl-C: requests under way are dropped
                 pool.shutdown(wait=False, cancel_futures=True)
                 self.close()
                 raise
@@ -70,20 +70,20 @@ class Load:
         return answer
 
     def get(self, path: str) -> dict[str, Any]:
-        """A JSON page; an OutriderError when nobody answers."""
+        """A JSON page; an OutriderError when no server answers."""
         try:
             with self._connected() as connection:
                 connection.request("GET", self._place.path + path, headers=self._headers)
                 response = connection.getresponse()
-                said = response.read()
+                content = response.read()
         except (OSError, http.client.HTTPException) as error:
             raise OutriderError(f"no server answers at {self._place.geturl()}: {error}") from error
         if response.status != 200:
-            raise OutriderError(f"{self._place.geturl()}{path} answered {response.status}: {_reason(said)}")
-        return dict(json.loads(said))
+            raise OutriderError(f"{self._place.geturl()}{path} answered {response.status}: {_reason(content)}")
+        return dict(json.loads(content))
 
     def close(self) -> None:
-        """Let go of every request under way."""
+        """Drop every request under way."""
         with self._lock:
             self._ended, open_ = True, list(self._open)
         for sock in open_:
@@ -133,9 +133,9 @@ def _take_in(answer: Answer, begin: float, lines: Sequence[tuple[float, bytes]])
         event = json.loads(data)
         if "error" in event:
             answer.error = str(event["error"].get("message", event["error"]))
-        piece = "".join(choice["delta"].get("content") or "" for choice in event.get("choices", ()))
-        if piece:
-            answer.text += piece
+        text = "".join(choice["delta"].get("content") or "" for choice in event.get("choices", ()))
+        if text:
+            answer.text += text
             times.append(when)
         answer.tokens = (event.get("usage") or {}).get("completion_tokens", answer.tokens)
         answer.stats = event.get("metrics") or answer.stats
@@ -146,13 +146,13 @@ def _take_in(answer: Answer, begin: float, lines: Sequence[tuple[float, bytes]])
         answer.pauses = [after - before for before, after in itertools.pairwise(times)]
 
 
-def _reason(said: bytes) -> str:
-    """The message of an error's body, whoever's shape it has."""
+def _reason(content: bytes) -> str:
+    """The message of an error's body, in any of the usual shapes."""
     try:
-        error = json.loads(said).get("error", {})
+        error = json.loads(content).get("error", {})
         return str(error.get("message", error) if isinstance(error, dict) else error)
     except (ValueError, AttributeError):
-        return said[:200].decode("utf-8", "replace")
+        return content[:200].decode("utf-8", "replace")
 
 
 def _parse(url: str) -> SplitResult:

@@ -49,9 +49,9 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    said = dict(line.split(":", 1) for line in lines if ":" in line)
-    name = next((value.strip() for key, value in said.items() if key.strip() == "model name"), platform.processor())
-    flags = next((value.split() for key, value in said.items() if key.strip() == "flags"), [])
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    name = next((value.strip() for key, value in fields.items() if key.strip() == "model name"), platform.processor())
+    flags = next((value.split() for key, value in fields.items() if key.strip() == "flags"), [])
     known = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile") if flag in flags]
     return f"{name} ({', '.join(known)})" if known else name
 
@@ -60,7 +60,7 @@ def _commit() -> str | None:
     """The commit of the checkout this file lies in, marked when files were changed since; None outside of one."""
     here = Path(__file__).parent
     try:
-        said = subprocess.run(
+        described = subprocess.run(
             ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"],
             cwd=here,
             capture_output=True,
@@ -69,4 +69,4 @@ def _commit() -> str | None:
         )
     except (OSError, subprocess.CalledProcessError):
         return None
-    return said.stdout.strip()
+    return described.stdout.strip()

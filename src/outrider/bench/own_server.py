@@ -13,14 +13,14 @@ from types import TracebackType
 
 from outrider.core.errors import OutriderError
 
-START_TIMEOUT = 900.0
-STOP_TIMEOUT = 20.0
+START_TIMEOUT = 900.0  # seconds: a model may have to be downloaded first
+STOP_TIMEOUT = 20.0  # seconds, far more than the grace of 1 s that it is given
 _MAIN = "import sys; from outrider.cli import main; sys.exit(main())"
 _READY = re.compile(r"^listening on (http\S+)", re.MULTILINE)
 
 
 class OwnServer:
-    """`outrider serve` with room for that many streams at once; everything it says goes into the log."""
+    """`outrider serve` for `streams` streams at once; everything it prints goes into the log."""
 
     def __init__(self, model: str, draft: str, streams: int, threads: int, log: Path) -> None:
         command = [sys.executable, "-c", _MAIN, "serve", "--model-id", model, "--draft", draft, "--port", "0"]
@@ -47,7 +47,7 @@ class OwnServer:
         self.close()
 
     def close(self) -> None:
-        """SIGTERM, and what does not go then is killed."""
+        """SIGTERM, then SIGKILL if it has not ended in time."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
         try:
@@ -60,18 +60,18 @@ class OwnServer:
         """Where it listens, once its model is loaded."""
         deadline = time.monotonic() + START_TIMEOUT
         while time.monotonic() < deadline:
-            ended, said = self._process.poll() is not None, self._said()
-            if found := _READY.search(said):
+            ended, output = self._process.poll() is not None, self._output()
+            if found := _READY.search(output):
                 return found[1]
             if ended:
-                raise OutriderError(f"the server ended while it started: {_last_line(said)}")
+                raise OutriderError(f"the server ended while it started: {_last_line(output)}")
             time.sleep(0.1)
         raise OutriderError(f"the server was not ready after {START_TIMEOUT:.0f} s; see {self._log}")
 
-    def _said(self) -> str:
+    def _output(self) -> str:
         return self._log.read_text(encoding="utf-8", errors="replace")
 
 
-def _last_line(said: str) -> str:
-    lines = [line.removeprefix("error: ") for line in said.splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+def _last_line(output: str) -> str:
+    lines = [line.removeprefix("error: ") for line in output.splitlines() if line.strip()]
+    return lines[-1] if lines else "it printed nothing"

@@ -15,7 +15,7 @@ from outrider import drafters
 from outrider.backends import speculation
 from outrider.bench import machine, workloads
 from outrider.bench.peers import OURS, TABLE, Peer, choose
-from outrider.bench.workloads import Prompt
+from outrider.bench.workloads import BenchPrompt
 from outrider.core.errors import OutriderError
 from outrider.settings import BACKENDS, Settings
 
@@ -24,7 +24,7 @@ from outrider.settings import BACKENDS, Settings
 class Plan:
     model: str
     peers: tuple[Peer, ...]
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[BenchPrompt, ...]
     output: Path
     rounds: int
     max_tokens: int

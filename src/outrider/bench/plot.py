@@ -33,8 +33,9 @@ def draw(report: dict[str, Any], path: Path) -> None:
     _speeds(left, overall)
     if ours:
         _speed_ups(right[0], ours)
-    said = report["settings"]
-    title = f"{said['model']}, {said['threads']} threads, {said['prompts']} prompts × {said['rounds']} rounds"
+    settings = report["settings"]
+    size = f"{settings['prompts']} prompts × {settings['rounds']} rounds"
+    title = f"{settings['model']}, {settings['threads']} threads, {size}"
     figure.suptitle(title + (" (interrupted)" if report["interrupted"] else ""), fontsize=11)
     figure.savefig(path, dpi=130)
 

@@ -1,4 +1,4 @@
-"""What all engines are given alike: the same weights, and the same prompts as token ids, rendered once by us."""
+"""What all engines are given: the same weights, and the same prompts as token ids, rendered once by us."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.bench.peers import Peer
-from outrider.bench.workloads import Prompt
+from outrider.bench.workloads import BenchPrompt
 from outrider.core.errors import OutriderError
 from outrider.models import sources, tokenizer as tokenizers
 from outrider.models.export import export
@@ -16,7 +16,7 @@ from outrider.models.gguf import GGUFFile
 
 
 @dataclass(frozen=True)
-class Weights:
+class ModelFiles:
     """A model on disk, in the forms that engines read."""
 
     path: Path  # a GGUF file or a folder
@@ -36,7 +36,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Task:
+class TokenizedPrompt:
     """A prompt as token ids."""
 
     id: str
@@ -45,14 +45,14 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Text:
+class PromptTokenizer:
     """The model's own tokenizer, and the tokens that end its answers."""
 
     tokenizer: Any
     ends: list[int]
 
-    def render(self, prompts: Sequence[Prompt]) -> list[Task]:
-        return [Task(prompt.id, prompt.kind, self._ids(prompt.text)) for prompt in prompts]
+    def render(self, prompts: Sequence[BenchPrompt]) -> list[TokenizedPrompt]:
+        return [TokenizedPrompt(prompt.id, prompt.kind, self._ids(prompt.text)) for prompt in prompts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
@@ -65,13 +65,13 @@ class Text:
         return list(self.tokenizer.encode(rendered, add_special_tokens=False))
 
 
-def read_text(path: Path) -> Text:
+def read_tokenizer(path: Path) -> PromptTokenizer:
     metadata = GGUFFile(path).metadata if path.is_file() else None
     tokenizer: Any = tokenizers.from_folder(path) if metadata is None else tokenizers.from_gguf(metadata)
     if tokenizer is None:
         raise OutriderError(f"the model {path} has no tokenizer, which the benchmark's prompts need")
-    return Text(tokenizer, sorted(tokenizers.end_ids(tokenizer, metadata)))
+    return PromptTokenizer(tokenizer, sorted(tokenizers.end_ids(tokenizer, metadata)))
 
 
-def find(name: str, scratch: Path) -> Weights:
-    return Weights(sources.resolve(name).resolve(), scratch)
+def find(name: str, scratch: Path) -> ModelFiles:
+    return ModelFiles(sources.resolve(name).resolve(), scratch)

@@ -1,4 +1,4 @@
-"""The runner's end of a worker process: start it, ask it, and never wait for it longer than agreed."""
+"""The runner's end of a worker process that runs one engine: start it, ask it, wait no longer than a time limit."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ WORKER = Path(__file__).with_name("worker.py")
 
 
 class WorkerError(Exception):
-    """The worker is gone, late or talks nonsense; it will not answer again."""
+    """The worker has ended, is late or sent something that is no answer; it will not answer again."""
 
 
 class Missing(Exception):
     """The engine's package is not installed for that interpreter."""
 
 
-class Worker:
+class EngineProcess:
     def __init__(self, python: str, engine: Path, config: Mapping[str, Any], threads: int, log: Path) -> None:
-        """Start loading the engine of the file `engine`; what it prints goes to `log`."""
+        """Start loading the engine of the file `engine`; everything it prints goes to `log`."""
         self._log, self._closed = log, False
         with log.open("wb") as file:
             self._process = subprocess.Popen(
@@ -41,16 +41,16 @@ class Worker:
         threading.Thread(target=self._read, daemon=True).start()
 
     def ready(self, timeout: float) -> dict[str, Any]:
-        """Wait until it has loaded; what it says about itself."""
-        said = self._answer(timeout)
+        """Wait until it has loaded; its load time and versions."""
+        answer = self._answer(timeout)
         self._signal(signal.SIGSTOP)
-        if "missing" in said:
+        if "missing" in answer:
             self.close()
-            raise Missing(said["missing"])
-        if "ready" not in said:
+            raise Missing(answer["missing"])
+        if "ready" not in answer:
             self.close()
-            raise WorkerError(f"did not load: {said.get('error', said)}")
-        return dict(said["ready"])
+            raise WorkerError(f"did not load: {answer.get('error', answer)}")
+        return dict(answer["ready"])
 
     def ask(self, job: Mapping[str, Any], timeout: float) -> dict[str, Any]:
         """The answer to one job; an answer with `error` leaves the worker usable.
@@ -66,9 +66,9 @@ class Worker:
             self._process.stdin.flush()
         except OSError:
             raise WorkerError(self._why()) from None
-        said = self._answer(timeout)
+        answer = self._answer(timeout)
         self._signal(signal.SIGSTOP)
-        return said
+        return answer
 
     def close(self) -> None:
         if self._closed:
@@ -94,13 +94,13 @@ class Worker:
         if not line:
             raise WorkerError(self._why())
         try:
-            said = json.loads(line)
+            answer = json.loads(line)
         except ValueError:
-            said = None
-        if not isinstance(said, dict):
+            answer = None
+        if not isinstance(answer, dict):
             self.close()
-            raise WorkerError(f"answered with nonsense: {line[:80]!r}")
-        return said
+            raise WorkerError(f"answered with something that is not a JSON object: {line[:80]!r}")
+        return answer
 
     def _read(self) -> None:
         assert self._process.stdout is not None

@@ -1,8 +1,8 @@
 """What a pass costs on this machine, and which draft length pays at which acceptance.
 
 A pass of r rows verifies a chain of r - 1 guesses: one committed token and its draft, with logits for every row. If
-each guess is kept with chance p when the one before it was, a chain of k brings (1 - p^(k+1)) / (1 - p) tokens for the
-price of a pass of 1 + k rows and of drafting k tokens; plain decoding brings one token for a pass of one row.
+each guess is kept with probability p when the one before it was, a chain of k brings (1 - p^(k+1)) / (1 - p) tokens
+for the cost of a pass of 1 + k rows and of drafting k tokens; plain decoding brings one token for a pass of one row.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from outrider.models import sources
 from outrider.models.base import Feed, Model
 from outrider.models.llama import Llama
 
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-GPU_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-ACCEPTANCES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of the passes that are timed on a CPU
+GPU_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # on a GPU, where more rows cost little
+ACCEPTANCES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # for which the best length is shown
 
-LENGTHS = range(1, 9)  # of the drafts that the drafter is timed at
-DRAFT_ROUNDS = 8
+LENGTHS = range(1, 9)  # tokens of the drafts that are timed: the usual ones
+DRAFT_ROUNDS = 8  # drafts of each length that are timed
 DECODED = 64  # tokens of plain decoding
-PIECE, PIECES = 512, 3  # prompt tokens in one pass, and how often
+CHUNK, CHUNKS = 512, 3  # prompt tokens in one pass, and how many passes are timed
 WARM_UP = 2  # rounds that do not count
-PASSES, DRAFTS, PROMPT = -1, -2, -3  # sequences; the engine counts its own from 0
+PASSES, DRAFTS, PROMPT = -1, -2, -3  # ids of our sequences; the engine counts its own from 0
 
 TURNS = 1 + DRAFT_ROUNDS * len(LENGTHS)  # the first takes in the prompt and does not count
 WRITTEN = max(DECODED, TURNS + max(LENGTHS))  # the most tokens that come after the context, rows apart
@@ -124,7 +124,7 @@ class Costs:
         return float(np.interp(rows, [point.size for point in self.passes], [point.ms for point in self.passes]))
 
     def speed_up(self, acceptance: float, length: int) -> float:
-        """Expected, over plain decoding, of a chain each of whose tokens is kept with this chance."""
+        """Expected, over plain decoding, of a chain each of whose tokens is kept with this probability."""
         tokens = sum(acceptance**depth for depth in range(length + 1))
         return tokens * self.pass_ms(1) / (self.pass_ms(1 + length) + length * self.draft_ms)
 
@@ -176,7 +176,7 @@ class Profile:
     drafts: tuple[Point, ...]  # by length; empty: nothing was drafted
     plain_tokens_per_second: float
     prefill_tokens_per_second: float
-    prefill_piece: int
+    prefill_piece: int  # tokens of the prompt chunk that was timed
     weight_bytes: int | None  # as stored
     kv_bytes_per_token: int | None
     seconds: float
@@ -189,34 +189,34 @@ class Profile:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        said, costs = asdict(self), self.costs
-        said["costs"] |= {"line": asdict(costs.line), "break_even": costs.break_even, "spread": costs.spread}
-        return _rounded({**said, "best": [asdict(choice) for choice in self.best]})
+        fields, costs = asdict(self), self.costs
+        fields["costs"] |= {"line": asdict(costs.line), "break_even": costs.break_even, "spread": costs.spread}
+        return _rounded({**fields, "best": [asdict(choice) for choice in self.best]})
 
 
 def profile(llm: LLM, plan: Plan = DEFAULT, progress: Progress | None = None) -> Profile:
     """Measure the model and its drafter; `plan` is refused before anything is run if it does not fit the model."""
-    engine, said = llm.engine, llm.settings
+    engine, settings = llm.engine, llm.settings
     plan.check(engine.model)
     begin = time.perf_counter()
-    ticker = _Ticker(progress, (WARM_UP + plan.rounds) * len(plan.rows) + TURNS + PIECES + DECODED)
-    passes = _time_passes(engine.model, plan, ticker)
-    drafts, draft_ms = _time_drafts(engine.model, engine.drafters[""], plan, ticker)
-    piece, prefill = _time_prefill(engine.model, ticker)
-    plain = _time_plain(llm, plan, ticker)
+    counter = _ProgressCounter(progress, (WARM_UP + plan.rounds) * len(plan.rows) + TURNS + CHUNKS + DECODED)
+    passes = _time_passes(engine.model, plan, counter)
+    drafts, draft_ms = _time_drafts(engine.model, engine.drafters[""], plan, counter)
+    chunk, prefill = _time_prefill(engine.model, counter)
+    plain = _time_plain(llm, plan, counter)
     return Profile(
-        model=Path(said.model).name if Path(said.model).exists() else said.model,
-        draft=said.draft,
-        dtype=said.dtype,
-        quantize=said.quantize,
+        model=Path(settings.model).name if Path(settings.model).exists() else settings.model,
+        draft=settings.draft,
+        dtype=settings.dtype,
+        quantize=settings.quantize,
         threads=torch.get_num_threads(),
         plan=plan,
         costs=Costs(passes, draft_ms),
         drafts=drafts,
         plain_tokens_per_second=plain,
         prefill_tokens_per_second=prefill,
-        prefill_piece=piece,
-        weight_bytes=_weight_bytes(said.model),
+        prefill_piece=chunk,
+        weight_bytes=_weight_bytes(settings.model),
         kv_bytes_per_token=_kv_bytes(engine.model),
         seconds=time.perf_counter() - begin,
         on_card=_on_card(engine.model, plan),
@@ -224,66 +224,79 @@ def profile(llm: LLM, plan: Plan = DEFAULT, progress: Progress | None = None) ->
 
 
 @dataclass
-class _Ticker:
+class _ProgressCounter:
     progress: Progress | None
     total: int
     done: int = 0
 
-    def tick(self, what: str, steps: int = 1) -> None:
+    def add(self, what: str, steps: int = 1) -> None:
         self.done += steps
         if self.progress is not None:
             self.progress(what, self.done, self.total)
 
 
-def _time_passes(model: Model, plan: Plan, ticker: _Ticker) -> tuple[Point, ...]:
+def _time_passes(model: Model, plan: Plan, counter: _ProgressCounter) -> tuple[Point, ...]:
     """All sizes take turns, in another order each round, so that a slow moment of the machine hits all alike."""
-    text, samples = _text(model.vocab_size, plan.context + plan.rows[-1]), _Samples()
-    order = random.Random(0)
-    with _kept(model, PASSES):
-        for piece in _pieces(text[: plan.context]):
-            model.forward([Feed(PASSES, piece)])
-        for number in range(WARM_UP + plan.rounds):
-            for rows in order.sample(plan.rows, len(plan.rows)):
-                first, *guessed = text[plan.context : plan.context + rows]
-                ms = _pass_ms(model, Feed(PASSES, [first], Draft.chain(guessed)))
-                model.crop(PASSES, plan.context)
-                if number >= WARM_UP:
-                    samples.add(rows, ms)
-                ticker.tick(f"passes of 1 to {plan.rows[-1]} rows")
+    samples, order = _Samples(), random.Random(0)
+    turns = [order.sample(plan.rows, len(plan.rows)) for _ in range(WARM_UP + plan.rounds)]
+    with _prompted(model, plan) as chain:
+        for number, rows in ((number, rows) for number, sizes in enumerate(turns) for rows in sizes):
+            ms = _pass_ms(model, chain(rows))
+            model.crop(PASSES, plan.context)
+            if number >= WARM_UP:
+                samples.add(rows, ms)
+            counter.add(f"passes of 1 to {plan.rows[-1]} rows")
     return samples.points()
 
 
-def _time_drafts(model: Model, drafter: Drafter, plan: Plan, ticker: _Ticker) -> tuple[tuple[Point, ...], float]:
+@contextmanager
+def _prompted(model: Model, plan: Plan) -> Iterator[Callable[[int], Feed]]:
+    """A sequence of the planned context; yields a function that makes the feed of a pass of some rows after it."""
+    text = _text(model.vocab_size, plan.context + plan.rows[-1])
+
+    def chain(rows: int) -> Feed:
+        first, *guessed = text[plan.context : plan.context + rows]
+        return Feed(PASSES, [first], Draft.chain(guessed))
+
+    with _kept(model, PASSES):
+        for chunk in _chunks(text[: plan.context]):
+            model.forward([Feed(PASSES, chunk)])
+        yield chain
+
+
+def _time_drafts(
+    model: Model, drafter: Drafter, plan: Plan, counter: _ProgressCounter
+) -> tuple[tuple[Point, ...], float]:
     """By length, and per token. The target takes its turn after each draft, so caches are as cold as in real life."""
     if drafter.name == Drafter.name:
-        ticker.tick("drafts", TURNS)
+        counter.add("drafts", TURNS)
         return (), 0.0
     text, samples = _text(model.vocab_size, plan.context + TURNS), _Samples()
     coming = text[plan.context :]
     seq = Sequence(DRAFTS, text[: plan.context], SamplingParams(max_tokens=WRITTEN), prediction=tuple(coming))
     order = random.Random(0)
-    rooms = [room for _ in range(DRAFT_ROUNDS) for room in order.sample(LENGTHS, len(LENGTHS))]
+    budgets = [budget for _ in range(DRAFT_ROUNDS) for budget in order.sample(LENGTHS, len(LENGTHS))]
     with _kept(model, DRAFTS, drafter):
         _take_in(model, drafter, seq)
-        for number, (token, room) in enumerate(zip(coming, [1, *rooms], strict=True)):
-            length, ms = _turn(model, drafter, seq, room, token)
+        for number, (token, budget) in enumerate(zip(coming, [1, *budgets], strict=True)):
+            length, ms = _step(model, drafter, seq, budget, token)
             if number and length:
                 samples.add(length, ms)
-            ticker.tick("drafts")
+            counter.add("drafts")
     return samples.points(), samples.ms_each()
 
 
 def _take_in(model: Model, drafter: Drafter, seq: Sequence) -> None:
     """The prompt without its last token, as the engine feeds it."""
-    for piece in _pieces(seq.tokens[:-1]):
-        (output,) = model.forward([Feed(seq.id, piece)], drafter.layers)
-        drafter.observe(Step(seq, piece, EMPTY, None, output.hidden))
+    for chunk in _chunks(seq.tokens[:-1]):
+        (output,) = model.forward([Feed(seq.id, chunk)], drafter.layers)
+        drafter.observe(Step(seq, chunk, EMPTY, None, output.hidden))
 
 
-def _turn(model: Model, drafter: Drafter, seq: Sequence, room: int, token: int) -> tuple[int, float]:
+def _step(model: Model, drafter: Drafter, seq: Sequence, budget: int, token: int) -> tuple[int, float]:
     """One step in which nothing is kept and `token` is written: nodes drafted, and the drafter's time."""
     begin = time.perf_counter()
-    (draft,) = drafter.propose([seq], [room])
+    (draft,) = drafter.propose([seq], [budget])
     ms = 1e3 * (time.perf_counter() - begin)
     fed = seq.tokens[model.length(seq.id) :]
     (output,) = model.forward([Feed(seq.id, fed, draft)], drafter.layers)
@@ -293,25 +306,25 @@ def _turn(model: Model, drafter: Drafter, seq: Sequence, room: int, token: int) 
     return len(draft), ms
 
 
-def _time_prefill(model: Model, ticker: _Ticker) -> tuple[int, float]:
-    """Tokens of a piece of a prompt, and tokens per second."""
-    text = _text(model.vocab_size, min(PIECE, model.context, model.capacity))
+def _time_prefill(model: Model, counter: _ProgressCounter) -> tuple[int, float]:
+    """Tokens of a chunk of a prompt, and tokens per second."""
+    text = _text(model.vocab_size, min(CHUNK, model.context, model.capacity))
     took = []
-    for _ in range(PIECES):
+    for _ in range(CHUNKS):
         with _kept(model, PROMPT):
             took.append(_pass_ms(model, Feed(PROMPT, text)))
-        ticker.tick("a piece of a prompt")
+        counter.add("a chunk of a prompt")
     return len(text), 1e3 * len(text) / statistics.median(took)
 
 
-def _time_plain(llm: LLM, plan: Plan, ticker: _Ticker) -> float:
+def _time_plain(llm: LLM, plan: Plan, counter: _ProgressCounter) -> float:
     """Tokens per second as a user gets them, after the first."""
     prompt = _text(llm.engine.model.vocab_size, plan.context)
     stream = llm.stream(prompt, SamplingParams(max_tokens=DECODED, ignore_eos=True), draft="none")
     times = []
     for chunk in stream:
         times += [time.perf_counter()] * len(chunk.tokens)
-        ticker.tick("plain decoding", len(chunk.tokens))
+        counter.add("plain decoding", len(chunk.tokens))
     if error := stream.result().error:
         raise OutriderError(error)
     return (len(times) - 1) / (times[-1] - times[0])
@@ -321,13 +334,10 @@ def _on_card(model: Model, plan: Plan) -> OnCard | None:
     replay, read = getattr(model, "replay", None), getattr(model, "pass_bytes", None)
     if replay is None or read is None:
         return None
-    text, found = _text(model.vocab_size, plan.context + plan.rows[-1]), []
-    with _kept(model, PASSES):
-        for piece in _pieces(text[: plan.context]):
-            model.forward([Feed(PASSES, piece)])
+    found = []
+    with _prompted(model, plan) as chain:
         for rows in plan.rows:
-            first, *guessed = text[plan.context : plan.context + rows]
-            model.forward([Feed(PASSES, [first], Draft.chain(guessed))])
+            model.forward([chain(rows)])
             model.crop(PASSES, plan.context)
             found.append((rows, gpu_peaks.device_ms(replay)))
     return OnCard(gpu_peaks.measure(torch.device("cuda")), read, tuple(found))
@@ -362,7 +372,7 @@ def _pass_ms(model: Model, feed: Feed) -> float:
 
 @contextmanager
 def _kept(model: Model, id: int, drafter: Drafter | None = None) -> Iterator[None]:
-    """Whatever happens, the sequence is forgotten in the end."""
+    """The sequence is forgotten in the end, also after an error."""
     try:
         yield
     finally:
@@ -373,13 +383,13 @@ def _kept(model: Model, id: int, drafter: Drafter | None = None) -> Iterator[Non
 
 def _text(vocab_size: int, length: int) -> list[int]:
     """A passage that repeats itself, so that drafters which copy have something to copy."""
-    dice = random.Random(0)
-    passage = [dice.randrange(vocab_size) for _ in range(48)]
+    numbers = random.Random(0)
+    passage = [numbers.randrange(vocab_size) for _ in range(48)]
     return [passage[place % len(passage)] for place in range(length)]
 
 
-def _pieces(tokens: list[int]) -> list[list[int]]:
-    return [tokens[begin : begin + PIECE] for begin in range(0, len(tokens), PIECE)]
+def _chunks(tokens: list[int]) -> list[list[int]]:
+    return [tokens[begin : begin + CHUNK] for begin in range(0, len(tokens), CHUNK)]
 
 
 def _weight_bytes(model: str) -> int | None:

@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-SHORTEST = 8  # decoded tokens below which a run says nothing about speed
-RESAMPLES = 4000
+SHORTEST = 8  # decoded tokens: a shorter run says nothing about speed
+RESAMPLES = 4000  # draws of the bootstrap; some thousand are usual for a 95 % interval
 ALL = "all"
 Run = Mapping[str, Any]
 Key = tuple[str, int]  # prompt, round
 
 
 def rate(run: Run) -> float | None:
-    """Tokens per second after the first piece; None for a run that failed or was too short."""
+    """Tokens per second after the first chunk; None for a run that failed or was too short."""
     decoded = run["tokens"] - run["first"]
     if run["error"] or decoded < SHORTEST or run["decode_s"] <= 0:
         return None
@@ -33,12 +33,12 @@ def interval(by_prompt: Sequence[Sequence[float]], seed: int = 0) -> tuple[float
     count = len(by_prompt)
     if count < 2:
         return None
-    dice = np.random.default_rng(seed)
-    drawn = dice.integers(count, size=(RESAMPLES, count))
+    random = np.random.default_rng(seed)
+    drawn = random.integers(count, size=(RESAMPLES, count))
     means = np.empty(drawn.shape)
     for prompt, values in enumerate(by_prompt):
         at = drawn == prompt
-        rounds = dice.integers(len(values), size=(int(at.sum()), len(values)))
+        rounds = random.integers(len(values), size=(int(at.sum()), len(values)))
         means[at] = np.asarray(values)[rounds].mean(axis=1)
     low, high = np.quantile(means.mean(axis=1), (0.025, 0.975))
     return float(low), float(high)
@@ -77,13 +77,13 @@ def summarise(runs: Sequence[Run], engines: Mapping[str, Mapping[str, Any]], our
         groups[run["engine"], run["mode"]].append(run)
     kinds = [*dict.fromkeys(run["kind"] for run in runs), ALL]
     modes = []
-    for engine, said in engines.items():
-        plain = groups[engine, said["plain"]]
-        for mode in (said["plain"], *said["modes"]):
+    for engine, about in engines.items():
+        plain = groups[engine, about["plain"]]
+        for mode in (about["plain"], *about["modes"]):
             own = groups[engine, mode]
             modes += [_row(engine, mode, kind, _of(own, kind), _of(plain, kind)) for kind in kinds if _of(own, kind)]
     own = groups[ours, engines[ours]["plain"]] if ours in engines else []
-    peers = {name: groups[name, said["plain"]] for name, said in engines.items() if name != ours}
+    peers = {name: groups[name, about["plain"]] for name, about in engines.items() if name != ours}
     pairs = [(name, kind, plain) for name, plain in peers.items() for kind in kinds]
     against = [_against(name, kind, _of(own, kind), _of(plain, kind)) for name, kind, plain in pairs]
     return {"modes": modes, "against": [row for row in against if row["ratio"] is not None]}

@@ -15,21 +15,21 @@ from outrider.bench import machine
 from outrider.bench.peers import OURS, TABLE
 from outrider.bench.plan import Plan
 from outrider.bench.ratios import ALL, summarise
-from outrider.bench.run import Outcome
+from outrider.bench.run import BenchResult
 
 Report = dict[str, Any]
 _STRUCK = re.compile(r"~~(.+?)~~")
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     title: str
     columns: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]  # ~~struck~~ as in Markdown
     texts: int  # how many columns at the left are text; the others are numbers
 
 
-def assemble(plan: Plan, outcome: Outcome, command: str) -> Report:
+def assemble(plan: Plan, outcome: BenchResult, command: str) -> Report:
     engines = {peer.name: {"plain": peer.plain, "modes": peer.modes} for peer in plan.peers}
     runs = [asdict(run) for run in outcome.runs]
     return {
@@ -54,7 +54,7 @@ def assemble(plan: Plan, outcome: Outcome, command: str) -> Report:
     }
 
 
-def tables(report: Report) -> list[Table]:
+def tables(report: Report) -> list[ReportTable]:
     """Overall, ours by kind, and our plain against the peers'."""
     rows = report["summary"]["modes"]
     overall = [row for row in rows if row["kind"] == ALL]
@@ -63,7 +63,7 @@ def tables(report: Report) -> list[Table]:
     return [table for table in found if table.rows]
 
 
-def peer_tables(report: Report) -> list[Table]:
+def peer_tables(report: Report) -> list[ReportTable]:
     """Every peer's modes by kind: too long for a screen."""
     rows = [row for row in report["summary"]["modes"] if not row["plain"] and row["engine"] != OURS]
     engines = dict.fromkeys(row["engine"] for row in rows)
@@ -72,9 +72,9 @@ def peer_tables(report: Report) -> list[Table]:
 
 def notes(report: Report) -> list[str]:
     """What did not run, and what a reader must know."""
-    said = []
+    lines = []
     if report["interrupted"]:
-        said.append("Interrupted: this is a partial report.")
+        lines.append("Interrupted: this is a partial report.")
     for name, engine in report["engines"].items():
         by_reason: dict[str, list[str]] = {}
         for mode, how in engine["modes"].items():
@@ -82,13 +82,13 @@ def notes(report: Report) -> list[str]:
                 by_reason.setdefault(how, []).append(mode)
         for why, modes in by_reason.items():
             whole = len(modes) == len(engine["modes"])
-            said.append(f"{name}{'' if whole else ' ' + ', '.join(modes)}: {why}")
+            lines.append(f"{name}{'' if whole else ' ' + ', '.join(modes)}: {why}")
         known = TABLE[name].notes.items()
-        said += [f"{name} {mode}: {note}" for mode, note in known if engine["modes"].get(mode) == "ok"]
+        lines += [f"{name} {mode}: {note}" for mode, note in known if engine["modes"].get(mode) == "ok"]
     short = sum(row["too_short"] for row in report["summary"]["modes"] if row["kind"] == ALL)
     if short:
-        said.append(f"{short} runs ended too early to say anything about speed; they count for equality only.")
-    return said
+        lines.append(f"{short} runs ended too early to say anything about speed; they count for equality only.")
+    return lines
 
 
 def write(report: Report, folder: Path) -> list[str]:
@@ -116,7 +116,7 @@ def show(report: Report) -> None:
     show_tables(tables(report), notes(report))
 
 
-def show_tables(tables: Sequence[Table], notes: Sequence[str]) -> None:
+def show_tables(tables: Sequence[ReportTable], notes: Sequence[str]) -> None:
     """The tables on stdout, the notes under them."""
     from rich import box
     from rich.console import Console
@@ -141,12 +141,13 @@ def name_of(model: str) -> str:
 
 
 def _facts(report: Report) -> str:
-    said, where = report["settings"], report["machine"]
+    settings, where = report["settings"], report["machine"]
     installed = [pair for engine in report["engines"].values() for pair in engine.get("versions", {}).items()]
     lines = [
         f"`{report['command']}`",
-        f"{report['created']}, {where['cpu']}, {where['cores']} cores, {said['threads']} threads",
-        f"{said['prompts']} prompts, {said['rounds']} rounds, greedy, up to {said['max_tokens']} tokens; decoding only",
+        f"{report['created']}, {where['cpu']}, {where['cores']} cores, {settings['threads']} threads",
+        f"{settings['prompts']} prompts, {settings['rounds']} rounds, greedy, up to {settings['max_tokens']} tokens; "
+        "decoding only",
         ", ".join(f"{name} {text}" for name, text in dict.fromkeys(installed))
         + (f"; commit {where['commit']}" if where["commit"] else ""),
     ]
@@ -157,23 +158,23 @@ def _facts(report: Report) -> str:
     return "  \n".join(lines) + "\n\n" + rule
 
 
-def _overall(rows: Sequence[Report]) -> Table:
+def _overall(rows: Sequence[Report]) -> ReportTable:
     columns = ("engine", "mode", "tok/s", "speed-up", "kept", "tok/step")
     body = [(row["engine"], row["mode"], speed(row), speed_up(row), *drafting(row)) for row in rows]
-    return Table("Decoding speed over all prompts", columns, body, 2)
+    return ReportTable("Decoding speed over all prompts", columns, body, 2)
 
 
-def _by_kind(title: str, rows: Sequence[Report]) -> Table:
+def _by_kind(title: str, rows: Sequence[Report]) -> ReportTable:
     columns = ("mode", "kind", "tok/s", "speed-up", "kept", "tok/step")
     body = [(row["mode"], row["kind"], speed(row), speed_up(row), *drafting(row)) for row in rows]
-    return Table(title, columns, body, 2)
+    return ReportTable(title, columns, body, 2)
 
 
-def _against(rows: Sequence[Report]) -> Table:
+def _against(rows: Sequence[Report]) -> ReportTable:
     columns = ("against", "kind", "speed of our plain", "same text")
     same = [f"{row['same_text']} of {row['compared']}" for row in rows]
     body = [(row["peer"], row["kind"], _times(row["ratio"]), text) for row, text in zip(rows, same, strict=True)]
-    return Table("Our plain decoding against the peers' plain decoding", columns, body, 2)
+    return ReportTable("Our plain decoding against the peers' plain decoding", columns, body, 2)
 
 
 def speed(row: Report) -> str:
@@ -202,7 +203,7 @@ def drafting(row: Report) -> tuple[str, str]:
     return "" if rate is None else f"{rate:.0%}", "" if per_step is None else f"{per_step:.2f}"
 
 
-def markdown_table(table: Table) -> str:
+def markdown_table(table: ReportTable) -> str:
     rules = ["---"] * table.texts + ["--:"] * (len(table.columns) - table.texts)
     lines = [table.columns, tuple(rules), *table.rows]
     return f"## {table.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)

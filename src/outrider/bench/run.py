@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,19 +14,19 @@ from typing import Any
 from outrider.bench import prepare
 from outrider.bench.peers import Peer
 from outrider.bench.plan import Plan
-from outrider.bench.process import Missing, Worker, WorkerError
+from outrider.bench.process import EngineProcess, Missing, WorkerError
 from outrider.core.errors import OutriderError
 from outrider.models import sources
 from outrider.models.export import as_folder
 
-LOAD_TIMEOUT = 900.0  # vLLM compiles for minutes
-WARM_UP_TOKENS = 16
+LOAD_TIMEOUT = 900.0  # seconds: vLLM compiles for minutes
+WARM_UP_TOKENS = 16  # enough for every mode to draft at least once
 _UNSAFE = re.compile(r"[^\w.=-]")  # in the name of a file
 Show = Callable[[str, int, int], None]  # (what, done, of how many)
 
 
 @dataclass
-class Run:
+class Measurement:
     """One answer of one mode."""
 
     engine: str
@@ -34,10 +35,10 @@ class Run:
     kind: str
     round: int
     tokens: int = 0
-    first: int = 0  # tokens that came with the first piece: they belong to the prefill
+    first: int = 0  # tokens that came with the first chunk: they belong to the prefill
     prefill_s: float = 0.0
     decode_s: float = 0.0
-    timing: str = ""  # "stream": our clock, "engine": its own
+    timing: str = ""  # whose clock: "stream" ours, "engine" its own
     ids: list[int] | None = None
     text: str = ""
     stats: dict[str, Any] = field(default_factory=dict)
@@ -45,33 +46,33 @@ class Run:
 
 
 @dataclass(frozen=True, eq=False)
-class Seat:
+class ReadyMode:
     """A mode of an engine, ready to run."""
 
     peer: Peer
     mode: str
-    worker: Worker
+    worker: EngineProcess
 
 
 @dataclass
-class Outcome:
+class BenchResult:
     engines: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name: per mode how it went
-    runs: list[Run] = field(default_factory=list)
+    runs: list[Measurement] = field(default_factory=list)
     interrupted: bool = False
 
 
-class Bench:
+class BenchRunner:
     def __init__(self, plan: Plan, scratch: Path, show: Show) -> None:
         self._plan, self._scratch, self._show = plan, scratch, show
-        self._seats: list[Seat] = []
-        self.outcome = Outcome()
+        self._ready: list[ReadyMode] = []
+        self.outcome = BenchResult()
 
     def run(self) -> None:
         plan = self._plan
         weights = prepare.find(plan.model, self._scratch)
         draft = None if plan.draft_model is None else prepare.find(plan.draft_model, self._scratch)
-        self._text = prepare.read_text(weights.path)
-        tasks = self._text.render(plan.prompts)
+        self._tokenizer = prepare.read_tokenizer(weights.path)
+        tasks = self._tokenizer.render(plan.prompts)
         longest = max(len(task.ids) for task in tasks) + plan.max_tokens
         for peer in plan.peers:
             self._open(peer, weights, draft, context=-(-(longest + 64) // 256) * 256)
@@ -79,10 +80,10 @@ class Bench:
         self._measure(tasks)
 
     def close(self) -> None:
-        for worker in {seat.worker for seat in self._seats}:
+        for worker in {ready.worker for ready in self._ready}:
             worker.close()
 
-    def _open(self, peer: Peer, weights: prepare.Weights, draft: prepare.Weights | None, context: int) -> None:
+    def _open(self, peer: Peer, weights: prepare.ModelFiles, draft: prepare.ModelFiles | None, context: int) -> None:
         """Start the engine's processes and wait until they have loaded, one after the other."""
         self.outcome.engines[peer.name] = {"modes": {}}
         all_modes = (peer.plain, *peer.modes)
@@ -98,8 +99,8 @@ class Bench:
         self,
         peer: Peer,
         modes: Sequence[str],
-        weights: prepare.Weights,
-        draft: prepare.Weights | None,
+        weights: prepare.ModelFiles,
+        draft: prepare.ModelFiles | None,
         context: int,
     ) -> str:
         """ "ok", or why not."""
@@ -114,14 +115,19 @@ class Bench:
             "model": str(model),
             "draft_model": None if draft_model is None else str(draft_model),
             "modes": list(modes),
-            "ends": self._text.ends,
+            "ends": self._tokenizer.ends,
             "threads": self._plan.threads,
             "own": self._plan.own,
             "context": context,
             "speculation": self._speculation(modes) if peer.name == "vllm" else {},
         }
-        worker = Worker(self._plan.python[peer.name], peer.path, config, self._plan.threads, self._log(peer, modes[0]))
-        self._seats += [Seat(peer, mode, worker) for mode in modes]
+        return self._start(peer, modes, config)
+
+    def _start(self, peer: Peer, modes: Sequence[str], config: dict[str, Any]) -> str:
+        """ "ok", or why not."""
+        python, log = self._plan.python[peer.name], self._log(peer, modes[0])
+        worker = EngineProcess(python, peer.path, config, self._plan.threads, log)
+        self._ready += [ReadyMode(peer, mode, worker) for mode in modes]
         try:
             self.outcome.engines[peer.name].update(worker.ready(LOAD_TIMEOUT))
         except (Missing, WorkerError) as error:
@@ -130,59 +136,64 @@ class Bench:
         return "ok"
 
     def _speculation(self, modes: Sequence[str]) -> dict[str, Any]:
-        """What vLLM is told; a draft model is named by the folder that it can read."""
-        told = {mode: dict(config) for mode, config in self._plan.speculation.items() if mode in modes}
-        for config in told.values():
+        """The configs for vLLM; a draft model is named by the folder that it can read."""
+        configs = {mode: dict(config) for mode, config in self._plan.speculation.items() if mode in modes}
+        for config in configs.values():
             if "model" in config:
                 config["model"] = str(as_folder(sources.resolve(config["model"])))
-        return told
+        return configs
 
     def _log(self, peer: Peer, mode: str) -> Path:
         folder = self._plan.output / "logs"
         folder.mkdir(exist_ok=True)
         return folder / f"{peer.name}{'' if peer.one_process else '-' + _UNSAFE.sub('_', mode)}.log"
 
-    def _warm_up(self, task: prepare.Task) -> None:
-        for number, seat in enumerate(list(self._seats)):
-            self._show(f"warming up {seat.peer.name} {seat.mode}", number, len(self._seats))
-            if seat in self._seats:
-                self._ask(seat, task, 0, WARM_UP_TOKENS)
+    def _warm_up(self, task: prepare.TokenizedPrompt) -> None:
+        for number, ready in enumerate(list(self._ready)):
+            self._show(f"warming up {ready.peer.name} {ready.mode}", number, len(self._ready))
+            if ready in self._ready:
+                self._ask(ready, task, 0, WARM_UP_TOKENS)
 
-    def _measure(self, tasks: Sequence[prepare.Task]) -> None:
+    def _measure(self, tasks: Sequence[prepare.TokenizedPrompt]) -> None:
+        total = len(tasks) * self._plan.rounds * len(self._ready)
+        for done, (task, number, ready) in enumerate(self._turns(tasks)):
+            self._show(f"{task.id}: {ready.peer.name} {ready.mode}", done, total)
+            if ready in self._ready:
+                self.outcome.runs.append(self._ask(ready, task, number, self._plan.max_tokens))
+
+    def _turns(
+        self, tasks: Sequence[prepare.TokenizedPrompt]
+    ) -> Iterator[tuple[prepare.TokenizedPrompt, int, ReadyMode]]:
+        """Prompt, round and mode: the modes in another order in every round."""
         order = random.Random(self._plan.seed)
-        total, done = len(tasks) * self._plan.rounds * len(self._seats), 0
-        for task in tasks:
-            for number in range(1, self._plan.rounds + 1):
-                for seat in order.sample(self._seats, len(self._seats)):
-                    self._show(f"{task.id}: {seat.peer.name} {seat.mode}", done, total)
-                    if seat in self._seats:
-                        self.outcome.runs.append(self._ask(seat, task, number, self._plan.max_tokens))
-                    done += 1
+        for task, number in itertools.product(tasks, range(1, self._plan.rounds + 1)):
+            for ready in order.sample(self._ready, len(self._ready)):
+                yield task, number, ready
 
-    def _ask(self, seat: Seat, task: prepare.Task, number: int, max_tokens: int) -> Run:
-        run = Run(seat.peer.name, seat.mode, task.id, task.kind, number)
-        job = {"mode": seat.mode, "ids": task.ids, "max_tokens": max_tokens}
+    def _ask(self, ready: ReadyMode, task: prepare.TokenizedPrompt, number: int, max_tokens: int) -> Measurement:
+        run = Measurement(ready.peer.name, ready.mode, task.id, task.kind, number)
+        job = {"mode": ready.mode, "ids": task.ids, "max_tokens": max_tokens}
         try:
-            _take_in(run, seat.worker.ask(job, self._plan.timeout))
+            _take_in(run, ready.worker.ask(job, self._plan.timeout))
         except WorkerError as error:
             run.error = str(error)
-            self._retire(seat.worker)
+            self._retire(ready.worker)
         if run.error:
             self.outcome.engines[run.engine]["modes"][run.mode] = f"failed at {task.id}: {run.error}"
         if run.ids is not None:
-            run.text = self._text.decode(run.ids)
+            run.text = self._tokenizer.decode(run.ids)
         return run
 
-    def _retire(self, worker: Worker) -> None:
+    def _retire(self, worker: EngineProcess) -> None:
         """A worker that is gone takes its modes with it; the others go on."""
-        lost = [seat for seat in self._seats if seat.worker is worker]
-        self._seats = [seat for seat in self._seats if seat.worker is not worker]
-        for seat in lost:
-            self.outcome.engines[seat.peer.name]["modes"][seat.mode] = "stopped with its process"
+        lost = [ready for ready in self._ready if ready.worker is worker]
+        self._ready = [ready for ready in self._ready if ready.worker is not worker]
+        for ready in lost:
+            self.outcome.engines[ready.peer.name]["modes"][ready.mode] = "stopped with its process"
         worker.close()
 
 
-def _take_in(run: Run, answer: dict[str, Any]) -> None:
+def _take_in(run: Measurement, answer: dict[str, Any]) -> None:
     if "error" in answer:
         run.error = str(answer["error"])
         return
@@ -195,10 +206,10 @@ def _take_in(run: Run, answer: dict[str, Any]) -> None:
         raise WorkerError(f"answered without what was asked for: {error!r}") from error
 
 
-def run(plan: Plan, show: Show) -> Outcome:
+def run(plan: Plan, show: Show) -> BenchResult:
     """Run the plan. Ctrl-C ends it early and keeps what was measured."""
     with TemporaryDirectory(prefix="outrider-bench-") as scratch:
-        bench = Bench(plan, Path(scratch), show)
+        bench = BenchRunner(plan, Path(scratch), show)
         try:
             bench.run()
         except KeyboardInterrupt:

@@ -15,7 +15,7 @@ from outrider.bench import workloads
 from outrider.bench.load import Answer, Load
 from outrider.bench.own_server import OwnServer
 from outrider.bench.plan import claim
-from outrider.bench.workloads import Prompt
+from outrider.bench.workloads import BenchPrompt
 from outrider.core.errors import OutriderError
 
 PLAIN = "none"
@@ -31,7 +31,7 @@ class Plan:
     key: str
     drafts: tuple[str, ...]
     streams: tuple[int, ...]
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[BenchPrompt, ...]
     rounds: int
     max_tokens: int
     temperature: float
@@ -223,6 +223,6 @@ def _wave(
         outcome.runs.append(_run(plan.prompts[place], copy, streams, mode, number, answer))
 
 
-def _run(prompt: Prompt, copy: int, streams: int, mode: str, number: int, answer: Answer) -> Run:
+def _run(prompt: BenchPrompt, copy: int, streams: int, mode: str, number: int, answer: Answer) -> Run:
     name = prompt.id if copy == 1 else f"{prompt.id} #{copy}"
     return Run(streams, mode, name, prompt.id, prompt.kind, number, **asdict(answer))

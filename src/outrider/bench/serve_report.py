@@ -14,7 +14,7 @@ import numpy as np
 
 from outrider.bench import machine, report as reports
 from outrider.bench.ratios import ALL, differing, ratio
-from outrider.bench.report import Report, Table
+from outrider.bench.report import Report, ReportTable
 from outrider.bench.serve import PLAIN, Outcome, Plan
 
 Rows = Sequence[dict[str, Any]]
@@ -103,7 +103,7 @@ def _by_kind(runs: Rows, mode: str, kind: str) -> dict[str, Any]:
     }
 
 
-def tables(report: Report) -> list[Table]:
+def tables(report: Report) -> list[ReportTable]:
     """Throughput, waiting, and by kind with the fewest streams."""
     rows, least = report["summary"]["levels"], min(report["settings"]["streams"])
     by_kind = f"Decoding speed of a stream by kind, {least} at once"
@@ -112,15 +112,15 @@ def tables(report: Report) -> list[Table]:
 
 
 def notes(report: Report) -> list[str]:
-    said = ["Interrupted: this is a partial report."] if report["interrupted"] else []
+    lines = ["Interrupted: this is a partial report."] if report["interrupted"] else []
     for row in report["summary"]["levels"]:
         where = f"{row['streams']} at once, {row['mode']}"
         if row["errors"]:
-            said.append(f"{where}: {row['errors']} of {row['answers']} requests failed: {_first_error(report, row)}")
+            lines.append(f"{where}: {row['errors']} of {row['answers']} requests failed: {_first_error(report, row)}")
         if row["as_alone"] < row["answers"] - row["errors"]:
             other = row["answers"] - row["errors"] - row["as_alone"]
-            said.append(f"{where}: {other} of {row['answers']} texts are not those of the same prompt run alone.")
-    return said
+            lines.append(f"{where}: {other} of {row['answers']} texts are not those of the same prompt run alone.")
+    return lines
 
 
 def write(report: Report, folder: Path) -> None:
@@ -141,12 +141,16 @@ def show(report: Report) -> None:
 
 
 def _facts(report: Report) -> str:
-    said, where = report["settings"], report["machine"]
-    drawn = "greedy" if said["temperature"] == 0 else f"temperature {said['temperature']:g} with a seed for each prompt"
+    settings, where = report["settings"], report["machine"]
+    drawn = (
+        "greedy"
+        if settings["temperature"] == 0
+        else f"temperature {settings['temperature']:g} with a seed for each prompt"
+    )
     lines = [
         f"`{report['command']}`",
-        f"{report['created']}, {where['cpu']}, {where['cores']} cores, {said['threads']} threads",
-        f"{said['prompts']} prompts, {said['rounds']} rounds, {drawn}, up to {said['max_tokens']} tokens",
+        f"{report['created']}, {where['cpu']}, {where['cores']} cores, {settings['threads']} threads",
+        f"{settings['prompts']} prompts, {settings['rounds']} rounds, {drawn}, up to {settings['max_tokens']} tokens",
         f"outrider {where['outrider']}" + (f"; commit {where['commit']}" if where["commit"] else ""),
     ]
     rule = (
@@ -158,7 +162,7 @@ def _facts(report: Report) -> str:
     return "  \n".join(lines) + "\n\n" + rule
 
 
-def _throughput(rows: Rows) -> Table:
+def _throughput(rows: Rows) -> ReportTable:
     columns = ("at once", "mode", "tok/s", "against plain", "kept", "tok/step", "text as alone")
     body = [
         (
@@ -171,10 +175,10 @@ def _throughput(rows: Rows) -> Table:
         )
         for row in rows
     ]
-    return Table("Throughput", columns, body, 2)
+    return ReportTable("Throughput", columns, body, 2)
 
 
-def _waiting(rows: Rows) -> Table:
+def _waiting(rows: Rows) -> ReportTable:
     columns = ("at once", "mode", "first: median", "95 %", "token: median", "95 %", "pause: median", "99 %")
     body = [
         (
@@ -184,7 +188,7 @@ def _waiting(rows: Rows) -> Table:
         )
         for row in rows
     ]
-    return Table("Waiting, in milliseconds", columns, body, 2)
+    return ReportTable("Waiting, in milliseconds", columns, body, 2)
 
 
 _SHOWN = (
@@ -197,9 +201,9 @@ _SHOWN = (
 )
 
 
-def _kinds(title: str, rows: Rows) -> Table:
+def _kinds(title: str, rows: Rows) -> ReportTable:
     body = [(row["mode"], row["kind"], reports.speed_up(row), *reports.drafting(row)) for row in rows]
-    return Table(title, ("mode", "kind", "against plain", "kept", "tok/step"), body, 2)
+    return ReportTable(title, ("mode", "kind", "against plain", "kept", "tok/step"), body, 2)
 
 
 def _ms(value: float | None) -> str:
@@ -223,7 +227,7 @@ def _timed(waves: Rows) -> list[dict[str, Any]]:
 
 
 def _keyed(runs: Rows) -> list[dict[str, Any]]:
-    """Runs as `ratios` reads them: text is compared, and the first piece counts as one token."""
+    """Runs as `ratios` reads them: text is compared, and the first chunk counts as one token."""
     return [{**run, "first": 1, "ids": None} for run in runs]
 
 

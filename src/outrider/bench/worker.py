@@ -7,8 +7,8 @@ here, and an engine's file imports its package only inside `load`.
 
 An engine's file has PACKAGES (what must be installed) and `load(config)`, which returns a function
 `generate(mode, ids, max_tokens)`. An answer holds `ids` or `text`, `tokens`, `first` (how many of them came with the
-first piece), `prefill_s`, `decode_s` (from the first piece to the end), `timing` (who looked at the clock: "stream" us,
-"engine" it) and perhaps `stats`.
+first chunk), `prefill_s`, `decode_s` (from the first chunk to the end), `timing` (whose clock: "stream" ours, "engine"
+its own) and perhaps `stats`.
 """
 
 from __future__ import annotations

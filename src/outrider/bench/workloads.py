@@ -16,18 +16,18 @@ _BETWEEN = "\n=====\n"
 
 
 @dataclass(frozen=True)
-class Prompt:
+class BenchPrompt:
     id: str
     kind: str
     text: str
 
 
-def built_in() -> list[Prompt]:
+def built_in() -> list[BenchPrompt]:
     texts = {kind: (_OWN / f"{kind}.txt").read_text(encoding="utf-8").split(_BETWEEN) for kind in KINDS}
-    return [Prompt(f"{kind}-{n}", kind, text.strip()) for kind in KINDS for n, text in enumerate(texts[kind], 1)]
+    return [BenchPrompt(f"{kind}-{n}", kind, text.strip()) for kind in KINDS for n, text in enumerate(texts[kind], 1)]
 
 
-def read_jsonl(path: str | Path) -> list[Prompt]:
+def read_jsonl(path: str | Path) -> list[BenchPrompt]:
     """Lines with question_id, category and turns; the first turn is the prompt."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -43,24 +43,24 @@ def read_jsonl(path: str | Path) -> list[Prompt]:
     return prompts
 
 
-def _parse(path: str | Path, number: int, line: str) -> Prompt:
+def _parse(path: str | Path, number: int, line: str) -> BenchPrompt:
     where = f"{path}, line {number}"
     try:
-        said: Any = json.loads(line)
+        record: Any = json.loads(line)
     except ValueError as error:
         raise OutriderError(f"{where} is not JSON: {error}") from error
-    if not isinstance(said, dict):
+    if not isinstance(record, dict):
         raise OutriderError(f"{where} is not a JSON object with question_id, category and turns")
-    missing = [key for key in ("question_id", "category", "turns") if key not in said]
+    missing = [key for key in ("question_id", "category", "turns") if key not in record]
     if missing:
         raise OutriderError(f"{where} has no {missing[0]!r}; it needs question_id, category and turns")
-    turns = said["turns"]
+    turns = record["turns"]
     if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0].strip():
         raise OutriderError(f"{where}: turns must be a list whose first item is the prompt's text")
-    return Prompt(str(said["question_id"]), str(said["category"]), turns[0])
+    return BenchPrompt(str(record["question_id"]), str(record["category"]), turns[0])
 
 
-def select(prompts: Sequence[Prompt], kinds: Sequence[str] = (), limit: int | None = None) -> list[Prompt]:
+def select(prompts: Sequence[BenchPrompt], kinds: Sequence[str] = (), limit: int | None = None) -> list[BenchPrompt]:
     """The prompts of these kinds (all when none is named), at most `limit` of each."""
     known = list(dict.fromkeys(prompt.kind for prompt in prompts))
     for kind in kinds:

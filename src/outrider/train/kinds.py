@@ -18,7 +18,7 @@ from outrider.train.job import TrainingJob
 from outrider.train.objective import Figures, Lesson
 from outrider.train.teacher import Target
 
-CHAIN, TREE = 5, 16  # nodes of the drafts that are measured: usual lengths in papers, so figures compare
+CHAIN, TREE = 5, 16  # nodes of the drafts that are measured, as in docs/benchmarks
 _LAYERS = {"eagle": 1, "medusa": 1, "draft": 4}  # where none are asked for
 
 

@@ -12,19 +12,7 @@ def load(config: dict[str, Any]) -> Any:
     import xllamacpp
 
     (mode,) = config["modes"]
-    params = xllamacpp.CommonParams()
-    params.model.path = config["model"]
-    params.n_ctx = config["context"]
-    params.n_parallel = 1
-    params.verbosity = 0
-    params.cache_ram_mib = 0  # no prompt is kept for a later request
-    _set_threads(params, config["threads"])
-    kind = _TYPES.get(mode) or mode.upper().replace("-", "_")
-    params.speculative.types = [xllamacpp.common_speculative_type[f"COMMON_SPECULATIVE_TYPE_{kind}"]]
-    if mode == "draft-model":
-        params.speculative.draft.mparams.path = config["draft_model"]
-        _set_threads(params.speculative.draft, config["threads"])
-    server = xllamacpp.Server(params)
+    server = xllamacpp.Server(_params(xllamacpp, mode, config))
 
     def generate(mode: str, ids: list[int], max_tokens: int) -> dict[str, Any]:
         answer = server.handle_completions(
@@ -44,6 +32,22 @@ def load(config: dict[str, Any]) -> Any:
         }
 
     return generate
+
+
+def _params(xllamacpp: Any, mode: str, config: dict[str, Any]) -> Any:
+    params = xllamacpp.CommonParams()
+    params.model.path = config["model"]
+    params.n_ctx = config["context"]
+    params.n_parallel = 1
+    params.verbosity = 0
+    params.cache_ram_mib = 0  # no prompt is kept for a later request
+    _set_threads(params, config["threads"])
+    kind = _TYPES.get(mode) or mode.upper().replace("-", "_")
+    params.speculative.types = [xllamacpp.common_speculative_type[f"COMMON_SPECULATIVE_TYPE_{kind}"]]
+    if mode == "draft-model":
+        params.speculative.draft.mparams.path = config["draft_model"]
+        _set_threads(params.speculative.draft, config["threads"])
+    return params
 
 
 def _set_threads(params: Any, threads: int) -> None:
