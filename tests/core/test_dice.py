@@ -23,7 +23,7 @@ def independent(ours, theirs):
 
 
 def coins(seeds=(0,), positions=(0,), stream=ACCEPT, indices=(0,), sample=0):
-    return [Dice(s, sample).coin(p, stream, i) for s in seeds for p in positions for i in indices]
+    return [Dice(s, sample).uniform(p, stream, i) for s in seeds for p in positions for i in indices]
 
 
 MANY = range(3000)
@@ -57,7 +57,7 @@ def test_seeds_that_are_neighbours_are_independent():
 def test_noise_is_exponential_and_independent_of_coins():
     noise = Dice(3).noise(0, torch.arange(3000))
     assert stats.kstest(noise.numpy(), "expon").pvalue > 1e-4
-    assert independent((-noise).exp().tolist(), [Dice(3).coin(0, ACCEPT, i) for i in MANY])
+    assert independent((-noise).exp().tolist(), [Dice(3).uniform(0, ACCEPT, i) for i in MANY])
 
 
 @given(st.integers(), st.integers(0, 10**6), st.sets(st.integers(0, 200_000), min_size=1, max_size=9))
@@ -71,7 +71,7 @@ def test_a_token_has_the_same_noise_whatever_is_asked_with_it(seed, position, to
 @given(st.integers(), st.integers(0, 10**6), st.integers(0, 10**6))
 def test_noise_and_coins_are_one_generator(seed, position, token):
     """The tensor's arithmetic is that of whole numbers, without overflow."""
-    coin = Dice(seed).coin(position, NOISE, token)
+    coin = Dice(seed).uniform(position, NOISE, token)
     assert 0 < coin < 1
     assert Dice(seed).noise(position, torch.tensor([token])).item() == pytest.approx(-numpy.log(coin), rel=1e-12)
 
@@ -103,13 +103,13 @@ def test_a_certain_token_needs_no_luck():
 
 
 def test_without_a_seed_luck_differs():
-    assert Dice().coin(0, ACCEPT) != Dice().coin(0, ACCEPT)
+    assert Dice().uniform(0, ACCEPT) != Dice().uniform(0, ACCEPT)
 
 
 def test_the_numbers_never_change_silently():
     """A seed that a user has written down must give the same text after an update."""
-    assert [Dice(0).coin(0, stream) for stream in STREAMS] == pytest.approx(COINS, abs=1e-12)
-    assert Dice(2**63 + 5, index=3).coin(123_456, RESIDUAL, 7) == pytest.approx(ODD_COIN, abs=1e-12)
+    assert [Dice(0).uniform(0, stream) for stream in STREAMS] == pytest.approx(COINS, abs=1e-12)
+    assert Dice(2**63 + 5, index=3).uniform(123_456, RESIDUAL, 7) == pytest.approx(ODD_COIN, abs=1e-12)
     assert Dice(42).noise(9, torch.tensor([0, 1, 49_151])).tolist() == pytest.approx(NOISES, abs=1e-12)
 
 

@@ -11,8 +11,8 @@ from outrider.core.dice import RESIDUAL, Dice
 from outrider.core.draft import EMPTY, Draft
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
+from outrider.core.verify import verify
 from outrider.core.verify_batch import Case, _draw, choose, verify_batch
-from outrider.engine.engine import verify
 
 VOCAB = 60
 PLAIN = {True: SamplingParams(99), False: SamplingParams(99, temperature=0.7)}  # nothing changes the logits
@@ -89,7 +89,7 @@ def test_a_residual_is_drawn_with_all_bits_of_the_random_number():
     """Dice.draw compares float64; a number rounded to float32 falls on the other side of some boundaries."""
     for position in range(200):
         dice = Dice(position)
-        number = dice.coin(position, RESIDUAL)
+        number = dice.uniform(position, RESIDUAL)
         rounded = float(torch.tensor(number, dtype=torch.float32))
         if not 0.5 < number < rounded < 1.0:
             continue

@@ -17,10 +17,11 @@ from outrider.core.errors import OutriderError
 from outrider.core.request import Request
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
+from outrider.core.verify import verify
 from outrider.core.verify_batch import Case, verify_batch
 from outrider.drafters.base import Parts
 from outrider.drafters.heads import files as heads
-from outrider.engine.engine import Engine, verify
+from outrider.engine.engine import Engine
 from outrider.engine.pace import Pace
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Feed

@@ -1,4 +1,4 @@
-"""Random numbers keyed by (seed, position), so that a position's luck never depends on the schedule.
+"""Random numbers keyed by (seed, position), so that those of a position never depend on the schedule.
 
 Every number is a hash of (seed, position, stream, index): the k-th token of the vocabulary gets the same noise at a
 position however often, in whatever order, on whatever device and in whatever batch it is asked for.
@@ -46,7 +46,7 @@ def noise(tokens: Tensor, first: int | Tensor, second: int | Tensor) -> Tensor:
 
 
 class Dice:
-    """The luck of one sequence. `index` tells the samples of one request apart."""
+    """The random numbers of one sequence. `index` tells the samples of one request apart."""
 
     def __init__(self, seed: int | None = None, index: int = 0) -> None:
         seed = random.getrandbits(64) if seed is None else seed
@@ -61,7 +61,7 @@ class Dice:
         key = _mix64(self._key ^ _mix64(position * 8 + stream))
         return key >> 32, key & _MASK
 
-    def coin(self, position: int, stream: int, index: int = 0) -> float:
+    def uniform(self, position: int, stream: int, index: int = 0) -> float:
         """A uniform number in (0, 1)."""
         first, second = self.keys(position, stream)
         return (_mix(_mix(index ^ first) ^ second) + 0.5) / _TWO_32
@@ -81,11 +81,11 @@ class Dice:
         return int(support[(self.noise(position, support) / law[support].double()).argmin()])
 
     def draw(self, law: Tensor, position: int, stream: int, index: int = 0) -> int:
-        """Draw from `law` by inverting its distribution function with a coin of its own."""
+        """Draw from `law` by inverting its distribution function with a random number of its own."""
         support = law.nonzero().squeeze(1)
         if support.numel() == 1:
             return int(support)
         cumulative = law[support].double().cumsum(0)
-        point = self.coin(position, stream, index) * float(cumulative[-1])
+        point = self.uniform(position, stream, index) * float(cumulative[-1])
         place = int(torch.searchsorted(cumulative, point, right=True))
         return int(support[min(place, support.numel() - 1)])

@@ -1,4 +1,4 @@
-"""A sequence: its tokens, its rules, its luck, and how it ended. Only the engine appends to it."""
+"""A sequence: its tokens, its rules, its random numbers, and how it ended. Only the engine appends to it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,15 @@ class Token:
     top: tuple[tuple[int, float], ...] = ()  # the likeliest alternatives: (token id, log-probability)
 
 
-@functools.lru_cache(1 << 20)
+# Tokens that are kept as shared objects, for all models of a process. About 300 bytes each with their key, so at most
+# 20 MB; more than the tokens that texts of several models use at a time. To make one takes ten times as long as to
+# find one, and a batch on a GPU writes many thousands in a step (LOG, 2026-11-15: the host's time of a step).
+SHARED_TOKENS = 1 << 16
+
+
+@functools.lru_cache(SHARED_TOKENS)
 def plain_token(id: int, drafter: str | None = None, depth: int = 0) -> Token:
-    """A token that nobody wants to know more of: the same object every time, for there are many."""
+    """A token without log-probabilities: the same object every time, for there are many."""
     return Token(id, drafter, depth)
 
 

@@ -1,19 +1,24 @@
-"""The exact rules: which guessed tokens the target keeps, and its own next token. The reference, written to be read.
+"""The exact rules, and the choice between them: which guessed tokens the target keeps, and its own next token.
 
-Both rules walk down the draft from the last committed token. At a node they ask `law(node)`, the target's distribution
-p of the token after that node in the node's own context, and only there: laws off the path are never computed.
+The reference, written to be read; `verify_batch` gives the same verdicts for many drafts at once. Both rules walk down
+the draft from the last committed token. At a node they ask `law(node)`, the target's distribution p of the token after
+that node in the node's own context, and only there: laws off the path are never computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
+from outrider.core import sampling
 from outrider.core.dice import ACCEPT, RESIDUAL, Dice
 from outrider.core.draft import ROOT, Draft
+from outrider.core.sequence import Sequence, guessed_tokens
 
+Decision = Literal["greedy", "coupled", "rejection"]
 Law = Callable[[int], Tensor]  # node -> [vocab] probabilities of the token after it
 
 
@@ -21,6 +26,40 @@ Law = Callable[[int], Tensor]  # node -> [vocab] probabilities of the token afte
 class Verdict:
     path: tuple[int, ...]  # kept nodes, root down
     token: int  # the target's own token after them
+
+
+def decision(seq: Sequence) -> Decision:
+    """How the sequence's tokens are decided. Greedy decoding needs no random numbers, so its rule does not matter."""
+    return "greedy" if seq.params.greedy else seq.rule
+
+
+def verify(seq: Sequence, draft: Draft, logits: Tensor) -> Verdict:
+    """What the sequence's own rules make of the draft, given the target's logits [1 + nodes, vocab]."""
+    if decision(seq) == "greedy":
+        if not seq.params.adjusts:
+            best = sampling.likeliest(logits)
+            return coupled(draft, lambda node, depth: best[node + 1])
+        return coupled(draft, lambda node, depth: seq.best(logits[node + 1], guessed_tokens(draft, node)))
+
+    def law(node: int) -> Tensor:
+        return seq.law(logits[node + 1], guessed_tokens(draft, node))
+
+    position = len(seq.tokens)
+    if decision(seq) == "coupled":
+        return coupled(draft, lambda node, depth: seq.dice.choose(law(node), position + depth))
+    return rejection(draft, law, seq.dice, position)
+
+
+def verify_each(cases: Iterable[tuple[Sequence, Draft, Tensor]]) -> list[Verdict | Exception]:
+    """`verify` for one after the other; an exception is of one of the caller's own processors."""
+    return [_verdict(*case) for case in cases]
+
+
+def _verdict(seq: Sequence, draft: Draft, logits: Tensor) -> Verdict | Exception:
+    try:
+        return verify(seq, draft, logits)
+    except Exception as error:
+        return error
 
 
 def coupled(draft: Draft, choose: Callable[[int, int], int]) -> Verdict:
@@ -52,10 +91,10 @@ def rejection(draft: Draft, law: Law, dice: Dice, position: int) -> Verdict:
         p = law(node)
         kept = None
         for turn, child in enumerate(draft.children(node)):
-            coin = dice.coin(position + len(path), ACCEPT, turn)
+            number = dice.uniform(position + len(path), ACCEPT, turn)
             token = draft.tokens[child]
             q = None if draft.probs is None else draft.probs[child]
-            if coin * (1.0 if q is None else float(q[token])) < float(p[token]):
+            if number * (1.0 if q is None else float(q[token])) < float(p[token]):
                 kept = child
                 break
             p = _residual(p, q, token)

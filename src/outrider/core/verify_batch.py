@@ -16,7 +16,7 @@ from outrider.core import sampling
 from outrider.core.dice import ACCEPT, RESIDUAL, Dice, noise
 from outrider.core.draft import ROOT, Draft
 from outrider.core.sequence import Sequence, guessed_tokens
-from outrider.core.verify import Verdict, coupled
+from outrider.core.verify import Decision, Verdict, coupled, decision
 
 Best = Callable[[], list[int]]  # argmax of all logits, on the host
 # (laws [n, vocab], the dice of each row, the positions) -> [n] tokens, as Dice.choose would
@@ -70,33 +70,39 @@ def _adjust(case: Case, logits: Tensor) -> None:
 
 
 def _decide(cases: Seq[Case], logits: Tensor, best: Best | None, chooser: Chooser) -> list[Verdict]:
-    greedy = [case for case in cases if case.seq.params.greedy]
-    shared = [case for case in cases if not case.seq.params.greedy and case.seq.rule == "coupled"]
-    tried = [case for case in cases if not case.seq.params.greedy and case.seq.rule == "rejection"]
+    by: dict[Decision, list[Case]] = {"greedy": [], "coupled": [], "rejection": []}
+    for case in cases:
+        by[decision(case.seq)].append(case)
     parts: list[Tensor] = []  # int64, one copy for all of them
-    if greedy and best is None:
+    if by["greedy"] and best is None:
         parts.append(logits.argmax(-1))
-    if shared:
-        parts.append(_chosen(shared, logits, chooser))
-    if tried:
-        parts += _tried(tried, logits)
+    if by["coupled"]:
+        parts.append(_chosen(by["coupled"], logits, chooser))
+    if by["rejection"]:
+        parts += _tried(by["rejection"], logits)
     numbers = torch.cat(parts).tolist() if parts else []
     verdicts: dict[int, Verdict] = {}
     place = 0
-    if greedy:
+    if by["greedy"]:
         chosen = best() if best is not None else numbers
-        verdicts.update((id(case), _walk(case.draft, chosen, case.start)) for case in greedy)
+        verdicts.update((id(case), _walk(case.draft, chosen, case.start)) for case in by["greedy"])
         place = 0 if best is not None else logits.shape[0]
-    for case in shared:
+    for case in by["coupled"]:
         verdicts[id(case)] = _walk(case.draft, numbers, place)
         place += 1 + len(case.draft)
-    rows = sum(1 + len(case.draft) for case in tried)
-    kept, drawn = numbers[place : place + rows], numbers[place + rows :]
-    place = 0
-    for case in tried:
+    verdicts.update(_followed(by["rejection"], numbers[place:]))
+    return [verdicts[id(case)] for case in cases]
+
+
+def _followed(cases: Seq[Case], numbers: list[int]) -> dict[int, Verdict]:
+    """`numbers`: of every row the node that is kept, then of every row the token that is drawn if none is."""
+    rows = sum(1 + len(case.draft) for case in cases)
+    kept, drawn = numbers[:rows], numbers[rows:]
+    verdicts, place = {}, 0
+    for case in cases:
         verdicts[id(case)] = _follow(kept, drawn, place)
         place += 1 + len(case.draft)
-    return [verdicts[id(case)] for case in cases]
+    return verdicts
 
 
 def _walk(draft: Draft, chosen: list[int], start: int) -> Verdict:
@@ -144,13 +150,13 @@ def _tried(cases: Seq[Case], logits: Tensor) -> list[Tensor]:
         rows = torch.tensor(turn.rows, device=device)
         tokens = torch.tensor(turn.tokens, device=device)
         nodes = torch.tensor(turn.nodes, device=device)
-        coins = torch.tensor(turn.coins, device=device, dtype=torch.float64)
+        numbers = torch.tensor(turn.numbers, device=device, dtype=torch.float64)
         laws, own = p[rows], torch.arange(len(turn.rows), device=device)
         q = torch.zeros_like(laws)
         q[own, tokens] = 1.0  # guessed
         for place, law in turn.drawn:
             q[place] = law
-        accept = (coins * q[own, tokens].double() < laws[own, tokens].double()) & (kept[rows] == ROOT)
+        accept = (numbers * q[own, tokens].double() < laws[own, tokens].double()) & (kept[rows] == ROOT)
         rest = (laws - q).clamp(min=0.0)
         total = rest.sum(-1, keepdim=True)
         p[rows] = torch.where(total > 0.0, rest / total.clamp(min=torch.finfo(total.dtype).tiny), laws)
@@ -161,23 +167,23 @@ def _tried(cases: Seq[Case], logits: Tensor) -> list[Tensor]:
 def _draw(laws: Tensor, cases: Seq[Case]) -> Tensor:
     """Dice.draw of the residual for every row."""
     pairs = [(case.seq.dice, position) for case in cases for position in _positions(case)]
-    coins = torch.tensor(
-        [dice.coin(position, RESIDUAL) for dice, position in pairs], device=laws.device, dtype=torch.float64
+    numbers = torch.tensor(
+        [dice.uniform(position, RESIDUAL) for dice, position in pairs], device=laws.device, dtype=torch.float64
     )
     cumulative = laws.double().cumsum(-1)
     whole = cumulative[:, -1:].contiguous()
-    place = torch.searchsorted(cumulative, coins.unsqueeze(1) * whole, right=True).squeeze(1)
+    place = torch.searchsorted(cumulative, numbers.unsqueeze(1) * whole, right=True).squeeze(1)
     return torch.minimum(place, torch.searchsorted(cumulative, whole).squeeze(1))  # the last that can be drawn
 
 
 @dataclass(eq=False)
 class _Turn:
-    """The n-th children of all rows that have so many."""
+    """The n-th child of every row that has at least n children."""
 
     rows: list[int]
     nodes: list[int]
     tokens: list[int]
-    coins: list[float]
+    numbers: list[float]  # uniform random numbers
     drawn: list[tuple[int, Tensor]]  # place in this turn, and the law that the child was drawn from
 
 
@@ -198,6 +204,6 @@ def _turns(cases: Seq[Case]) -> list[_Turn]:
             turn.rows.append(first + 1 + parent)
             turn.nodes.append(node)
             turn.tokens.append(draft.tokens[node])
-            turn.coins.append(dice.coin(positions[parent + 1], ACCEPT, number))
+            turn.numbers.append(dice.uniform(positions[parent + 1], ACCEPT, number))
         first += 1 + len(draft)
     return turns

@@ -46,6 +46,6 @@ class Oracle(Drafter):
         self._said.pop(id, None)
 
     def _guess(self, seq: Sequence, place: int, token: int) -> int:
-        """A place's luck is its own, however often and from wherever it is guessed."""
-        right = seq.dice.coin(seq.prompt + place, DRAFT) < self._options.rate
+        """A place has a random number of its own, however often and from wherever it is guessed."""
+        right = seq.dice.uniform(seq.prompt + place, DRAFT) < self._options.rate
         return token if right else (token + 1) % self._vocab

@@ -14,12 +14,11 @@ from collections.abc import Callable, Sequence as Seq
 import torch
 from torch import Tensor
 
-from outrider.core import sampling
 from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import one_line
-from outrider.core.sequence import Sequence, Token, guessed_tokens, logprobs, plain_token
+from outrider.core.sequence import Sequence, Token, logprobs, plain_token
 from outrider.core.stats import Stats
-from outrider.core.verify import Verdict, coupled, rejection
+from outrider.core.verify import Verdict, verify_each
 from outrider.core.verify_batch import Case, choose, verify_batch
 from outrider.drafters.base import Drafter, Parts, Step
 from outrider.engine.pace import Pace, PassSize
@@ -359,45 +358,18 @@ def _outputs(seqs: Seq[Sequence]) -> int:
     return sum(len(seq.output) for seq in seqs)
 
 
-def verify(seq: Sequence, draft: Draft, logits: Tensor) -> Verdict:
-    """What the sequence's own rules make of the draft, given the target's logits [1 + nodes, vocab]."""
-    if seq.params.greedy:
-        if not seq.params.adjusts:
-            best = sampling.likeliest(logits)
-            return coupled(draft, lambda node, depth: best[node + 1])
-        return coupled(draft, lambda node, depth: seq.best(logits[node + 1], guessed_tokens(draft, node)))
-
-    def law(node: int) -> Tensor:
-        return seq.law(logits[node + 1], guessed_tokens(draft, node))
-
-    position = len(seq.tokens)
-    if seq.rule == "coupled":
-        return coupled(draft, lambda node, depth: seq.dice.choose(law(node), position + depth))
-    return rejection(draft, law, seq.dice, position)
-
-
 def _verdicts(plans: Seq[Plan], drafts: Seq[Draft], outputs: Seq[Output]) -> list[Verdict | Exception | None]:
     """What becomes of each draft; None where there is nothing to judge yet."""
+    last = [place for place, plan in enumerate(plans) if plan.last]
     if not isinstance(outputs, Outputs):
-        return [
-            _verdict(plan.seq, draft, output.logits) if plan.last else None
-            for plan, draft, output in zip(plans, drafts, outputs, strict=True)
-        ]
+        verdicts = verify_each((plans[place].seq, drafts[place], outputs[place].logits) for place in last)
+    else:
+        cases = [Case(plans[place].seq, drafts[place], outputs.starts[place]) for place in last]
+        verdicts = verify_batch(cases, outputs.logits, outputs.best, outputs.choose or choose) if cases else []
     found: list[Verdict | Exception | None] = [None] * len(plans)
-    last = [index for index, plan in enumerate(plans) if plan.last]
-    cases = [Case(plans[index].seq, drafts[index], outputs.starts[index]) for index in last]
-    if cases:
-        verdicts = verify_batch(cases, outputs.logits, outputs.best, outputs.choose or choose)
-        for index, verdict in zip(last, verdicts, strict=True):
-            found[index] = verdict
+    for place, verdict in zip(last, verdicts, strict=True):
+        found[place] = verdict
     return found
-
-
-def _verdict(seq: Sequence, draft: Draft, logits: Tensor) -> Verdict | Exception:
-    try:
-        return verify(seq, draft, logits)
-    except Exception as error:
-        return error
 
 
 def _token(seq: Sequence, id: int, drafter: str | None, depth: int, logits: Tensor | None) -> Token:

@@ -45,7 +45,7 @@ class Outputs(Sequence[Output]):
         self.logits, self.starts = logits, starts  # [judged rows, vocab]; where each feed's begin, and their number
         self.hidden, self.rows = hidden, rows  # [rows, layers, hidden]; where each feed's begin, and their number
         self.best = best  # argmax of the judged rows, if the pass has it already
-        self.choose = choose  # the device's own way to roll the dice for many rows
+        self.choose = choose  # the device's own way to draw the tokens of many rows
         self.first = first  # of its shape: it also compiled and captured, so its time says nothing about the next
 
     def __len__(self) -> int:
