@@ -6,40 +6,16 @@ import threading
 
 import pytest
 import torch
-from tiny import Markov, new_engine, outputs, plainly
+from letters import LETTERS, Letters, Slow, backend
+from tiny import Markov, outputs, plainly
 
 from outrider import drafters
-from outrider.backends.local import Local
 from outrider.core.dice import Dice
 from outrider.core.errors import OutriderError
 from outrider.core.request import Request
 from outrider.core.sampling import SamplingParams
 from outrider.drafters.base import Drafter, Parts
-from outrider.engine.scheduler import Limits
 from outrider.models.base import Outputs
-
-LETTERS = "abcdef"
-
-
-class Letters:
-    """A tokenizer with one token per letter."""
-
-    chat_template = None
-
-    def encode(self, text, add_special_tokens):
-        return [LETTERS.index(letter) for letter in text if letter in LETTERS]
-
-    def decode(self, ids, skip_special_tokens):
-        return "".join(LETTERS[id] for id in ids)
-
-
-def backend(spec="ngram:min_n=1,length=4", tokenizer=True, model=None, ends=frozenset(), **limits):
-    model = model or Markov(seed=3)
-
-    def drafter(spec):
-        return drafters.build(spec, Parts(model, lambda name, quantize: Markov(seed=3)))
-
-    return Local(new_engine(model, drafter(spec), Limits(**limits)), drafter, Letters() if tokenizer else None, ends)
 
 
 @pytest.fixture
@@ -141,20 +117,6 @@ def test_an_async_stream_is_the_same(local):
 
     params = SamplingParams(max_tokens=15)
     assert "".join(asyncio.run(collect())) == local.submit(Request("ab", params=params)).result().text
-
-
-class Slow(Markov):
-    """A model that waits to be told to go on, and never comes to an end of itself."""
-
-    context = 100_000
-
-    def __init__(self):
-        super().__init__(seed=3)
-        self.go = threading.Semaphore(0)
-
-    def forward(self, feeds, layers=()):
-        assert self.go.acquire(timeout=20)
-        return super().forward(feeds, layers)
 
 
 def test_a_reader_that_leaves_does_not_stop_the_others():

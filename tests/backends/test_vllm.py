@@ -1,12 +1,17 @@
 """The vLLM backend as far as it can be seen without vLLM; tests/backends/test_vllm_real.py runs the real one."""
 
+import asyncio
 import importlib.util
-from types import SimpleNamespace
+import sys
+import threading
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from outrider import build
-from outrider.backends.vllm import _count, _Sample, _tokens, refuse
+from outrider.backends.base import BackendLoad
+from outrider.backends.vllm import VLLM, _count, _Sample, _tokens, refuse
 from outrider.core.errors import OutriderError
 from outrider.core.request import Request
 from outrider.core.sampling import SamplingParams
@@ -119,3 +124,111 @@ def test_the_command_line_says_it_in_one_line(command, capsys):
     assert main([*command, "--backend", "vllm"]) == 2
     err = capsys.readouterr().err
     assert (err.count("\n"), "make vllm" in err) == (1, True)
+
+
+class _Engine:
+    """As much of vLLM's AsyncLLM as our backend calls; it writes token 5 until it is told to stop."""
+
+    errored = False
+    model_config = SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 9)
+
+    async def generate(self, prompt, params, id):
+        for count in range(params.max_tokens):
+            last = count + 1 == params.max_tokens
+            part = SimpleNamespace(
+                index=0,
+                token_ids=[5],
+                logprobs=None,
+                finish_reason="length" if last else None,
+                spec_decode_metrics=None,
+            )
+            yield SimpleNamespace(outputs=[part], metrics=None)
+            await asyncio.sleep(0)
+
+    def shutdown(self, timeout):
+        pass
+
+
+@dataclass
+class _Arguments:
+    model: str = ""
+    speculative_config: object = None
+    use_tqdm_on_load: bool = True
+    skip_tokenizer_init: bool = False
+    kv_cache_memory_bytes: int = 0
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """A package named vllm whose engine is the one above."""
+    made = _Engine()
+    for name, content in {
+        "vllm": {"TokensPrompt": dict, "SamplingParams": SimpleNamespace},
+        "vllm.engine.arg_utils": {"AsyncEngineArgs": _Arguments},
+        "vllm.platforms": {"current_platform": SimpleNamespace(device_type="cpu")},
+        "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(DELTA=1)},
+        "vllm.v1.engine.async_llm": {"AsyncLLM": SimpleNamespace(from_engine_args=lambda args: made)},
+    }.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    return made
+
+
+@absent
+class TestRequests:
+    @pytest.fixture
+    def backend(self, engine):
+        backend = VLLM("model", "none", "auto", None, {})
+        yield backend
+        backend.close()
+
+    def ask(self, backend, tokens=3):
+        return backend.submit(Request([1, 2], params=SamplingParams(max_tokens=tokens)))
+
+    def test_tokens_come(self, backend):
+        assert self.ask(backend).result().token_ids == [5, 5, 5]
+        assert backend.describe() == {"context": 64, "vocab_size": 9, "notes": [], "text": False, "chat": False}
+
+    def test_one_that_is_cancelled_in_the_turn_in_which_it_starts_ends(self, backend):
+        """Start and cancel lie in the event loop together: the task is cancelled before its first step."""
+        gate = threading.Event()
+        backend._loop.call_soon_threadsafe(gate.wait)
+        stream = self.ask(backend)
+        stream.cancel()
+        gate.set()
+        ended = threading.Thread(target=stream.result, daemon=True)
+        ended.start()
+        ended.join(20)
+        assert not ended.is_alive(), "it never ends"
+        assert stream.result().finish_reason == "cancelled"
+        assert backend.load().running == 0
+        assert self.ask(backend).result().finish_reason == "length"
+
+    def test_the_load_tells_of_an_engine_that_has_died(self, backend, engine):
+        assert backend.load() == BackendLoad()
+        engine.errored = True
+        assert backend.load().fault == "vLLM's engine has died"
+
+    def test_the_load_tells_when_an_output_last_came(self, backend, engine):
+        begun, go = threading.Event(), threading.Event()
+        real = engine.generate
+
+        async def hangs(*args):
+            begun.set()
+            await asyncio.to_thread(go.wait)
+            async for output in real(*args):
+                yield output
+
+        engine.generate = hangs
+        stream = self.ask(backend)
+        assert begun.wait(20)
+        load = backend.load()
+        assert (load.running, load.slowest_step) == (1, 0.0)
+        assert 0.0 < load.since_step < backend.load().since_step
+        go.set()
+        stream.result()
+        while backend.load().running:
+            threading.Event().wait(0.001)
+        assert backend.load().since_step == 0.0
+        assert backend.load().slowest_step >= load.since_step

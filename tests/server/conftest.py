@@ -23,11 +23,11 @@ from outrider import LLM, SamplingParams
 from outrider.server.app import create_app
 from outrider.server.context import ServerOptions
 from outrider.server.fleet.fleet import Fleet
+from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.fleet.spec import LaunchSpec
-from outrider.server.fleet.supervisor import Limits
 from outrider.settings import Settings
 
-LIMITS = Limits(first_wait=0.05, longest_wait=0.2)
+LIMITS = WorkerLimits(first_wait=0.05, longest_wait=0.2)
 
 
 class Running(Door):
@@ -69,7 +69,7 @@ class Running(Door):
 
 
 @contextlib.contextmanager
-def running(options: ServerOptions = ServerOptions(), limits: Limits = LIMITS, **more: Any) -> Iterator[Running]:
+def running(options: ServerOptions = ServerOptions(), limits: WorkerLimits = LIMITS, **more: Any) -> Iterator[Running]:
     server = Running(Fleet(limits), options, **more)
     try:
         yield server

@@ -16,7 +16,7 @@ import pytest
 
 from outrider.server.context import ServerOptions
 from outrider.server.faces import playground
-from outrider.server.fleet.supervisor import Limits
+from outrider.server.fleet.limits import WorkerLimits
 
 api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'outrider[test]'")
 expect = api.expect
@@ -430,7 +430,7 @@ def test_giving_up_on_a_busy_server(visit, tiny):
 @pytest.fixture(scope="module")
 def frail(serve_all, reciter):
     """One request at a time, and only with the key. The tests below use it in turn; the last one ends it."""
-    server = serve_all(ServerOptions(api_key="secret"), Limits(queue=0, first_wait=0.05, longest_wait=0.2))
+    server = serve_all(ServerOptions(api_key="secret"), WorkerLimits(queue=0, first_wait=0.05, longest_wait=0.2))
     server.launch(reciter, uid="tiny", max_batch=1, draft="none")
     return server
 

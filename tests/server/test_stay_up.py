@@ -21,7 +21,7 @@ from outrider.server.app import create_app
 from outrider.server.context import ServerOptions
 from outrider.server.errors import Timeout
 from outrider.server.fleet.fleet import Fleet
-from outrider.server.fleet.supervisor import Limits
+from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.responses import time_limit
 
 ENDLESS = {"prompt": "the red fox", "max_tokens": 8000, "ignore_eos": True, "temperature": 0}
@@ -132,7 +132,7 @@ class TestVanishingClients:
 
 class TestLimits:
     def test_a_full_queue_says_when_to_come_back(self, serve, quick):
-        server = serve(limits=Limits(queue=1))
+        server = serve(limits=WorkerLimits(queue=1))
         server.launch(quick, max_batch=1)
         with contextlib.ExitStack() as stack:
             for _ in range(2):

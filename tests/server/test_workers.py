@@ -22,8 +22,8 @@ from outrider.core.sequence import Token
 from outrider.core.stats import Stats
 from outrider.server.errors import Gone
 from outrider.server.fleet import wire
+from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.fleet.pieces import Pieces
-from outrider.server.fleet.supervisor import Limits
 from outrider.server.speedup import estimated_speedup
 
 
@@ -181,7 +181,7 @@ class Reader(threading.Thread):
 
 def test_a_worker_is_killed_under_load(serve, quick):
     """Its clients hear of it while it is gone, the other model's streams go on, and it comes back."""
-    server = serve(limits=Limits(first_wait=4.0))
+    server = serve(limits=WorkerLimits(first_wait=4.0))
     server.launch(quick, uid="a")
     server.launch(quick, uid="b")
     hit, others = [Reader(server, "a") for _ in range(6)], [Reader(server, "b") for _ in range(3)]
@@ -209,7 +209,7 @@ def test_a_worker_is_killed_under_load(serve, quick):
 
 
 def test_a_worker_that_hangs_is_ended(serve, quick):
-    server = serve(limits=Limits(first_wait=0.05, silence=2.0))
+    server = serve(limits=WorkerLimits(first_wait=0.05, silence=2.0))
     server.launch(quick, uid="tiny")
     reader = Reader(server, "tiny")
     server.wait_for(lambda: len(reader.events) > 3)

@@ -5,11 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from outrider.core.errors import OutriderError
 from outrider.core.request import Chunk, Message, Prompt, Request, Result
+
+
+class BackendStopped(OutriderError):
+    """Nothing can run on this backend any more; a new one has to be loaded, in a new process for a lost device."""
 
 
 class Stream:
@@ -105,13 +112,64 @@ class Stream:
                 waker()
 
 
+@dataclass(frozen=True)
+class BackendLoad:
+    """How busy a backend is, and whether its engine still steps."""
+
+    running: int = 0  # sequences in the batch
+    waiting: int = 0  # sequences that wait for a place in it
+    cache: float = 0.0  # share of the keys and values that running sequences may need
+    row_seconds: float = 0.0  # what one more row costs in a pass; 0: not known
+    since_step: float = 0.0  # seconds since a step ended; 0: there is nothing to do
+    slowest_step: float = 0.0  # seconds of the slowest step so far; 0: none has ended
+    fault: str = ""  # why the backend has stopped for good; "": it has not
+
+
+class StepClock:
+    """How long the engine has been at its present step. The engine's thread writes it, any thread reads it."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._begun: float | None = None  # None: there is nothing to do
+        self.slowest = 0.0  # seconds
+
+    def tick(self) -> None:
+        """A step has ended (if one was under way), and the next begins."""
+        begun, self._begun = self._begun, self._now()
+        if begun is not None:
+            self.slowest = max(self.slowest, self._begun - begun)
+
+    def stop(self) -> None:
+        """There is nothing to do."""
+        self._begun = None
+
+    @property
+    def waited(self) -> float:
+        """Seconds since the last step ended; 0 while there is nothing to do."""
+        begun = self._begun
+        return 0.0 if begun is None else self._now() - begun
+
+
 class Backend(Protocol):
     tokenizer: Any  # None: prompts are token ids
     notes: tuple[str, ...]  # what a user should know about how the model was loaded
 
     @property
     def context(self) -> int:
-        """The most tokens a sequence can have."""
+        """The most tokens a sequence can have, as the model was trained."""
+        ...
+
+    @property
+    def longest(self) -> int:
+        """The most tokens a sequence can have here: the context, or what the cache memory holds."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What a user may want to know of the model: context, notes, chat, text; vocab_size, num_layers where known."""
+        ...
+
+    def load(self) -> BackendLoad:
+        """How busy it is now. Any thread may ask, also while a step hangs."""
         ...
 
     def encode(self, prompt: Prompt, special: bool = True) -> list[int]: ...
@@ -125,7 +183,7 @@ class Backend(Protocol):
         ...
 
     def submit(self, request: Request) -> Stream:
-        """Start a request; an OutriderError says why it can never run."""
+        """Start a request; an OutriderError says why it can never run, BackendStopped that none can any more."""
         ...
 
     def close(self) -> None:

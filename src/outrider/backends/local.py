@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, replace
+from typing import Any
 
-from outrider.backends.base import Stream
+from outrider.backends.base import BackendLoad, BackendStopped, StepClock, Stream
+from outrider.backends.faults import FaultCounter
 from outrider.backends.reader import Reader
 from outrider.backends.text import Writer
 from outrider.core.dice import Dice
@@ -32,6 +35,7 @@ class _Job:
     sent: list[int]
 
 
+_logger = logging.getLogger("outrider")
 _ids = itertools.count()  # of sequences
 IDLE = 8  # drafters that requests have named and nobody uses now: so many are kept
 
@@ -55,6 +59,7 @@ class Local(Reader):
         self._places: dict[int, tuple[_Job, int]] = {}  # sequence id -> its job, and which sample it is
         self._users: dict[str, int] = {}  # drafter that requests have named -> requests under way; the last used last
         self._thread: threading.Thread | None = None
+        self._clock, self._faults, self._fault = StepClock(), FaultCounter(), ""
         if engine.overlaps:
             engine.meanwhile = lambda: self._deliver(engine.scheduler.running)
         self._lock, self._building, self._counting = threading.Lock(), threading.Lock(), threading.Lock()
@@ -69,9 +74,12 @@ class Local(Reader):
             self._let_go(request.draft)
             raise
         with self._lock:  # or the thread could end between the two
-            self._start()
-            self._inbox.put(job)
-        return job.stream
+            if not self._fault:
+                self._start()
+                self._inbox.put(job)
+                return job.stream
+        self._let_go(request.draft)
+        raise BackendStopped(f"the engine has stopped ({self._fault}); load the model again in a new process")
 
     def _job(self, request: Request) -> _Job:
         params = self._resolve(request.params)
@@ -109,6 +117,26 @@ class Local(Reader):
     @property
     def context(self) -> int:
         return self.engine.model.context
+
+    @property
+    def longest(self) -> int:
+        model = self.engine.model
+        return min(model.context, model.capacity - self.engine.scheduler.limits.room)
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "num_layers": self.engine.model.num_layers}
+
+    def load(self) -> BackendLoad:
+        scheduler, pace = self.engine.scheduler, self.engine.pace
+        return BackendLoad(
+            len(scheduler.running),
+            len(scheduler.waiting),
+            scheduler.reserved / self.engine.model.capacity,
+            0.0 if pace is None else pace.cost.more(1),
+            self._clock.waited,
+            self._clock.slowest,
+            self._fault,
+        )
 
     def _resolve(self, params: SamplingParams) -> SamplingParams:
         """Bad words as tokens, and every token id within the vocabulary."""
@@ -162,25 +190,37 @@ class Local(Reader):
             self._thread.start()
 
     def _run(self) -> None:
-        """The engine's thread: take in, step, deliver. Whatever goes wrong ends requests, never the thread."""
-        while True:
-            try:
-                if not self._take_in():
-                    break
-                if self.engine.busy:
-                    ended = self.engine.step()
-                    # where passes overlap with what we do here, readers of the others wake up during the next one:
-                    # now they would take the interpreter from the thread that has to start it
-                    self._deliver(ended if self.engine.overlaps else [*self.engine.scheduler.running, *ended])
-            except Exception as error:
-                self._abandon(error)
+        """The engine's thread, until the backend is closed or a failure leaves it without a device."""
+        while self._turn():
+            pass
+        self._clock.stop()
+        if self._fault:
+            self._refuse_the_rest()
+            return
         for seq in [*self.engine.scheduler.running, *self.engine.scheduler.waiting]:
             self._deliver(self.engine.cancel(seq.id))
+
+    def _turn(self) -> bool:
+        """Take in, step, deliver. What goes wrong ends requests, not the thread. False: the thread is to end."""
+        try:
+            if not self._take_in():
+                return False
+            if self.engine.busy:
+                ended = self.engine.step()
+                self._faults.succeeded()
+                # where passes overlap with what we do here, readers of the others wake up during the next one:
+                # now they would take the interpreter from the thread that has to start it
+                self._deliver(ended if self.engine.overlaps else [*self.engine.scheduler.running, *ended])
+        except Exception as error:
+            _logger.exception("a pass failed")
+            self._abandon(error)
+        self._clock.tick()
+        return not self._fault
 
     def _take_in(self) -> bool:
         """New requests and cancellations; waits for one when there is nothing to do. False: close."""
         while not self.engine.busy or not self._inbox.empty():
-            item = self._inbox.get()
+            item = self._next()
             if item is None:
                 return False
             if isinstance(item, _Job):
@@ -192,16 +232,46 @@ class Local(Reader):
                     self._deliver(self.engine.cancel(seq.id))
         return True
 
+    def _next(self) -> _Job | tuple[_Job] | None:
+        if self.engine.busy or not self._inbox.empty():
+            return self._inbox.get()
+        self._clock.stop()
+        item = self._inbox.get()
+        self._clock.tick()
+        return item
+
     def _abandon(self, error: Exception) -> None:
-        """A pass failed (out of memory, say): the sequences in it end with the reason, the waiting ones go on."""
+        """A pass failed (out of memory, say): the sequences in it end with the reason, the waiting ones go on, unless
+        no pass can succeed any more."""
         reason = f"the pass failed: {one_line(error, named=True)}"
-        waiting = {seq.id for seq in self.engine.scheduler.waiting}
+        if self._faults.failed(error):
+            self._fault = reason
+        waiting = {seq.id for seq in self.engine.scheduler.waiting} if not self._fault else set()
         hit = [job.seqs[index] for id, (job, index) in self._places.items() if id not in waiting]
         for seq in hit:
             if seq.finish is None:
                 seq.fail(reason)
-        self.engine.sweep()
+        self._sweep()
         self._deliver(hit)
+
+    def _sweep(self) -> None:
+        """Free the memory of what has ended; a model that cannot even do that cannot go on."""
+        if self._fault:  # freeing may touch the device that is lost
+            return
+        try:
+            self.engine.sweep()
+        except Exception as error:
+            _logger.exception("sequences could not be freed")
+            self._fault = f"sequences could not be freed: {one_line(error, named=True)}"
+
+    def _refuse_the_rest(self) -> None:
+        """Requests that came in while the engine stopped."""
+        with self._lock:  # a request that is handed in now is in the inbox, or sees the fault
+            while not self._inbox.empty():
+                item = self._inbox.get()
+                if isinstance(item, _Job):
+                    self._let_go(item.request.draft)
+                    item.stream.finish(BackendStopped(self._fault))
 
     def _deliver(self, seqs: Seq[Sequence]) -> None:
         for seq in seqs:

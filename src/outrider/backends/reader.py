@@ -14,6 +14,26 @@ from outrider.models.tokenizer import Tokenizer
 class Reader:
     tokenizer: Tokenizer | None  # None: prompts are token ids
     vocab_size: int
+    notes: tuple[str, ...]
+
+    @property
+    def context(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def longest(self) -> int:
+        """The most tokens a sequence can have here."""
+        return self.context
+
+    def describe(self) -> dict[str, Any]:
+        """What a user may want to know of the model."""
+        return {
+            "context": self.context,
+            "vocab_size": self.vocab_size,
+            "notes": list(self.notes),
+            "text": self.tokenizer is not None,
+            "chat": bool(getattr(self.tokenizer, "chat_template", None)),
+        }
 
     def encode(self, prompt: Prompt, special: bool = True) -> list[int]:
         if not isinstance(prompt, str):

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from outrider.backends.base import Stream
+from outrider.backends.base import BackendLoad, BackendStopped, StepClock, Stream
 from outrider.backends.reader import Reader
 from outrider.backends.speculation import to_vllm
 from outrider.backends.text import Writer
@@ -100,6 +100,8 @@ class VLLM(Reader):
         self.tokenizer, self.notes, self._draft, self._ends = tokenizer, tuple(notes), draft, ends
         self._speculation = None if speculation is None else dict(speculation)
         self._jobs: set[_Job] = set()
+        self._clock = StepClock()
+        self._engine: Any = None  # while it is open
         self._ids = itertools.count()
         self._lock = threading.Lock()
         for name, value in _QUIET.items():
@@ -121,6 +123,11 @@ class VLLM(Reader):
     @property
     def context(self) -> int:
         return int(self._engine.model_config.max_model_len)
+
+    def load(self) -> BackendLoad:
+        """vLLM tells neither its queue nor its cache; a step has ended when an output comes."""
+        fault = "vLLM's engine has died" if self._engine is not None and self._engine.errored else ""
+        return BackendLoad(len(self._jobs), 0, 0.0, 0.0, self._clock.waited, self._clock.slowest, fault)
 
     def prepare(self, draft: str) -> None:
         if draft not in ("", self._draft) and not _same(draft, self._draft):
@@ -149,7 +156,7 @@ class VLLM(Reader):
     def _post(self, call: Any, job: _Job) -> None:
         with self._lock:
             if not self._thread.is_alive():
-                raise OutriderError("vLLM has been closed")
+                raise BackendStopped("vLLM has been closed")
             self._loop.call_soon_threadsafe(call, job)
 
     def _arguments(self, model: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,15 +194,28 @@ class VLLM(Reader):
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         self._engine.shutdown(timeout=CLOSE)
-        del self._engine  # or it would shut itself down once more when the interpreter ends
+        self._engine = None  # or it would shut itself down once more when the interpreter ends
 
     def _start(self, job: _Job) -> None:
         for other in self._jobs:
             other.alone = job.alone = False
+        if not self._jobs:
+            self._clock.tick()
         self._jobs.add(job)
         job.before = self._counters()
         job.task = asyncio.ensure_future(self._run(job))
-        job.task.add_done_callback(lambda _: self._jobs.discard(job))
+        job.task.add_done_callback(lambda _: self._done(job))
+
+    def _done(self, job: _Job) -> None:
+        """A task that is cancelled before its first step never enters `_run`: its stream ends here."""
+        self._jobs.discard(job)
+        if not self._jobs:
+            self._clock.stop()
+        if not job.stream.done:
+            try:
+                self._end(job, "cancelled")
+            except Exception as error:  # of a tokenizer
+                job.stream.finish(OutriderError(f"the text could not be written: {one_line(error, named=True)}"))
 
     def _cancel(self, job: _Job) -> None:
         if job.task is not None:
@@ -209,6 +229,7 @@ class VLLM(Reader):
         try:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
+                    self._clock.tick()
                     self._take(job, output)
                     if all(sample.finish is not None for sample in job.samples):
                         break

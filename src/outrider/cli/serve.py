@@ -152,8 +152,8 @@ def serve(
     from outrider.server import registry as registries
     from outrider.server.access import Access
     from outrider.server.context import LAUNCH_DEFAULTS, ServerOptions
+    from outrider.server.fleet.limits import WorkerLimits
     from outrider.server.fleet.spec import LaunchSpec
-    from outrider.server.fleet.supervisor import Limits
     from outrider.server.log import configure
     from outrider.server.run import Plan, run
 
@@ -192,7 +192,7 @@ def serve(
             allow_hub,
             {name: getattr(settings, name) for name in (*LAUNCH_DEFAULTS, *VLLM_DEFAULTS)},
         ),
-        Limits(queue=max_queue),
+        WorkerLimits(queue=max_queue),
         known,
         state,
         grace,

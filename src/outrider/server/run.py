@@ -16,8 +16,8 @@ from outrider.core.errors import OutriderError
 from outrider.server.app import create_app
 from outrider.server.context import ServerOptions
 from outrider.server.fleet.fleet import Fleet
+from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.fleet.spec import LaunchSpec
-from outrider.server.fleet.supervisor import Limits
 from outrider.server.log import log
 from outrider.server.registry import BUILT_IN, Registry
 from outrider.server.state import State
@@ -31,7 +31,7 @@ class Plan:
     port: int = 8000
     models: Sequence[LaunchSpec] = ()
     options: ServerOptions = ServerOptions()
-    limits: Limits = Limits()
+    limits: WorkerLimits = WorkerLimits()
     registry: Registry = BUILT_IN
     state: Path | None = None
     grace: float = 60.0  # seconds that running requests get when the server is told to end

@@ -13,8 +13,9 @@ from typing import Any
 from outrider.core.errors import OutriderError
 from outrider.core.request import Request
 from outrider.server.errors import Exists, Gone, Unknown
+from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.fleet.spec import LaunchSpec
-from outrider.server.fleet.supervisor import Fit, Limits, ServerStream, Worker
+from outrider.server.fleet.supervisor import Fit, ServerStream, Worker
 from outrider.server.metrics import Metrics
 
 UID = re.compile(r"[\w][\w.:/@+-]{0,127}")
@@ -40,7 +41,7 @@ class Description:
 
 
 class Fleet:
-    def __init__(self, limits: Limits = Limits(), metrics: Metrics | None = None) -> None:
+    def __init__(self, limits: WorkerLimits = WorkerLimits(), metrics: Metrics | None = None) -> None:
         self.limits, self.metrics = limits, metrics or Metrics()
         self.draining = False
         self.changed: list[Callable[[], None]] = []  # told after a launch or a termination, for the state file

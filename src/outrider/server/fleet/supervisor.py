@@ -16,24 +16,16 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from outrider.backends.base import BackendLoad
 from outrider.core.errors import OutriderError
 from outrider.core.request import Chunk, Request, Result
 from outrider.server.errors import Busy, Failed, Gone
 from outrider.server.fleet import wire
+from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.fleet.spec import LaunchSpec, settings_as_dict
 from outrider.server.log import log
 from outrider.server.metrics import Metrics
 from outrider.server.speedup import estimated_speedup
-
-
-@dataclass(frozen=True)
-class Limits:
-    queue: int = 256  # sequences that may wait for a place in a model's batch
-    load: float = 1800.0  # seconds that loading may take
-    silence: float = 30.0  # seconds without a sign of life after which a worker counts as dead
-    first_wait: float = 0.5  # seconds before a dead worker is started again; doubled each time it dies soon after
-    longest_wait: float = 30.0
-    steady: float = 60.0  # a worker that has lived so long starts again at once
 
 
 @dataclass(frozen=True)
@@ -127,6 +119,7 @@ class Process:
     def __init__(self, uid: str, child: subprocess.Popen[bytes], reader: Any, writer: Any) -> None:
         self.uid, self.child, self._reader, self._writer = uid, child, reader, writer
         self.heard = time.monotonic()
+        self.ended_for = ""  # why we have ended it; "": it was not us
         self.printed: deque[str] = deque(maxlen=20)  # the last lines on its stderr
         self._listener = asyncio.create_task(self._listen())
 
@@ -170,7 +163,7 @@ class Process:
         if said is None:
             raise OutriderError(f"the worker of {self.uid} ended while it loaded: {await self.how_it_ended()}")
         if "ready" not in said:
-            raise OutriderError(said.get("failed", "the worker talks nonsense"))
+            raise OutriderError(said.get("failed", "its worker sent something else than ready or failed first"))
         return dict(said["ready"])
 
     async def how_it_ended(self) -> str:
@@ -181,6 +174,8 @@ class Process:
         except subprocess.TimeoutExpired:
             self.kill()
             code = await asyncio.to_thread(self.child.wait)
+        if self.ended_for:
+            return self.ended_for
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         return f"{how}: {self.printed[-1]}" if self.printed else how
 
@@ -193,6 +188,11 @@ class Process:
         await asyncio.gather(self._listener, return_exceptions=True)
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
+
+    def end_for(self, why: str) -> None:
+        """It has failed: end it, and the supervisor starts another."""
+        self.ended_for = self.ended_for or why
+        self.kill()
 
     def kill(self) -> None:
         """With all that it has started."""
@@ -227,7 +227,7 @@ async def _line(lines: asyncio.StreamReader) -> str:
 class Worker:
     """A launched model, through all lives of its process."""
 
-    def __init__(self, spec: LaunchSpec, limits: Limits, metrics: Metrics) -> None:
+    def __init__(self, spec: LaunchSpec, limits: WorkerLimits, metrics: Metrics) -> None:
         self.spec, self._limits, self._metrics = spec, limits, metrics
         self.uid, self.status, self.reason = spec.uid, "loading", ""
         self.created, self.restarts = int(time.time()), 0
@@ -348,24 +348,25 @@ class Worker:
         try:
             while (said := await self._process.receive()) is not None:
                 self._hear(said)
-        except Exception as error:  # a worker that talks nonsense is as good as dead
-            log("nonsense", level="error", model=self.uid, reason=f"{type(error).__name__}: {error}")
-            self._process.kill()
+                if why := self._limits.overdue(BackendLoad(**said["load"])):
+                    self._process.end_for(why)
+        except Exception as error:  # a worker whose frames cannot be read is as good as dead
+            self._process.end_for(f"a frame of its worker could not be read: {type(error).__name__}: {error}")
         finally:
             watchdog.cancel()
         self.status = "restarting"
-        self.drop("its worker has died")
+        self._metrics.up.labels(self.uid).set(0)
+        self.drop(self._process.ended_for or "its worker has died")
         return await self._process.how_it_ended()
 
     async def _watch(self, process: Process) -> None:
-        """A process that says nothing for long hangs: end it, and the rest follows."""
+        """A process that sends nothing for long hangs: end it, and the rest follows."""
         while time.monotonic() - process.heard < self._limits.silence:
             await asyncio.sleep(self._limits.silence / 10)
-        process.printed.append(f"no sign of life for {self._limits.silence:g} s")
-        process.kill()
+        process.end_for(f"no frame came from its worker for {self._limits.silence:g} s")
 
     def _hear(self, said: wire.Json) -> None:
-        self._note(said["load"])
+        self._note(BackendLoad(**said["load"]))
         for token, piece in said.get("pieces", {}).items():
             self.pieces[int(token)] = piece.encode() if isinstance(piece, str) else bytes(piece)
         self.special.update(said.get("special", ()))
@@ -381,10 +382,14 @@ class Worker:
         for id, reason in said.get("failed", ()):
             self._finish(id, Failed(reason))
 
-    def _note(self, load: Mapping[str, Any]) -> None:
+    def _note(self, load: BackendLoad) -> None:
         """How full it is."""
-        self.running, self.waiting = load["running"], load["waiting"]
-        self.row_seconds, self.cache = load.get("row_seconds", 0.0), load.get("cache", 0.0)
+        self.running, self.waiting, self.cache, self.row_seconds = (
+            load.running,
+            load.waiting,
+            load.cache,
+            load.row_seconds,
+        )
         self._metrics.running.labels(self.uid).set(self.running)
         self._metrics.waiting.labels(self.uid).set(self.waiting)
         self._metrics.cache.labels(self.uid).set(self.cache)

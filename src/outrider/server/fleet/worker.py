@@ -9,19 +9,19 @@ into one. When the server is gone the process ends.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import signal
 import socket
 import sys
 import threading
-import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from outrider import build, drafters
-from outrider.backends.base import Stream
+from outrider.backends.base import Backend, BackendStopped, Stream
 from outrider.core.errors import OutriderError, one_line
 from outrider.core.request import Request
 from outrider.core.sequence import Token
@@ -29,7 +29,8 @@ from outrider.server.fleet import wire
 from outrider.server.fleet.pieces import Pieces
 from outrider.settings import from_mapping
 
-BEAT = 1.0  # seconds between signs of life
+_logger = logging.getLogger("outrider.worker")
+BEAT = 1.0  # seconds between frames while there is nothing to send: each tells the load, and when a step last ended
 TAKERS = 4  # threads that tokenize and check new requests: one that loads a draft model holds nobody up
 
 
@@ -57,7 +58,7 @@ class Sender(Protocol):
 class Session:
     """The requests of one worker."""
 
-    def __init__(self, link: Sender, backend: Any) -> None:
+    def __init__(self, link: Sender, backend: Backend) -> None:
         self._link, self._backend = link, backend
         self._news: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
         self._streams: dict[int, Stream] = {}
@@ -65,7 +66,7 @@ class Session:
         self._cancelled: set[int] = set()  # those of them that nobody wants any more
         self._showing: set[int] = set()  # requests that want the text of every token
         self._takers = ThreadPoolExecutor(TAKERS, "outrider-taker")
-        self._pieces = Pieces(getattr(backend, "tokenizer", None))
+        self._pieces = Pieces(backend.tokenizer)
         self._shown: set[int] = set()  # tokens whose text the server has
         self._lock = threading.Lock()
 
@@ -78,16 +79,22 @@ class Session:
         elif "cancel" in said:
             self._cancel(said["cancel"])
 
-    def send(self) -> None:
-        """Wait for news, and send all there are as one frame; without any, a sign of life."""
+    def send(self) -> str:
+        """Wait for news, and send all there are as one frame; without any, a frame with the load alone.
+
+        Why the backend has stopped for good, once every request has heard of it; "" while it has not.
+        """
         news = self._wait()
-        frame: dict[str, Any] = {"load": self._load()}
+        load = self._backend.load()
+        frame: dict[str, Any] = {"load": asdict(load)}
         for kind, id, content in news:
             if kind != "woken":
                 frame.setdefault(kind, []).append([id, content])
         for id in dict.fromkeys(id for kind, id, _ in news if kind == "woken"):
             self._empty(id, frame)
         self._link.send(frame)
+        with self._lock:
+            return "" if self._streams or self._coming else load.fault
 
     def _wait(self) -> list[tuple[str, int, Any]]:
         news = []
@@ -100,13 +107,16 @@ class Session:
     def _take(self, id: int, said: wire.Json, fit: wire.Json) -> None:
         try:
             stream = self._backend.submit(self._fitted(wire.request_from_json(said), fit))
+        except BackendStopped as error:
+            self._news.put(("failed", id, str(error)))
+            self._came(id)
         except OutriderError as error:
-            self._came(id)
             self._news.put(("refused", id, str(error)))
-        except Exception as error:
             self._came(id)
-            traceback.print_exc()
+        except Exception as error:
+            _logger.exception("a request could not be taken in")
             self._news.put(("failed", id, one_line(error, named=True)))
+            self._came(id)
         else:
             self._accept(id, stream, fit["pieces"])
 
@@ -118,7 +128,7 @@ class Session:
         request = replace(request, prompt=ids, messages=None)
         if not fit["clip"]:
             return request
-        most = max(1, min(request.params.max_tokens, self._most - len(ids)))
+        most = max(1, min(request.params.max_tokens, self._backend.longest - len(ids)))
         params = replace(request.params, max_tokens=most, min_tokens=min(request.params.min_tokens, most))
         return replace(request, params=params)
 
@@ -127,14 +137,6 @@ class Session:
             return list(self._backend.render(request.messages))
         assert request.prompt is not None
         return list(self._backend.encode(request.prompt))
-
-    @property
-    def _most(self) -> int:
-        """Tokens that a sequence can have."""
-        engine = getattr(self._backend, "engine", None)
-        if engine is None:
-            return int(self._backend.context)
-        return min(engine.model.context, engine.model.capacity - engine.scheduler.limits.room)
 
     def _accept(self, id: int, stream: Stream, pieces: bool) -> None:
         with self._lock:
@@ -203,34 +205,10 @@ class Session:
             except UnicodeDecodeError:
                 pieces[id] = list(piece)
 
-    def _load(self) -> wire.Json:
-        engine = getattr(self._backend, "engine", None)
-        if engine is None:
-            return {"running": len(self._streams), "waiting": 0}
-        pace = engine.pace
-        return {
-            "running": len(engine.scheduler.running),
-            "waiting": len(engine.scheduler.waiting),
-            "cache": engine.scheduler.reserved / engine.model.capacity,
-            "row_seconds": 0.0 if pace is None else pace.cost.more(1),
-        }
 
-
-def describe(backend: Any) -> wire.Json:
-    """What the server wants to know of the model."""
-    tokenizer = getattr(backend, "tokenizer", None)
-    said: wire.Json = {
-        "pid": os.getpid(),
-        "notes": list(getattr(backend, "notes", ())),
-        "chat": bool(getattr(tokenizer, "chat_template", None)),
-        "text": tokenizer is not None,
-        "context": backend.context,
-        "drafters": drafters.names(),
-    }
-    engine = getattr(backend, "engine", None)
-    if engine is not None:
-        said |= {"vocab_size": engine.model.vocab_size, "num_layers": engine.model.num_layers}
-    return said
+def describe(backend: Backend) -> wire.Json:
+    """What the server wants to know of the model and of this process."""
+    return {"pid": os.getpid(), "drafters": drafters.names(), **backend.describe()}
 
 
 def main(fd: int) -> None:
@@ -245,14 +223,16 @@ def main(fd: int) -> None:
         backend = build.backend(from_mapping(first["settings"]))
     except Exception as error:
         if not isinstance(error, OutriderError):
-            traceback.print_exc()
+            _logger.exception("the model could not be loaded")
         link.send({"failed": str(error) if isinstance(error, OutriderError) else one_line(error, named=True)})
         return
     session = Session(link, backend)
     opened.set_result(session)
     link.send({"ready": describe(backend)})
-    while True:
-        session.send()
+    while not (fault := session.send()):
+        pass
+    _logger.error(fault)  # the last line on stderr: the server tells it as the reason why the worker ended
+    os._exit(1)
 
 
 def _read(link: Link, opened: Future[Session]) -> None:

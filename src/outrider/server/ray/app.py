@@ -28,8 +28,8 @@ from outrider.core.errors import OutriderError, one_line
 from outrider.server import log
 from outrider.server.app import create_app
 from outrider.server.context import ServerOptions
+from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.fleet.spec import LaunchSpec, settings_as_dict
-from outrider.server.fleet.supervisor import Limits
 from outrider.server.ray.fleet import RayFleet
 from outrider.server.ray.replica import Replica
 from outrider.server.ray.scale import Scale
@@ -49,7 +49,7 @@ class Inside:
 
     spec: LaunchSpec
     options: ServerOptions
-    limits: Limits
+    limits: WorkerLimits
     registry: Registry
     level: str = "info"
 
@@ -121,7 +121,7 @@ def application(args: Mapping[str, Any]) -> serve.Application:
     choice = BUILT_IN.choose(settings.model)
     spec = LaunchSpec(replace(settings, model=choice.source), uid or choice.name, (choice.name,), choice.family())
     options = ServerOptions(api_key=os.environ.get("OUTRIDER_API_KEY", ""))
-    return assemble(Inside(spec, options, Limits(), BUILT_IN), Scale.of(replicas, cpus, gpus, settings))
+    return assemble(Inside(spec, options, WorkerLimits(), BUILT_IN), Scale.of(replicas, cpus, gpus, settings))
 
 
 def run(plan: Plan, scale: Scale, address: str, level: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from ray import serve
@@ -13,13 +12,15 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from outrider.backends.base import BackendLoad
 from outrider.core.errors import one_line
 from outrider.core.request import Request, Result
 from outrider.server.errors import Bad, Failed, Gone
 from outrider.server.fleet import wire
 from outrider.server.fleet.fleet import Fleet
+from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.fleet.spec import LaunchSpec
-from outrider.server.fleet.supervisor import Fit, Limits, ServerStream, Worker
+from outrider.server.fleet.supervisor import Fit, ServerStream, Worker
 from outrider.server.log import log
 from outrider.server.metrics import Metrics
 from outrider.server.ray.replica import DEALT
@@ -32,13 +33,13 @@ class RayWorker(Worker):
     """The replicas of a model, as if they were one worker."""
 
     def __init__(
-        self, spec: LaunchSpec, limits: Limits, metrics: Metrics, handle: DeploymentHandle, place: tuple[str, str]
+        self, spec: LaunchSpec, limits: WorkerLimits, metrics: Metrics, handle: DeploymentHandle, place: tuple[str, str]
     ) -> None:
         super().__init__(spec, limits, metrics)
         self._handle, self._place = handle.options(stream=True), place
         self._describe = handle.describe
         self.replicas = 0  # that run
-        self._loads: dict[str, Mapping[str, Any]] = {}  # by replica
+        self._loads: dict[str, BackendLoad] = {}  # by replica
         self._followers: dict[int, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
@@ -99,17 +100,18 @@ class RayWorker(Worker):
             follower.cancel()
         if not self._streams:
             self._loads.clear()
-            super()._note({"running": 0, "waiting": 0, "row_seconds": self.row_seconds})
+            super()._note(BackendLoad(row_seconds=self.row_seconds))
 
     def _hear(self, said: wire.Json) -> None:
-        self._loads[said["replica"]] = said["load"]
+        self._loads[said["replica"]] = BackendLoad(**said["load"])
         super()._hear(said)
 
-    def _note(self, load: Mapping[str, Any]) -> None:
+    def _note(self, load: BackendLoad) -> None:
         """All replicas together; the fullest cache counts."""
         loads = self._loads.values()
-        total = {key: sum(each[key] for each in loads) for key in ("running", "waiting")}
-        super()._note({**load, **total, "cache": max(each.get("cache", 0.0) for each in loads)})
+        running, waiting = sum(each.running for each in loads), sum(each.waiting for each in loads)
+        cache = max(each.cache for each in loads)
+        super()._note(dataclasses.replace(load, running=running, waiting=waiting, cache=cache))
 
     async def _supervise(self) -> None:
         """Ray starts dead replicas again; here is only told how many run."""
@@ -139,7 +141,9 @@ class RayWorker(Worker):
 class RayFleet(Fleet):
     """One model, given at the start."""
 
-    def __init__(self, spec: LaunchSpec, limits: Limits, handle: DeploymentHandle, place: tuple[str, str]) -> None:
+    def __init__(
+        self, spec: LaunchSpec, limits: WorkerLimits, handle: DeploymentHandle, place: tuple[str, str]
+    ) -> None:
         super().__init__(limits)
         spec = dataclasses.replace(spec, uid=self._new_uid(spec))
         self._worker = self._workers[spec.uid] = RayWorker(spec, limits, self.metrics, handle, place)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import socket
 import threading
-import traceback
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
 from outrider import build
 from outrider.core.sequence import Token
 from outrider.server.fleet import wire
+from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.fleet.worker import Session, describe
 from outrider.settings import from_mapping
 
+_logger = logging.getLogger("outrider.worker")
 DEALT = ("accepted", "chunks", "results", "refused", "failed")  # what a frame has for single requests
 LAST = ("results", "refused", "failed")
 
@@ -55,6 +57,8 @@ class Replica:
         """Ray asks every few seconds, and starts another replica in place of one that raises."""
         if not self._sender.is_alive():
             raise RuntimeError(f"the replica sends nothing any more: {self._fault}")
+        if why := WorkerLimits().overdue(self._backend.load()):
+            raise RuntimeError(why)
 
     def send(self, message: wire.Json) -> None:
         """The session's link; called by the sending thread."""
@@ -63,11 +67,11 @@ class Replica:
 
     def _send(self) -> None:
         try:
-            while True:
-                self._session.send()
+            while not self._fault:
+                self._fault = self._session.send()
         except Exception as error:
             self._fault = f"{type(error).__name__}: {error}"
-            traceback.print_exc()
+            _logger.exception("frames could not be sent")
 
     def _deal(self, frame: wire.Json) -> None:
         """To each request its part; the load and the texts of tokens are for all."""

@@ -1,0 +1,32 @@
+"""How long a worker may take for what it does, before it counts as dead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.backends.base import BackendLoad
+
+SLACK = 20  # times the slowest step so far: a long prompt's chunk costs many times a step of one token
+
+
+@dataclass(frozen=True)
+class WorkerLimits:
+    """Seconds, where nothing else is said."""
+
+    queue: int = 256  # sequences that may wait for a place in a model's batch
+    load: float = 1800.0  # loading may take this long: large models come from slow disks
+    silence: float = 30.0  # without a frame from the worker, which sends one every second: its process hangs
+    # Without the end of a step while sequences run: the engine's thread hangs. A pass over 512 tokens of a prompt takes
+    # a 7B model two minutes on two cores; nothing that works was seen to take longer.
+    step: float = 180.0
+    first_step: float = 600.0  # the same until the first step has ended: kernels are compiled, weights are read in
+    first_wait: float = 0.5  # before a dead worker is started again; doubled each time it dies soon after
+    longest_wait: float = 30.0
+    steady: float = 60.0  # a worker that has lived this long starts again at once
+
+    def overdue(self, load: BackendLoad) -> str:
+        """Why the engine counts as hung; "" while it does not."""
+        limit = max(self.step, SLACK * load.slowest_step) if load.slowest_step else self.first_step
+        if load.since_step <= limit:
+            return ""
+        return f"no step has ended for {load.since_step:.0f} s while sequences ran"
