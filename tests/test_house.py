@@ -233,11 +233,13 @@ def empty_package(path: Path) -> bool:
 
 
 def drafter_names(src: Path) -> set[str]:
-    """The keys of the table in drafters/__init__.py."""
+    """The keys of the table in drafters/__init__.py: literals, or constants of that file."""
+    named = {}
     for node in ast.walk(ast.parse((src / "drafters" / "__init__.py").read_text())):
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TABLE":
-            return set(ast.literal_eval(node.value))
-    return set()
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            named[node.targets[0].id] = node.value
+    keys = [named[key.id] if isinstance(key, ast.Name) else key for key in named["TABLE"].keys]
+    return {ast.literal_eval(key) for key in keys}
 
 
 def named_drafters(src: Path) -> list[str]:
@@ -540,7 +542,7 @@ def test_a_package_with_code_needs_a_line(tmp_path):
     assert "PLAN.md: no line for core/__init__.py" in undescribed(src, plan)
 
 
-TABLE = 'TABLE = {"none": "a:A", "ngram": "b:B", "eagle": "c:C"}'
+TABLE = 'PLAIN = "none"\nTABLE = {PLAIN: "a:A", "ngram": "b:B", "eagle": "c:C"}'
 
 
 @pytest.mark.parametrize(
