@@ -24,7 +24,7 @@ class Harmful(Drafter):
         self._forward, parts.target.forward = parts.target.forward, self.forward
         self._asked = set()
 
-    def propose(self, seqs, rooms):
+    def propose(self, seqs, budgets):
         self._asked = {seq.params.max_tokens for seq in seqs}
         while HANG in self._asked:
             time.sleep(0.01)

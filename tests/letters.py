@@ -8,7 +8,7 @@ from tiny import Markov, new_engine
 
 from outrider import drafters
 from outrider.backends.local import Local
-from outrider.drafters.base import Parts
+from outrider.drafters.base import BuildContext
 from outrider.engine.scheduler import Limits
 
 LETTERS = "abcdef"
@@ -30,7 +30,7 @@ def backend(spec="ngram:min_n=1,length=4", tokenizer=True, model=None, ends=froz
     model = model or Markov(seed=3)
 
     def drafter(spec):
-        return drafters.build(spec, Parts(model, lambda name, quantize: Markov(seed=3)))
+        return drafters.build(spec, BuildContext(model, lambda name, quantize: Markov(seed=3)))
 
     return Local(new_engine(model, drafter(spec), Limits(**limits)), drafter, Letters() if tokenizer else None, ends)
 

@@ -8,7 +8,7 @@ import numpy as np
 import tiny
 import torch
 
-from outrider.drafters.base import Parts
+from outrider.drafters.base import BuildContext
 from outrider.models import quant
 from outrider.models.gguf import GGUFTensor
 from outrider.models.load import Place, load
@@ -85,4 +85,4 @@ def family_heads(kind, bits):
 
 def parts(kind, bits):
     model, models = family(kind, bits)
-    return Parts(model, lambda name, quantize: models[name], heads=family_heads(kind, bits))
+    return BuildContext(model, lambda name, quantize: models[name], heads=family_heads(kind, bits))

@@ -16,7 +16,7 @@ from tiny import Markov, outputs, plainly, prompts, run
 
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
-from outrider.drafters.base import Parts
+from outrider.drafters.base import BuildContext
 
 ROOT = Path(__file__).parents[1]
 
@@ -105,7 +105,7 @@ def test_the_drafter_of_the_guide_is_exact():
     exec(compile(block, "docs/guides/drafters.md", "exec"), scope)
     echo, model = scope["Echo"], Markov(seed=4)
     seqs = [Sequence(i, tokens, SamplingParams(max_tokens=20)) for i, tokens in enumerate(prompts(8, vocab=6))]
-    engine = run(model, echo(echo.Options(), Parts(model, load=None)), seqs)
+    engine = run(model, echo(echo.Options(), BuildContext(model, load=None)), seqs)
     assert engine.stats.drafted > 0
     assert outputs(seqs) == outputs([plainly(model, seq.tokens[: seq.prompt], seq.params) for seq in seqs])
 

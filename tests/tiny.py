@@ -14,7 +14,7 @@ from outrider import drafters
 from outrider.core.draft import Draft
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
-from outrider.drafters.base import Drafter, Parts
+from outrider.drafters.base import BuildContext, Drafter
 from outrider.drafters.eagle.head import EagleConfig, EagleHead
 from outrider.drafters.medusa.head import MedusaConfig, MedusaHead
 from outrider.engine.engine import Engine
@@ -113,7 +113,7 @@ def family(kind):
 
 def parts(kind):
     _, model, models = family(kind)
-    return Parts(model, lambda name, quantize: models[name], heads=family_heads(kind))
+    return BuildContext(model, lambda name, quantize: models[name], heads=family_heads(kind))
 
 
 @functools.cache
@@ -237,7 +237,7 @@ def outputs(seqs):
 def plainly(model, tokens, params=SamplingParams(), **more):
     """What plain decoding writes after the tokens."""
     seq = Sequence(0, list(tokens), params, **more)
-    run(model, Drafter(Drafter.Options(), Parts(model, load=None)), [seq])
+    run(model, Drafter(Drafter.Options(), BuildContext(model, load=None)), [seq])
     return seq
 
 
@@ -328,8 +328,8 @@ class Scripted(Drafter):
     def __init__(self, oracle, vocab, drawn=False, nodes=9):
         self._oracle, self._vocab, self._drawn, self._nodes = oracle, vocab, drawn, nodes
 
-    def propose(self, seqs, rooms):
-        return [self._propose(seq, min(room, self._nodes)) for seq, room in zip(seqs, rooms, strict=True)]
+    def propose(self, seqs, budgets):
+        return [self._propose(seq, min(budget, self._nodes)) for seq, budget in zip(seqs, budgets, strict=True)]
 
     def _propose(self, seq, count):
         # numbers that differ from place to place and from sequence to sequence, independent of the sequence's dice

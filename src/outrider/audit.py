@@ -288,7 +288,7 @@ class _Bench:
     def _run(
         self, prompts: list[Tokens], params: SamplingParams, draft: str, predictions: list[Tokens] | None = None
     ) -> list[Result]:
-        expected = predictions if drafters.find(draft.partition(":")[0]).expects else None
+        expected = predictions if drafters.find(draft.partition(":")[0]).reads_prediction else None
         results = self.llm.generate(prompts, params, draft=draft, prediction=expected, progress=False)
         failed = next((result for result in results if result.finish_reason == "error"), None)
         if failed is not None:

@@ -15,7 +15,7 @@ from outrider.backends import speculation
 from outrider.backends.base import Backend
 from outrider.backends.local import Local
 from outrider.core.errors import OutriderError
-from outrider.drafters.base import Drafter, Foreign, Parts
+from outrider.drafters.base import BuildContext, Drafter, RetokenizedModel
 from outrider.engine.engine import Engine
 from outrider.engine.pace import Pace
 from outrider.engine.scheduler import Limits
@@ -104,7 +104,7 @@ def local(settings: Settings) -> Local:
     foreign: WeakKeyDictionary[Model, Tokenizer] = WeakKeyDictionary()  # those of another vocabulary
     notes = list(loaded.notes)
 
-    def draft_model(name: str, quantize: str, tokenizer: str = "") -> Model | Foreign:
+    def draft_model(name: str, quantize: str, tokenizer: str = "") -> Model | RetokenizedModel:
         """One copy serves all drafters that name it: what it caches goes by sequence."""
         model = draft_models.get((name, quantize, tokenizer))
         if model is None:
@@ -118,11 +118,11 @@ def local(settings: Settings) -> Local:
                 check_vocabularies(loaded, other, name)
             model = draft_models[name, quantize, tokenizer] = other.model
         if model in foreign and loaded.tokenizer is not None:
-            return Foreign(model, foreign[model], loaded.tokenizer)
+            return RetokenizedModel(model, foreign[model], loaded.tokenizer)
         return model
 
     def drafter(spec: str) -> Drafter:
-        return drafters.build(spec, Parts(loaded.model, draft_model, settings.model))
+        return drafters.build(spec, BuildContext(loaded.model, draft_model, settings.model))
 
     engine = Engine(
         loaded.model,

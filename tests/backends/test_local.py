@@ -14,7 +14,7 @@ from outrider.core.dice import Dice
 from outrider.core.errors import OutriderError
 from outrider.core.request import Request
 from outrider.core.sampling import SamplingParams
-from outrider.drafters.base import Drafter, Parts
+from outrider.drafters.base import BuildContext, Drafter
 from outrider.models.base import Outputs
 
 
@@ -310,7 +310,7 @@ def test_a_backend_that_was_closed_opens_again(local):
 
 
 def test_the_plain_drafter_is_a_drafter():
-    assert isinstance(drafters.build("none", Parts(None, None)), Drafter)
+    assert isinstance(drafters.build("none", BuildContext(None, None)), Drafter)
 
 
 def test_a_drafter_that_cannot_forget_loses_no_request(local, monkeypatch, caplog):

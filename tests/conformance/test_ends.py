@@ -24,7 +24,7 @@ from outrider import drafters
 from outrider.core.errors import OutriderError
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
-from outrider.drafters.base import Drafter, Parts
+from outrider.drafters.base import BuildContext, Drafter
 from outrider.engine.scheduler import Limits
 
 COUNT = 16
@@ -158,7 +158,7 @@ def small():
 class TestMemory:
     def test_a_sequence_that_never_fits_is_refused(self):
         model = small()
-        engine = new_engine(model, Drafter(Drafter.Options(), Parts(model, None)), Limits(room=64))
+        engine = new_engine(model, Drafter(Drafter.Options(), BuildContext(model, None)), Limits(room=64))
         assert model.capacity == 300
         for prompt, count, reason in [
             (0, 1, "empty"),
@@ -174,7 +174,9 @@ class TestMemory:
     def test_a_queue_larger_than_memory_drains(self, spec):
         model = small()
         drafter = (
-            Scripted(lambda seq, guessed: 0, VOCAB) if spec == "scripted" else drafters.build(spec, Parts(model, None))
+            Scripted(lambda seq, guessed: 0, VOCAB)
+            if spec == "scripted"
+            else drafters.build(spec, BuildContext(model, None))
         )
         engine = new_engine(model, drafter, Limits(room=10))
         seqs = [Sequence(i, list(PROMPT), SamplingParams(max_tokens=20 + i % 60)) for i in range(30)]
@@ -214,7 +216,7 @@ def test_drafters_keep_nothing_of_a_sequence_that_ended(spec):
 def test_a_draft_model_with_a_shorter_context_stops_drafting_there():
     model = ours(reference("llama", seed=3))
     short = ours(reference("llama", seed=3, max_position_embeddings=32))
-    drafter = drafters.build("draft_model:model=short,length=4", Parts(model, lambda name, quantize: short))
+    drafter = drafters.build("draft_model:model=short,length=4", BuildContext(model, lambda name, quantize: short))
     seq = Sequence(0, list(PROMPT), SamplingParams(max_tokens=24))
     run(model, drafter, [seq])
     assert outputs([seq]) == [plain()[:24]]

@@ -30,7 +30,7 @@ from outrider import drafters
 from outrider.core.dice import Dice
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
-from outrider.drafters.base import Parts
+from outrider.drafters.base import BuildContext
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Feed
 
@@ -99,7 +99,7 @@ def build(spec):
 
         return Scripted(oracle, VOCAB, drawn=spec == "scripted:drawn", nodes=5)
     return drafters.build(
-        spec, Parts(target(), lambda name, quantize: draft_models()[name], heads=random_heads(target()))
+        spec, BuildContext(target(), lambda name, quantize: draft_models()[name], heads=random_heads(target()))
     )
 
 
@@ -148,7 +148,7 @@ def test_the_law_of_a_real_forward(rule, spec):
         model.free(-1)
         return output.logits[0]
 
-    drafter = drafters.build(spec, Parts(model, lambda name, quantize: others[name], heads=random_heads(model)))
+    drafter = drafters.build(spec, BuildContext(model, lambda name, quantize: others[name], heads=random_heads(model)))
     samples, _ = sample(drafter, rule, params, 600, model=model)
     assert_follows(samples, continuations(logits, PROMPT, SamplingParams(**params), LENGTH))
 

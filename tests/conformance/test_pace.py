@@ -9,7 +9,7 @@ from outrider import drafters
 from outrider.core.dice import Dice
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
-from outrider.drafters.base import Parts
+from outrider.drafters.base import BuildContext
 from outrider.engine.engine import Engine
 from outrider.engine.pace import Cost, Pace
 from outrider.engine.scheduler import Limits
@@ -51,7 +51,7 @@ def build(spec):
         return Scripted(
             lambda seq, guessed: int(best[tuple([*seq.tokens, *guessed][-2:])]), 6, spec == "scripted:drawn", 6
         )
-    return drafters.build(spec, Parts(MODEL, lambda name, quantize: OTHERS[name], heads=random_heads(MODEL)))
+    return drafters.build(spec, BuildContext(MODEL, lambda name, quantize: OTHERS[name], heads=random_heads(MODEL)))
 
 
 def run(spec, seqs, pace):

@@ -69,7 +69,7 @@ def test_what_is_cut_is_a_tree(draft, room):
     assert cut.tokens == draft.tokens[:room]
     assert cut.depths() == draft.depths()[:room]
     assert torch.equal(cut.mask(), draft.mask()[:room, :room])
-    assert (cut.sources, cut.chances) == (draft.sources[:room], draft.chances[:room])
+    assert (cut.sources, cut.acceptance) == (draft.sources[:room], draft.acceptance[:room])
     assert (cut.probs is None) == (draft.probs is None)
     if draft.probs is not None:
         assert torch.equal(cut.probs, draft.probs[:room])
@@ -86,7 +86,7 @@ def test_nodes_that_stay_keep_what_they_are(draft, data):
     for new, old in enumerate(kept):
         assert [rest.tokens[i] for i in rest.path(new)] == [draft.tokens[i] for i in draft.path(old)]
         assert rest.sources[new : new + 1] == draft.sources[old : old + 1]
-        assert rest.chances[new : new + 1] == draft.chances[old : old + 1]
+        assert rest.acceptance[new : new + 1] == draft.acceptance[old : old + 1]
         assert draft.probs is None or torch.equal(rest.probs[new], draft.probs[old])
     assert len(rest) == len(kept)
 
@@ -113,7 +113,7 @@ def test_only_a_chain_is_a_chain(draft):
         (dict(tokens=(1, 2), parents=(1, -1)), "parent must come before"),
         (dict(tokens=(1,), parents=(-1,), probs=torch.ones(2, 3)), "1 tokens but 2 laws"),
         (dict(tokens=(1,), parents=(-1,), sources=("a", "b")), "1 tokens but 2 sources"),
-        (dict(tokens=(1,), parents=(-1,), chances=(0.5, 0.5)), "1 tokens but 2 chances"),
+        (dict(tokens=(1,), parents=(-1,), acceptance=(0.5, 0.5)), "1 tokens but 2 acceptances"),
     ],
 )
 def test_what_is_not_a_tree_is_refused(fields, reason):

@@ -30,7 +30,7 @@ from outrider.core.dice import Dice
 from outrider.core.errors import OutriderError
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
-from outrider.drafters.base import Drafter, Parts
+from outrider.drafters.base import BuildContext, Drafter
 from outrider.drafters.eagle.drafter import Eagle
 from outrider.drafters.eagle.native_runner import PackedRunner
 from outrider.drafters.eagle.torch_runner import DenseRunner
@@ -350,7 +350,7 @@ def test_drafts_are_the_same_whether_or_not_a_chain_is_one_call(head, monkeypatc
     assert max(map(len, drafts[0])) == 4
     assert [draft.tokens for draft in drafts[0]] == [draft.tokens for draft in drafts[1]]
     for ours, theirs in zip(*drafts, strict=True):
-        assert ours.chances == pytest.approx(theirs.chances, abs=1e-5)
+        assert ours.acceptance == pytest.approx(theirs.acceptance, abs=1e-5)
 
 
 def alone(target, drafter):
@@ -386,7 +386,7 @@ def test_nodes_hang_where_the_head_is_confident():
     first = [token for token, parent in zip(draft.tokens, draft.parents, strict=True) if parent < 0]
     assert len(set(first)) == len(first)
     assert max(draft.depths()) <= 4
-    assert all(0 < chance < 1 for chance in draft.chances)
+    assert all(0 < chance < 1 for chance in draft.acceptance)
 
 
 def test_stop_ends_a_chain_that_is_unlikely_to_be_reached():
@@ -410,7 +410,7 @@ def test_chances_of_drawn_tokens_do_not_depend_on_the_draw():
             seq.dice = Dice(i)
         drafts = drafter.propose(seqs, [5] * 20)
     assert len({draft.tokens for draft in drafts}) > 3
-    assert len({round(draft.chances[0], 5) for draft in drafts}) == 1
+    assert len({round(draft.acceptance[0], 5) for draft in drafts}) == 1
     assert all(draft.probs is not None for draft in drafts)
 
 
@@ -421,8 +421,8 @@ class Recording(Drafter):
         self.inner, self.layers, self.forget = inner, inner.layers, inner.forget
         self.last, self.paths = [], []
 
-    def propose(self, seqs, rooms):
-        self.last = self.inner.propose(seqs, rooms)
+    def propose(self, seqs, budgets):
+        self.last = self.inner.propose(seqs, budgets)
         return self.last
 
     def observe(self, step):
@@ -450,7 +450,9 @@ def test_a_draft_begins_from_the_states_of_what_was_kept():
 def test_drawn_tokens_are_kept_as_often_as_rejection_promises(head):
     """The sum of min(p, q). A drawn token treated as guessed would stay exact, and be kept less often."""
     target = Markov(seed=1)
-    drafter = Recording(drafters.build(f"eagle:head={head},length=2", Parts(target, None, heads=random_heads(target))))
+    drafter = Recording(
+        drafters.build(f"eagle:head={head},length=2", BuildContext(target, None, heads=random_heads(target)))
+    )
     params = SamplingParams(max_tokens=6, temperature=1.2, top_k=5)
     seqs = [Sequence(i, [0, 1, 2, 0, 1], params, dice=Dice(500 + i), rule="rejection") for i in range(1500)]
     engine = new_engine(target, drafter, Limits(batch=10_000, piece=10**6))
@@ -513,10 +515,10 @@ class InVain(Drafter):
         self.inner, self.asks, self.layers = inner, asks, inner.layers
         self.observe, self.forget = inner.observe, inner.forget
 
-    def propose(self, seqs, rooms):
+    def propose(self, seqs, budgets):
         if self.asks:
-            self.inner.propose(seqs, rooms)
-        return super().propose(seqs, rooms)
+            self.inner.propose(seqs, budgets)
+        return super().propose(seqs, budgets)
 
 
 def test_a_long_prompt_is_taken_in_piece_by_piece(monkeypatch):
@@ -531,7 +533,7 @@ def test_a_long_prompt_is_taken_in_piece_by_piece(monkeypatch):
             assert drafter._states[0].waiting == (90 if piece == 512 else 3)
             drafts += drafter.propose(seqs, [5])
     assert drafts[0].tokens == drafts[1].tokens
-    assert drafts[0].chances == pytest.approx(drafts[1].chances, abs=1e-4)
+    assert drafts[0].acceptance == pytest.approx(drafts[1].acceptance, abs=1e-4)
 
 
 def test_lookup_is_taken_where_it_promises_more_and_the_head_elsewhere():
@@ -591,19 +593,19 @@ def test_options_that_cannot_work_are_refused(options, reason):
 
 def test_a_target_that_cannot_be_read_is_refused():
     with pytest.raises(OutriderError, match="llama-like target"):
-        drafters.build("eagle:head=eagle", Parts(family("gpt2")[1], None, heads=random_heads(model())))
+        drafters.build("eagle:head=eagle", BuildContext(family("gpt2")[1], None, heads=random_heads(model())))
 
 
 def test_without_a_shipped_head_the_error_says_how_to_get_one():
     with pytest.raises(OutriderError, match="outrider train eagle --model tiny --out DIR"):
-        drafters.build("eagle", Parts(model(), None, "tiny"))
+        drafters.build("eagle", BuildContext(model(), None, "tiny"))
 
 
 @pytest.mark.native
 def test_quantised_heads_beside_a_dense_target():
     packable = packs.saved(packs.reference("llama"), packs.tiny.CPU).model
     drafter = Eagle(
-        Eagle.Options(head="own", quantize="int8"), Parts(packable, None, heads={"own": eagle_head(packable)})
+        Eagle.Options(head="own", quantize="int8"), BuildContext(packable, None, heads={"own": eagle_head(packable)})
     )
     assert isinstance(drafter._runner, PackedRunner)
 

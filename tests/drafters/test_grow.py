@@ -71,7 +71,7 @@ def test_the_likeliest_nodes_are_kept(work, size):
     (grown,) = grow(runner, [0], root(), offers(head, WORDS), DEPTH, [size], 0.0)
     runner.free(0)
     assert set(paths_of(grown, head)) == set(best)
-    for path, chance in zip(paths_of(grown, head), grown.chances, strict=True):
+    for path, chance in zip(paths_of(grown, head), grown.acceptance, strict=True):
         assert chance == pytest.approx(math.exp(reach[path] - reach[path[:-1]]), rel=1e-3)
 
 
@@ -82,7 +82,7 @@ def test_every_node_has_the_chance_that_it_has_on_its_own_path(work):
     runner.free(0)
     paths = paths_of(grown, head)
     assert len(paths) == len(set(paths)) == WORDS + 2 * WORDS * WORDS
-    for path, chance in zip(paths, grown.chances, strict=True):
+    for path, chance in zip(paths, grown.acceptance, strict=True):
         assert chance == pytest.approx(math.exp(reach[path] - reach[path[:-1]]), rel=1e-3)
 
 

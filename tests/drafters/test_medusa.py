@@ -12,7 +12,7 @@ from outrider.core.dice import Dice
 from outrider.core.errors import OutriderError
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
-from outrider.drafters.base import Parts
+from outrider.drafters.base import BuildContext
 from outrider.drafters.medusa.drafter import Medusa, grow_paths
 from outrider.models.native.packed import Packed
 from outrider.train import medusa
@@ -47,7 +47,7 @@ def test_a_tree_cannot_have_more_nodes_than_there_are():
 
 
 def proposed(head, options="", prompt=None):
-    parts = Parts(model(), None, heads={"own": head})
+    parts = BuildContext(model(), None, heads={"own": head})
     drafter = drafters.build(f"medusa:head=own{options}", parts)
     engine = new_engine(model(), drafter)
     seq = Sequence(0, list(prompt or prompts(1)[0]), SamplingParams(max_tokens=20))
@@ -153,7 +153,7 @@ def test_what_cannot_work_is_refused(spec, reason):
 def test_beside_a_packed_target_the_output_matrix_is_packed():
     target = packs.family("llama", 4)[0]
     head = medusa_head(target, torch.arange(0, 40)).requires_grad_(False)
-    drafter = Medusa(Medusa.Options(head="own"), Parts(target, None, heads={"own": head}))
+    drafter = Medusa(Medusa.Options(head="own"), BuildContext(target, None, heads={"own": head}))
     seqs = [Sequence(i, tokens, SamplingParams(max_tokens=12)) for i, tokens in enumerate(prompts(4))]
     run(target, drafter, seqs)
     assert outputs(seqs) == outputs([plainly(target, seq.tokens[: seq.prompt], seq.params) for seq in seqs])

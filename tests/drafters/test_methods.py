@@ -9,13 +9,13 @@ from tiny import Markov, outputs, run
 from outrider import drafters
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence, Token
-from outrider.drafters.base import Parts
+from outrider.drafters.base import BuildContext
 from outrider.drafters.ngram import Recent
 from outrider.drafters.odds import AGREED, ALONE, DIFFERED, MOST
 
 
 def build(spec, target=None, **models):
-    return drafters.build(spec, Parts(target or Markov(), lambda name, quantize: models[name]))
+    return drafters.build(spec, BuildContext(target or Markov(), lambda name, quantize: models[name]))
 
 
 def guess(drafter, tokens, room=20, **more):

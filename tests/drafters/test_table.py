@@ -5,7 +5,7 @@ from tiny import SPECS, Markov, random_heads
 
 from outrider import drafters
 from outrider.core.errors import OutriderError
-from outrider.drafters.base import Drafter, Parts
+from outrider.drafters.base import BuildContext, Drafter
 from outrider.drafters.draft_model import DraftModel
 from outrider.drafters.ngram import Ngram
 
@@ -121,7 +121,7 @@ def test_a_refusal_repeats_little_of_what_is_long():
 )
 def test_values_that_cannot_work_are_refused(spec, reason):
     with pytest.raises(OutriderError, match=reason):
-        drafters.build(spec, Parts(Markov(), lambda name, quantize: Markov()))
+        drafters.build(spec, BuildContext(Markov(), lambda name, quantize: Markov()))
 
 
 @pytest.mark.parametrize("spec", [spec for specs in SPECS.values() for spec in specs])
@@ -129,9 +129,11 @@ def test_a_draft_is_never_larger_than_its_room(spec):
     from outrider.core.sequence import Sequence
 
     target = Markov()
-    drafter = drafters.build(spec, Parts(target, lambda name, quantize: Markov(seed=1), heads=random_heads(target)))
+    drafter = drafters.build(
+        spec, BuildContext(target, lambda name, quantize: Markov(seed=1), heads=random_heads(target))
+    )
     seqs = [Sequence(i, [0, 1, 2, 0, 1, 2], prediction=(0, 1, 2, 3)) for i in range(4)]
-    rooms = [0, 1, 2, 50]
-    for draft, room in zip(drafter.propose(seqs, rooms), rooms, strict=True):
-        assert len(draft) <= room
+    budgets = [0, 1, 2, 50]
+    for draft, budget in zip(drafter.propose(seqs, budgets), budgets, strict=True):
+        assert len(draft) <= budget
     assert all(seq.tokens == [0, 1, 2, 0, 1, 2] for seq in seqs)  # drafters never write into a sequence

@@ -23,7 +23,7 @@ from outrider import LLM, OutriderError, drafters
 from outrider.core.dice import Dice
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
-from outrider.drafters.base import Foreign, Parts
+from outrider.drafters.base import BuildContext, RetokenizedModel
 from outrider.drafters.retokenize import UNFINISHED, Translation, Words
 from outrider.engine.scheduler import Limits
 from outrider.models import sources
@@ -251,8 +251,10 @@ def target():
 
 
 def drafter(length=4, draft=narrow, model=None):
-    found = Foreign(model or taught(draft, 4)[1], draft(), wide())
-    return drafters.build(f"draft_model:model=other,length={length}", Parts(target()[1], lambda name, quantize: found))
+    found = RetokenizedModel(model or taught(draft, 4)[1], draft(), wide())
+    return drafters.build(
+        f"draft_model:model=other,length={length}", BuildContext(target()[1], lambda name, quantize: found)
+    )
 
 
 def prompts():
@@ -299,8 +301,10 @@ def test_the_same_seed_gives_the_same_tokens(length, limits):
 
 def test_a_draft_is_never_larger_than_its_room():
     """Even where few tokens of the draft model are many of the target's."""
-    found = Foreign(target()[1], wide(), narrow())
-    model = drafters.build("draft_model:model=x,length=8", Parts(Markov(len(narrow())), lambda name, quantize: found))
+    found = RetokenizedModel(target()[1], wide(), narrow())
+    model = drafters.build(
+        "draft_model:model=x,length=8", BuildContext(Markov(len(narrow())), lambda name, quantize: found)
+    )
     seqs = [Sequence(i, narrow().encode(TEXT)[:40]) for i in range(4)]
     sizes = [len(draft) for draft in model.propose(seqs, [0, 1, 2, 50])]
     assert sizes[:3] == [0, 1, 2]
@@ -331,8 +335,8 @@ LAWS = {
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])
 def test_every_short_continuation_has_its_exact_probability(rule, law):
     model, params, prompt = Markov(6, seed=1), SamplingParams(**LAWS[law], max_tokens=3), [0, 3, 2, 0, 1]
-    found = Foreign(Markov(3, seed=2), letters(), letters("ab", "bc", "ca"))
-    spelled = drafters.build("draft_model:model=x,length=4", Parts(model, lambda name, quantize: found))
+    found = RetokenizedModel(Markov(3, seed=2), letters(), letters("ab", "bc", "ca"))
+    spelled = drafters.build("draft_model:model=x,length=4", BuildContext(model, lambda name, quantize: found))
     seqs = [Sequence(i, list(prompt), params, dice=Dice(1000 + i), rule=rule) for i in range(800)]
     engine = run(model, spelled, seqs, Limits(batch=1000, piece=100_000))
     assert_follows(list(map(tuple, outputs(seqs))), continuations(model.logits, prompt, params, 3))

@@ -8,7 +8,7 @@ from tiny import Markov, Scripted, drain, new_engine, outputs, plainly, run
 from outrider.core.draft import Draft
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
-from outrider.drafters.base import Drafter, Parts
+from outrider.drafters.base import BuildContext, Drafter
 from outrider.engine.engine import Engine
 from outrider.engine.pace import REST, Pace
 from outrider.engine.scheduler import Limits, Scheduler
@@ -16,7 +16,7 @@ from outrider.models.base import Output
 
 
 def plain_drafter():
-    return Drafter(Drafter.Options(), Parts(None, None))
+    return Drafter(Drafter.Options(), BuildContext(None, None))
 
 
 def sequences(lengths, count=5):
@@ -143,9 +143,9 @@ def test_each_sequence_is_served_by_the_drafter_that_it_names():
         def __init__(self, name):
             self.name = name
 
-        def propose(self, seqs, rooms):
+        def propose(self, seqs, budgets):
             asked.append((self.name, [seq.id for seq in seqs]))
-            return [Draft.chain([0][:room]) for room in rooms]
+            return [Draft.chain([0][:budget]) for budget in budgets]
 
     engine = new_engine(Markov(), Named("own"))
     engine.drafters["other"] = Named("other")
@@ -167,9 +167,10 @@ def test_a_drafter_sees_what_became_of_its_draft():
     class Observing(Drafter):
         name = "observing"
 
-        def propose(self, seqs, rooms):
+        def propose(self, seqs, budgets):
             return [
-                Draft((right[0], right[1], 0, 1, 2, 3, 4, 5), (-1, 0, 1, 1, 1, 1, 1, 1)).cut(room) for room in rooms
+                Draft((right[0], right[1], 0, 1, 2, 3, 4, 5), (-1, 0, 1, 1, 1, 1, 1, 1)).cut(budget)
+                for budget in budgets
             ]
 
         def observe(self, step):
@@ -219,8 +220,8 @@ def test_a_drafter_gets_the_hidden_states_it_asked_for():
 
 def test_an_own_draft_larger_than_its_room_is_cut():
     class Large(Drafter):
-        def propose(self, seqs, rooms):
-            return [Draft.chain([0] * 50) for _ in rooms]
+        def propose(self, seqs, budgets):
+            return [Draft.chain([0] * 50) for _ in budgets]
 
     seq = Sequence(0, [1, 2], SamplingParams(max_tokens=5))
     run(Markov(), Large(Drafter.Options(), None), [seq], Limits(room=3))
@@ -242,8 +243,8 @@ def test_tokens_say_who_wrote_them():
     class Two(Drafter):
         name = "two"
 
-        def propose(self, seqs, rooms):
-            return [Draft.chain(right[:2]).cut(room) for room in rooms]
+        def propose(self, seqs, budgets):
+            return [Draft.chain(right[:2]).cut(budget) for budget in budgets]
 
     seq = Sequence(0, [0, 1], SamplingParams(max_tokens=3))
     run(model, Two(Drafter.Options(), None), [seq])
@@ -259,19 +260,19 @@ def test_greedy_needs_no_luck(rule):
 class Dear(Drafter):
     """Sure of what is always wrong; it costs something, so it should be asked for less and less."""
 
-    name, sure = "dear", True
+    name, reports_acceptance = "dear", True
 
     def __init__(self, model):
         self._model, self.asked = model, []
 
-    def propose(self, seqs, rooms):
+    def propose(self, seqs, budgets):
         self.asked.append("propose")
         best = [int(self._model.tables[tuple(seq.tokens[-2:])].argmin()) for seq in seqs]
-        return [Draft.chain([token], chances=[0.9]).cut(room) for token, room in zip(best, rooms, strict=True)]
+        return [Draft.chain([token], acceptance=[0.9]).cut(budget) for token, budget in zip(best, budgets, strict=True)]
 
-    def cheap(self, seqs, rooms):
+    def propose_cheap(self, seqs, budgets):
         self.asked.append("cheap")
-        return super().cheap(seqs, rooms)
+        return super().propose_cheap(seqs, budgets)
 
 
 def test_a_drafter_that_does_not_earn_what_it_costs_rests_and_the_text_is_the_same():

@@ -22,7 +22,7 @@ CALLS = ("propose", "cheap", "observe", "forget")
 class Failing(Drafter):
     """It drafts well, and raises at one call of one kind."""
 
-    name, sure = "failing", True
+    name, reports_acceptance = "failing", True
 
     def __init__(self, call, number, model):
         self._call, self._number, self._model = call, number, model
@@ -34,13 +34,13 @@ class Failing(Drafter):
         if call == self._call and self.told[call] == self._number:
             raise ZeroDivisionError("somebody's own mistake")
 
-    def propose(self, seqs, rooms):
+    def propose(self, seqs, budgets):
         self.asked.append([seq.id for seq in seqs])
         self._count("propose")
         best = [int(self._model.logits(seq.tokens).argmax()) for seq in seqs]
-        return [Draft.chain([token], chances=[0.9]).cut(room) for token, room in zip(best, rooms, strict=True)]
+        return [Draft.chain([token], acceptance=[0.9]).cut(budget) for token, budget in zip(best, budgets, strict=True)]
 
-    def cheap(self, seqs, rooms):
+    def propose_cheap(self, seqs, budgets):
         self._count("cheap")
         return [EMPTY] * len(seqs)
 
@@ -149,12 +149,12 @@ def test_the_trace_is_logged_once_for_each_drafter(caplog):
 class Wrong(Drafter):
     """It returns something that the engine or the target cannot use."""
 
-    name, sure = "wrong", True
+    name, reports_acceptance = "wrong", True
 
     def __init__(self, found):
         self._found = found
 
-    def propose(self, seqs, rooms):
+    def propose(self, seqs, budgets):
         return self._found
 
 
@@ -169,7 +169,7 @@ class Wrong(Drafter):
         [Draft.chain([6])] * 2,
         [Draft.chain([1, -1])] * 2,
         [Draft.chain([1], torch.full((1, 5), 0.2))] * 2,
-        [Draft((1, 2), (-1, 0), chances=(0.9, float("nan")))] * 2,
+        [Draft((1, 2), (-1, 0), acceptance=(0.9, float("nan")))] * 2,
     ],
     ids=["none", "too few", "too many", "text", "unknown token", "negative token", "short law", "not a number"],
 )
@@ -193,7 +193,7 @@ def test_one_object_under_two_names_is_asked_once_and_has_one_record():
     drafter, pace = Scripted(lambda seq, guessed: 0, 6), Pace()
     asked = []
     propose = drafter.propose
-    drafter.propose = lambda seqs, rooms: asked.append([seq.id for seq in seqs]) or propose(seqs, rooms)
+    drafter.propose = lambda seqs, budgets: asked.append([seq.id for seq in seqs]) or propose(seqs, budgets)
     engine = Engine(model, drafter, Limits(), pace)
     engine.drafters["scripted"] = drafter
     seqs = sequences(["", "scripted", ""])

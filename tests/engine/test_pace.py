@@ -27,7 +27,7 @@ def trim(pace, drafts, rows):
 
 
 def chain(*chances):
-    return Draft.chain(list(range(len(chances))), chances=chances)
+    return Draft.chain(list(range(len(chances))), acceptance=chances)
 
 
 class TestCost:
@@ -106,7 +106,7 @@ class TestTrim:
         pace = learned(0.004, 0.001)
         (kept,) = trim(pace, [chain(0.95, 0.95, 0.05, 0.9)], 1)
         assert kept.tokens == (0, 1)
-        assert kept.chances == (0.95, 0.95)
+        assert kept.acceptance == (0.95, 0.95)
 
     def test_nothing_pays_where_a_row_costs_a_pass(self):
         assert len(trim(learned(0.0001, 0.010), [chain(0.9, 0.9)], 1)[0]) == 0
@@ -129,7 +129,7 @@ class TestTrim:
         assert len(sure) > len(unsure)
 
     def test_a_node_never_stays_without_its_parent(self):
-        tree = Draft((1, 2, 3, 4), (-1, -1, 1, 2), chances=(0.1, 0.9, 0.9, 0.9))
+        tree = Draft((1, 2, 3, 4), (-1, -1, 1, 2), acceptance=(0.1, 0.9, 0.9, 0.9))
         (kept,) = trim(learned(0.004, 0.001), [tree], 1)
         assert kept.tokens == (2, 3, 4)
         assert kept.parents == (-1, 0, 1)
@@ -165,7 +165,7 @@ class TestProfit:
         rested = []
         for _ in range(count):
             rested.append(pace.rests("head"))
-            draft = Draft((1, 2), (-1, 0), chances=(0.5, 0.5), sources=sources)
+            draft = Draft((1, 2), (-1, 0), acceptance=(0.5, 0.5), sources=sources)
             pace.spend("head", seconds, [draft], ALONE)
             pace.learn("head", draft, Verdict(tuple(range(kept)), 7))
         return rested

@@ -33,9 +33,9 @@ class Broken(Drafter):
             if self._calls > self._options.after:
                 raise RuntimeError("a plug-in's own mistake")
 
-    def propose(self, seqs, rooms):
+    def propose(self, seqs, budgets):
         self._may_fail("propose")
-        return [Draft.chain(seq.tokens[-1:]).cut(room) for seq, room in zip(seqs, rooms)]
+        return [Draft.chain(seq.tokens[-1:]).cut(budget) for seq, budget in zip(seqs, budgets)]
 
     def observe(self, step):
         self._may_fail("observe")

@@ -19,7 +19,7 @@ from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.core.verify import verify
 from outrider.core.verify_batch import Case, verify_batch
-from outrider.drafters.base import Parts
+from outrider.drafters.base import BuildContext
 from outrider.drafters.heads import files as heads
 from outrider.engine.engine import Engine
 from outrider.engine.pace import Pace
@@ -158,7 +158,7 @@ def test_a_row_does_not_depend_on_its_company_even_in_bfloat16(seen, head_dim):
 def engine(spec, model, batch=8, piece=64):
     small = cuda_model(seed=3)
     small.weights.embedding.weight.copy_(model.weights.embedding.weight)
-    return Engine(model, drafters.build(spec, Parts(model, lambda name, quantize: small)), Limits(batch, piece))
+    return Engine(model, drafters.build(spec, BuildContext(model, lambda name, quantize: small)), Limits(batch, piece))
 
 
 def answers(spec, params, count=8, model=None, predictions=None, rule="rejection"):

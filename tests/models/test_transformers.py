@@ -15,7 +15,7 @@ from outrider.core.errors import OutriderError
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence as Text
 from outrider.drafters import find
-from outrider.drafters.base import Drafter, Parts
+from outrider.drafters.base import BuildContext, Drafter
 from outrider.drafters.draft_model import ModelDrafter
 from outrider.drafters.ngram import Ngram
 from outrider.engine.engine import Engine
@@ -261,8 +261,8 @@ class Bush(Drafter):
     def __init__(self, answers: dict[int, list[int]]) -> None:
         self._answers = answers
 
-    def propose(self, seqs: Sequence[Text], rooms: Sequence[int]) -> list[Draft]:
-        return [self._tree(seq).cut(room) for seq, room in zip(seqs, rooms, strict=True)]
+    def propose(self, seqs: Sequence[Text], budgets: Sequence[int]) -> list[Draft]:
+        return [self._tree(seq).cut(budget) for seq, budget in zip(seqs, budgets, strict=True)]
 
     def _tree(self, seq: Text) -> Draft:
         done = len(seq.tokens) - seq.prompt
@@ -271,7 +271,7 @@ class Bush(Drafter):
 
 
 def drafters(plain: Any, model: TransformersModel, answers: dict[int, list[int]]) -> dict[str, Drafter]:
-    parts = Parts(model, lambda name, quantize: model)
+    parts = BuildContext(model, lambda name, quantize: model)
     small = make(transformers.GPT2Config(**{**SMALL, "vocab_size": VOCAB + 3}, n_embd=16, n_layer=1, n_head=2))
     return {
         "none": find("none")(find("none").Options(), parts),

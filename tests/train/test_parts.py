@@ -9,7 +9,7 @@ from tiny import family
 from torch import nn
 
 from outrider.core.errors import OutriderError
-from outrider.drafters.base import Drafter, Parts
+from outrider.drafters.base import BuildContext, Drafter
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Feed
@@ -44,7 +44,7 @@ def loaded(tiny_folder):
 
 
 def written(loaded, numbers, batch, seed=0):
-    engine = Engine(loaded.model, Drafter(Drafter.Options(), Parts(loaded.model, None)), Limits(batch, 512, 0))
+    engine = Engine(loaded.model, Drafter(Drafter.Options(), BuildContext(loaded.model, None)), Limits(batch, 512, 0))
     chat = ChatFormat.of(loaded.tokenizer)
     conversations = [(number, conversation(chat, loaded.ends, Random(number))) for number in numbers]
     return ConversationRunner(engine, loaded.ends, batch, seed).run(conversations)
@@ -57,7 +57,7 @@ def test_a_conversation_is_the_same_whatever_runs_beside_it(loaded):
 
 
 def test_conversations_that_begin_ahead_are_the_same_and_leave_nothing_behind(loaded):
-    engine = Engine(loaded.model, Drafter(Drafter.Options(), Parts(loaded.model, None)), Limits(3, 512, 0))
+    engine = Engine(loaded.model, Drafter(Drafter.Options(), BuildContext(loaded.model, None)), Limits(3, 512, 0))
     chat = ChatFormat.of(loaded.tokenizer)
     line = ((number, conversation(chat, loaded.ends, Random(number))) for number in itertools.count())
     runner = ConversationRunner(engine, loaded.ends, 3, 0)
@@ -97,7 +97,7 @@ def test_a_model_without_a_template_writes_on(tiny_mute):
 
 def test_a_conversation_that_outgrows_the_context_ends(tmp_path, monkeypatch, loaded):
     monkeypatch.setattr(loaded.model, "context", 60)
-    engine = Engine(loaded.model, Drafter(Drafter.Options(), Parts(loaded.model, None)), Limits(2, 512, 0))
+    engine = Engine(loaded.model, Drafter(Drafter.Options(), BuildContext(loaded.model, None)), Limits(2, 512, 0))
     chat = ChatFormat.of(loaded.tokenizer)
     conversations = [(0, answer_to(chat, "a " * 100, Random(0))), (1, answer_to(chat, "a", Random(0)))]
     texts = ConversationRunner(engine, loaded.ends, 2, 0).run(conversations)

@@ -67,7 +67,7 @@ class Local(Reader):
     def submit(self, request: Request) -> Stream:
         drafter = self._hold(request.draft)
         try:
-            if request.prediction is not None and not drafter.expects:
+            if request.prediction is not None and not drafter.reads_prediction:
                 raise OutriderError("a prediction was given, but only the drafter prediction reads it; choose that one")
             job = self._job(request)
         except BaseException:

@@ -17,7 +17,7 @@ from outrider.core.dice import Dice
 from outrider.core.draft import Draft
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
-from outrider.drafters.base import Parts
+from outrider.drafters.base import BuildContext
 from outrider.engine.engine import Engine
 from outrider.engine.pace import Pace
 from outrider.engine.scheduler import Limits
@@ -145,7 +145,7 @@ def _timed_steps(engine: Engine) -> tuple[list[float], list[float]]:
 
 
 def new_engine(model: CudaLlama, draft: str, batch: int, pace: bool = False, chunk: int = 8192) -> Engine:
-    parts = Parts(model, lambda name, quantize: model)
+    parts = BuildContext(model, lambda name, quantize: model)
     return Engine(model, drafters.build(draft, parts), Limits(batch, chunk), Pace() if pace else None)
 
 

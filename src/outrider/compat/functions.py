@@ -27,7 +27,7 @@ from outrider.core.errors import OutriderError
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.core.stats import Stats
-from outrider.drafters.base import Drafter, Parts
+from outrider.drafters.base import BuildContext, Drafter
 from outrider.drafters.draft_model import ModelDrafter
 from outrider.drafters.ngram import Ngram
 from outrider.engine.engine import Engine
@@ -234,11 +234,11 @@ def _model(model: Loaded) -> Model:
     return TransformersModel(model) if isinstance(model, PreTrainedModel) else model
 
 
-def _parts(target: Model) -> Parts:
+def _parts(target: Model) -> BuildContext:
     def load(name: str, quantize: str) -> Model:
         raise OutriderError(f"these functions load no models, not even {name}")
 
-    return Parts(target, load)
+    return BuildContext(target, load)
 
 
 def _plain(target: Model) -> Drafter:

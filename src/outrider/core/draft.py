@@ -24,9 +24,9 @@ class Draft:
     parents: tuple[int, ...] = ()
     probs: Tensor | None = None  # [n, vocab] the law tokens[i] was drawn from; None: guessed, not drawn
     sources: tuple[str, ...] = ()  # who guessed each node; "", or empty for all: the drafter that was asked
-    chances: tuple[float, ...] = ()  # how likely each node is kept if its parent is; empty: the drafter cannot say
-    # Nodes are dropped by their chances, so a drawn node's must not depend on the token that was drawn: a law of which
-    # only the likely draws are shown is another law, and rejection would no longer be exact.
+    acceptance: tuple[float, ...] = ()  # probability that each node is kept if its parent is; empty: not known
+    # Nodes are dropped by their acceptance, so a drawn node's must not depend on the token that was drawn: a law of
+    # which only the likely draws are shown is another law, and rejection would no longer be exact.
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.parents):
@@ -37,8 +37,8 @@ class Draft:
             raise ValueError(f"{len(self.tokens)} tokens but {self.probs.shape[0]} laws")
         if self.sources and len(self.sources) != len(self.tokens):
             raise ValueError(f"{len(self.tokens)} tokens but {len(self.sources)} sources")
-        if self.chances and len(self.chances) != len(self.tokens):
-            raise ValueError(f"{len(self.tokens)} tokens but {len(self.chances)} chances")
+        if self.acceptance and len(self.acceptance) != len(self.tokens):
+            raise ValueError(f"{len(self.tokens)} tokens but {len(self.acceptance)} acceptances")
 
     @classmethod
     def chain(
@@ -46,9 +46,9 @@ class Draft:
         tokens: Sequence[int],
         probs: Tensor | None = None,
         sources: Sequence[str] = (),
-        chances: Sequence[float] = (),
+        acceptance: Sequence[float] = (),
     ) -> Draft:
-        return cls(tuple(tokens), _chain(len(tokens)), probs, tuple(sources), tuple(chances))
+        return cls(tuple(tokens), _chain(len(tokens)), probs, tuple(sources), tuple(acceptance))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -102,12 +102,12 @@ class Draft:
                 mask[node] |= mask[parent]
         return mask
 
-    def cut(self, room: int) -> Draft:
-        """The first `room` nodes. Parents come first, so what is left is a tree."""
-        if len(self) <= room:
+    def cut(self, count: int) -> Draft:
+        """The first `count` nodes. Parents come first, so what is left is a tree."""
+        if len(self) <= count:
             return self
-        probs = None if self.probs is None else self.probs[:room]
-        return Draft(self.tokens[:room], self.parents[:room], probs, self.sources[:room], self.chances[:room])
+        probs = None if self.probs is None else self.probs[:count]
+        return Draft(self.tokens[:count], self.parents[:count], probs, self.sources[:count], self.acceptance[:count])
 
     def keep(self, nodes: Sequence[int]) -> Draft:
         """Only these nodes, in order; a node may stay only with its parent."""
@@ -117,7 +117,7 @@ class Draft:
             tuple(place[self.parents[node]] for node in nodes),
             None if self.probs is None else self.probs[list(nodes)],
             tuple(self.sources[node] for node in nodes) if self.sources else (),
-            tuple(self.chances[node] for node in nodes) if self.chances else (),
+            tuple(self.acceptance[node] for node in nodes) if self.acceptance else (),
         )
 
 

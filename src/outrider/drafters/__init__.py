@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
 from outrider.core.errors import OutriderError, quoted
-from outrider.drafters.base import Drafter, Parts
+from outrider.drafters.base import BuildContext, Drafter
 
 PLAIN = "none"  # the drafter that drafts nothing
 TABLE = {
@@ -56,10 +56,10 @@ class DrafterSpec(NamedTuple):
         return ":".join(filter(None, (self.name, ",".join(f"{key}={_written(key, changed[key])}" for key in changed))))
 
 
-def build(spec: str, parts: Parts) -> Drafter:
+def build(spec: str, context: BuildContext) -> Drafter:
     """The drafter that "NAME" or "NAME:key=value,..." asks for."""
     name, options = parse(spec)
-    return find(name)(options, parts)
+    return find(name)(options, context)
 
 
 def parse(spec: str) -> DrafterSpec:

@@ -22,8 +22,8 @@ from outrider.models.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, eq=False)
-class Foreign:
-    """A draft model of another vocabulary than the target's."""
+class RetokenizedModel:
+    """A draft model of another vocabulary than the target's: text goes between them (`retokenize.py`)."""
 
     model: Model
     tokenizer: Tokenizer
@@ -31,11 +31,12 @@ class Foreign:
 
 
 @dataclass(frozen=True)
-class Parts:
+class BuildContext:
     """What a drafter may be built from."""
 
     target: Model
-    load: Callable[..., Model | Foreign]  # (name, folder or file; none, int8 or int4; a tokenizer's folder if given)
+    # (name, folder or file; none, int8 or int4; a tokenizer's folder if given)
+    load: Callable[..., Model | RetokenizedModel]
     name: str = ""  # what the target is called
     heads: Mapping[str, Any] = field(default_factory=dict)  # those that lie in memory, by name; all others in folders
 
@@ -74,20 +75,27 @@ class Drafter:
         """What can be written after the colon in `--draft NAME:key=value,...`."""
 
     name = "none"
-    layers: tuple[int, ...] = ()  # layers of the target whose hidden states `observe` wants
-    expects: bool = False  # it reads the sequence's `prediction`
-    sure: bool = False  # its drafts say their chances, and it knows itself where to stop
-    free: bool = False  # asking costs next to nothing
+    drafts: bool = False  # whether it proposes anything; true of every subclass that has its own `propose`
+    layers: tuple[int, ...] = ()  # layers of the target whose hidden states `observe` reads
+    reads_prediction: bool = False  # it drafts from the sequence's `prediction`, the text that the caller expects
+    reports_acceptance: bool = False  # its drafts say how likely each node is kept, and it stops where that is low
+    is_free: bool = False  # a draft costs next to nothing (no model runs), so it may be asked at every step
+    has_heads: bool = False  # it runs a head (option `head`): a folder, or the one that is shipped for the target
+    for_measurement: bool = False  # it is told the answer: for benchmarks and tests, not for users
 
-    def __init__(self, options: Options, parts: Parts) -> None:
+    def __init_subclass__(cls, **more: object) -> None:
+        super().__init_subclass__(**more)
+        cls.drafts = cls.propose is not Drafter.propose
+
+    def __init__(self, options: Options, context: BuildContext) -> None:
         """Build the drafter; anything wrong with the options is an OutriderError."""
 
-    def propose(self, seqs: Seq[Sequence], rooms: Seq[int]) -> list[Draft]:
-        """A draft for each sequence, of at most `rooms[i]` nodes."""
+    def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        """A draft for each sequence, of at most `budgets[i]` nodes."""
         return [EMPTY] * len(seqs)
 
-    def cheap(self, seqs: Seq[Sequence], rooms: Seq[int]) -> list[Draft]:
-        """The same while its drafts do not earn what they cost: only what costs next to nothing."""
+    def propose_cheap(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        """Asked instead of `propose` while drafts do not pay: only what costs next to nothing."""
         return [EMPTY] * len(seqs)
 
     def observe(self, step: Step) -> None:

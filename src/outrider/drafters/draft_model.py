@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
-from outrider.drafters.base import Drafter, Foreign, Parts, Step
+from outrider.drafters.base import BuildContext, Drafter, RetokenizedModel, Step
 from outrider.drafters.retokenize import Translation
 from outrider.models.base import Feed, Model, Paged
 
@@ -30,8 +30,10 @@ class ModelDrafter(Drafter):
         self._model, self._vocab, self._length, self._greedy = model, vocab_size, length, greedy
         self._committed: dict[int, int] = {}  # tokens that were committed when the sequence was last drafted for
 
-    def propose(self, seqs: Seq[Sequence], rooms: Seq[int]) -> list[Draft]:
-        writers = [_Writer(seq, self._count(seq, room), self._greedy) for seq, room in zip(seqs, rooms, strict=True)]
+    def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        writers = [
+            _Writer(seq, self._count(seq, budget), self._greedy) for seq, budget in zip(seqs, budgets, strict=True)
+        ]
         active = [writer for writer in writers if writer.length > 0]
         for writer in active:
             self._committed[writer.seq.id] = len(writer.seq.tokens)
@@ -65,9 +67,9 @@ class ModelDrafter(Drafter):
         for writer, tokens in zip(writers, written.T.tolist(), strict=True):
             writer.tokens = tokens[: writer.length]
 
-    def _count(self, seq: Sequence, room: int) -> int:
+    def _count(self, seq: Sequence, budget: int) -> int:
         """How many tokens to write; none past the draft model's own context, which may be shorter than the target's."""
-        return min(room, self._length, self._model.context - len(seq.tokens) + 1)
+        return min(budget, self._length, self._model.context - len(seq.tokens) + 1)
 
     def _known(self, tokens: list[int]) -> list[int]:
         """A token that the draft model lacks is read as some other: what follows is a guess anyway."""
@@ -102,24 +104,24 @@ class DraftModel(ModelDrafter):
         quantize: Literal["none", "int8", "int4"] = "none"  # dense weights, rounded on loading
         tokenizer: str = ""  # folder or file to take its tokenizer from; "": its own
 
-    def __init__(self, options: Options, parts: Parts) -> None:
-        model = parts.load(options.model, options.quantize, *filter(None, [options.tokenizer]))
+    def __init__(self, options: Options, context: BuildContext) -> None:
+        model = context.load(options.model, options.quantize, *filter(None, [options.tokenizer]))
         self._translation: Translation | None = None
-        if isinstance(model, Foreign):
+        if isinstance(model, RetokenizedModel):
             self._translation = Translation(model.target, model.tokenizer)
             super().__init__(model.model, model.model.vocab_size, options.length, greedy=True)
         else:
-            super().__init__(model, parts.target.vocab_size, options.length, options.greedy)
+            super().__init__(model, context.target.vocab_size, options.length, options.greedy)
 
-    def propose(self, seqs: Seq[Sequence], rooms: Seq[int]) -> list[Draft]:
+    def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         words = self._translation
         if words is None:
-            return super().propose(seqs, rooms)
-        asked = [i for i, room in enumerate(rooms) if room > 0]
-        written = super().propose([self._read(words, seqs[i]) for i in asked], [rooms[i] for i in asked])
+            return super().propose(seqs, budgets)
+        asked = [i for i, budget in enumerate(budgets) if budget > 0]
+        written = super().propose([self._read(words, seqs[i]) for i in asked], [budgets[i] for i in asked])
         drafts = [EMPTY] * len(seqs)
         for i, draft in zip(asked, written, strict=True):
-            drafts[i] = Draft.chain(words.write(seqs[i], draft.tokens)).cut(rooms[i])
+            drafts[i] = Draft.chain(words.write(seqs[i], draft.tokens)).cut(budgets[i])
         return drafts
 
     def _read(self, words: Translation, seq: Sequence) -> Sequence:
@@ -129,13 +131,13 @@ class DraftModel(ModelDrafter):
         self._model.crop(seq.id, min(reading.same, unseen, self._model.length(seq.id)))
         return reading.seq
 
-    def _count(self, seq: Sequence, room: int) -> int:
+    def _count(self, seq: Sequence, budget: int) -> int:
         """Other tokens may be more, and the scheduler has reserved memory for the target's only."""
         if self._translation is not None:
             page = self._model.page if isinstance(self._model, Paged) else 1
             if not seq.tokens or self._translation.held(self._length + page) > self._model.capacity:
                 return 0
-        return super()._count(seq, room)
+        return super()._count(seq, budget)
 
     def observe(self, step: Step) -> None:
         if self._translation is None:

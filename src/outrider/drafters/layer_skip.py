@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.core.errors import OutriderError
-from outrider.drafters.base import Parts
+from outrider.drafters.base import BuildContext
 from outrider.drafters.draft_model import ModelDrafter
 
 
@@ -18,11 +18,11 @@ class LayerSkip(ModelDrafter):
         length: int = 3
         greedy: bool = False
 
-    def __init__(self, options: Options, parts: Parts) -> None:
-        total = parts.target.num_layers
+    def __init__(self, options: Options, context: BuildContext) -> None:
+        total = context.target.num_layers
         layers = options.layers or max(1, total // 3)
         if not 1 <= layers <= total:
             raise OutriderError(
                 f"layer_skip:layers must be between 1 and {total}, the target's own, not {options.layers}"
             )
-        super().__init__(parts.target.first(layers), parts.target.vocab_size, options.length, options.greedy)
+        super().__init__(context.target.first(layers), context.target.vocab_size, options.length, options.greedy)

@@ -19,7 +19,7 @@ from typing import Literal
 from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
-from outrider.drafters.base import Drafter, Parts, Step
+from outrider.drafters.base import BuildContext, Drafter, Step
 from outrider.drafters.odds import AGREED, ALONE, DIFFERED, MOST, Odds, kind
 
 HOPELESS = 0.02  # a node with less chance is worth no row, however cheap
@@ -29,7 +29,7 @@ Guess = list[tuple[int, int]]  # tokens, each with its kind of odds
 
 class Ngram(Drafter):
     name = "ngram"
-    sure = free = True
+    reports_acceptance = is_free = True
 
     @dataclass(frozen=True)
     class Options:
@@ -38,7 +38,7 @@ class Ngram(Drafter):
         length: int = 12
         store: Literal["recent", "adaptive"] = "recent"
 
-    def __init__(self, options: Options, parts: Parts) -> None:
+    def __init__(self, options: Options, context: BuildContext) -> None:
         if not 1 <= options.min_n <= options.max_n:
             raise OutriderError(f"ngram needs 1 <= min_n <= max_n, not min_n={options.min_n}, max_n={options.max_n}")
         if options.length < 1:
@@ -47,10 +47,10 @@ class Ngram(Drafter):
         self._odds = Odds()  # of all sequences
         self._states: dict[int, _State] = {}
 
-    def propose(self, seqs: Seq[Sequence], rooms: Seq[int]) -> list[Draft]:
-        return [self._propose(seq, room) for seq, room in zip(seqs, rooms, strict=True)]
+    def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        return [self._propose(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
 
-    def _propose(self, seq: Sequence, room: int) -> Draft:
+    def _propose(self, seq: Sequence, budget: int) -> Draft:
         state = self._states.get(seq.id)
         if state is None:
             store = (Recent if self._options.store == "recent" else Adaptive)(self._options.min_n, self._options.max_n)
@@ -60,14 +60,14 @@ class Ngram(Drafter):
         tokens: list[int] = []
         chances: list[float] = []
         reach = 1.0
-        for token, sort in state.guess[:room]:
+        for token, sort in state.guess[:budget]:
             chance = state.odds.chance(sort)
             tokens.append(token)
             chances.append(chance)
             reach *= chance
             if reach < HOPELESS:
                 break
-        return Draft.chain(tokens, chances=chances) if tokens else EMPTY
+        return Draft.chain(tokens, acceptance=chances) if tokens else EMPTY
 
     def observe(self, step: Step) -> None:
         state = self._states.get(step.seq.id)

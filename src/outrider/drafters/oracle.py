@@ -10,30 +10,32 @@ from outrider.core.dice import DRAFT
 from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
-from outrider.drafters.base import Drafter, Parts
+from outrider.drafters.base import BuildContext, Drafter
 
 
 class Oracle(Drafter):
     """The answer, as token ids, is the request's prediction."""
 
     name = "oracle"
-    expects = True
+    reads_prediction = for_measurement = True
 
     @dataclass(frozen=True)
     class Options:
         rate: float = 0.8  # of guesses that are right
         length: int = 5
 
-    def __init__(self, options: Options, parts: Parts) -> None:
+    def __init__(self, options: Options, context: BuildContext) -> None:
         if not 0.0 <= options.rate <= 1.0:
             raise OutriderError(f"oracle:rate must be between 0 and 1, not {options.rate}")
         if options.length < 1:
             raise OutriderError(f"oracle:length must be at least 1, not {options.length}")
-        self._options, self._vocab = options, parts.target.vocab_size
+        self._options, self._vocab = options, context.target.vocab_size
         self._said: dict[int, list[int]] = {}  # by sequence: the answer with its errors, so that asking costs nothing
 
-    def propose(self, seqs: Seq[Sequence], rooms: Seq[int]) -> list[Draft]:
-        return [self._propose(seq, min(room, self._options.length)) for seq, room in zip(seqs, rooms, strict=True)]
+    def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        return [
+            self._propose(seq, min(budget, self._options.length)) for seq, budget in zip(seqs, budgets, strict=True)
+        ]
 
     def _propose(self, seq: Sequence, length: int) -> Draft:
         at = len(seq.tokens) - seq.prompt

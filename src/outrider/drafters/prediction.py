@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
-from outrider.drafters.base import Drafter, Parts, Step
+from outrider.drafters.base import BuildContext, Drafter, Step
 from outrider.drafters.odds import Odds, kind
 
 TRUST = 8  # a prediction is believed from its first token on as if so many had matched
@@ -23,8 +23,8 @@ class _Place:
 
 class Prediction(Drafter):
     name = "prediction"
-    sure = free = True
-    expects = True
+    reports_acceptance = is_free = True
+    reads_prediction = True
 
     @dataclass(frozen=True)
     class Options:
@@ -32,7 +32,7 @@ class Prediction(Drafter):
         overlap: int = 8  # after a departure, align by at most this many of the last output tokens
         least: int = 2  # and by at least this many
 
-    def __init__(self, options: Options, parts: Parts) -> None:
+    def __init__(self, options: Options, context: BuildContext) -> None:
         if options.length < 1:
             raise OutriderError(f"prediction:length must be at least 1, not {options.length}")
         if not 1 <= options.least <= options.overlap:
@@ -44,8 +44,10 @@ class Prediction(Drafter):
         self._places: dict[int, _Place] = {}
         self._found: dict[int, tuple[dict[int, int], list[int]]] = {}  # by sequence, once it has departed: see _ends
 
-    def propose(self, seqs: Seq[Sequence], rooms: Seq[int]) -> list[Draft]:
-        return [self._propose(seq, min(room, self._options.length)) for seq, room in zip(seqs, rooms, strict=True)]
+    def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        return [
+            self._propose(seq, min(budget, self._options.length)) for seq, budget in zip(seqs, budgets, strict=True)
+        ]
 
     def _propose(self, seq: Sequence, length: int) -> Draft:
         if not seq.prediction:
@@ -54,7 +56,7 @@ class Prediction(Drafter):
         if not place.matched:
             return EMPTY
         tokens = seq.prediction[place.at : place.at + length]
-        return Draft.chain(tokens, chances=[self._odds.chance(kind(place.matched + i)) for i in range(len(tokens))])
+        return Draft.chain(tokens, acceptance=[self._odds.chance(kind(place.matched + i)) for i in range(len(tokens))])
 
     def observe(self, step: Step) -> None:
         """Learn how far the prediction can be trusted from what was written, drafted or not."""

@@ -20,7 +20,7 @@ from outrider.core.sequence import Sequence, Token, logprobs, plain_token
 from outrider.core.stats import Stats
 from outrider.core.verify import Verdict, verify_each
 from outrider.core.verify_batch import Case, choose, verify_batch
-from outrider.drafters.base import Drafter, Parts, Step
+from outrider.drafters.base import BuildContext, Drafter, Step
 from outrider.engine.pace import Pace, PassSize
 from outrider.engine.scheduler import Limits, Plan, Scheduler
 from outrider.engine.worth import Worth
@@ -45,7 +45,7 @@ class Engine:
         self.scheduler = Scheduler(limits, model.context, model.capacity, page)
         self._worth = Worth()
         self._passing = False
-        self._plain = Drafter(Drafter.Options(), Parts(model, _no_model))
+        self._plain = Drafter(Drafter.Options(), BuildContext(model, _no_model))
         self._undrafted: set[int] = set()  # ids of running sequences whose drafter has failed
         self._failed: set[int] = set()  # ids of drafters whose first failure was logged with its trace
         self.stats = Stats()  # of every sequence that has ended
@@ -101,11 +101,7 @@ class Engine:
     def _crowded(self) -> bool:
         """Whether it is an open question if drafts pay."""
         running = self.scheduler.running
-        return (
-            self.pace is not None
-            and len(running) >= CROWD
-            and any(self._drafter(seq).name != "none" for seq in running)
-        )
+        return self.pace is not None and len(running) >= CROWD and any(self._drafter(seq).drafts for seq in running)
 
     def _step_once(self, drafting: bool) -> list[Sequence]:
         running = self.scheduler.running
@@ -116,7 +112,7 @@ class Engine:
     def _alone(self, seq: Sequence, drafting: bool) -> bool:
         """Whether the target can write it by itself: nobody drafts, and nobody reads its states."""
         drafter = self._drafter(seq)
-        return seq.plain and (drafter.name == "none" or not (drafting or drafter.layers))
+        return seq.plain and (not drafter.drafts or not (drafting or drafter.layers))
 
     def _step(self, plans: Seq[Plan], drafting: bool = True) -> list[Sequence]:
         if not plans:
@@ -197,7 +193,7 @@ class Engine:
         asked: dict[int, list[int]] = {}  # the drafter's id -> places of its sequences
         for place, plan in enumerate(plans):
             drafter = self._drafter(plan.seq)
-            if plan.last and type(drafter) is not Drafter:  # which never drafts
+            if plan.last and drafter.drafts:
                 asked.setdefault(id(drafter), []).append(place)
         size = PassSize(sum(len(plan.tokens) for plan in plans), sum(plan.last for plan in plans))
         found = {key: self._ask([plans[place] for place in places], size) for key, places in asked.items()}
@@ -219,15 +215,17 @@ class Engine:
             self._leave_out(drafter, seqs, error)
             return [EMPTY] * len(seqs)
 
-    def _proposed(self, drafter: Drafter, seqs: Seq[Sequence], rooms: Seq[int], size: PassSize) -> list[Draft]:
+    def _proposed(self, drafter: Drafter, seqs: Seq[Sequence], budgets: Seq[int], size: PassSize) -> list[Draft]:
         """What the drafter guesses, asked for no more than pays."""
         key = id(drafter)
-        if self.pace is not None and not drafter.sure:
-            rooms = self.pace.rooms(key, rooms, size)
-        rests = self.pace is not None and drafter.sure and not drafter.free and self.pace.rests(key)
+        if self.pace is not None and not drafter.reports_acceptance:
+            budgets = self.pace.rooms(key, budgets, size)
+        rests = self.pace is not None and drafter.reports_acceptance and not drafter.is_free and self.pace.rests(key)
         begin = time.perf_counter()
-        drafts = drafter.cheap(seqs, rooms) if rests else drafter.propose(seqs, rooms)
-        drafts = [_checked(draft, self.model.vocab_size).cut(room) for draft, room in zip(drafts, rooms, strict=True)]
+        drafts = drafter.propose_cheap(seqs, budgets) if rests else drafter.propose(seqs, budgets)
+        drafts = [
+            _checked(draft, self.model.vocab_size).cut(budget) for draft, budget in zip(drafts, budgets, strict=True)
+        ]
         if self.pace is not None:
             self.pace.spend(key, time.perf_counter() - begin, drafts, size)
         return drafts
@@ -329,7 +327,7 @@ def _checked(draft: Draft, vocab: int) -> Draft:
         raise ValueError(f"a draft has a token outside the vocabulary of {vocab}")
     if draft.probs is not None and draft.probs.shape[1] != vocab:
         raise ValueError(f"a law of {draft.probs.shape[1]} tokens, but the vocabulary has {vocab}")
-    if math.isnan(sum(draft.chances)):
+    if math.isnan(sum(draft.acceptance)):
         raise ValueError("a draft has a probability that is not a number")
     return draft
 

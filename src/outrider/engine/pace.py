@@ -246,7 +246,7 @@ class Pace:
         self._profits.pop(drafter, None)
 
     def learn(self, drafter: Hashable, draft: Draft, verdict: Verdict) -> None:
-        if draft and not draft.chances:
+        if draft and not draft.acceptance:
             self._depths.setdefault(drafter, Depths()).learn(draft, verdict)
         profit = self._profits.get(drafter)
         if profit is not None and draft and not draft.borrowed:  # those of others cost nothing
@@ -257,7 +257,7 @@ class Pace:
 
     def spend(self, drafter: Hashable, seconds: float, drafts: Seq[Draft], size: PassSize) -> None:
         """What drafting cost; a drafter that knows its chances is looked at for free."""
-        nodes = sum(len(draft) for draft in drafts if not draft.chances)
+        nodes = sum(len(draft) for draft in drafts if not draft.acceptance)
         self._depths.setdefault(drafter, Depths()).spend(seconds, nodes)
         if drafter in self._profits and drafts:
             self._profits[drafter].spend(seconds, len(drafts), size)
@@ -270,7 +270,7 @@ def _kept(draft: Draft, nodes: list[int]) -> Draft:
 
 def _reach(draft: Draft, depths: Depths) -> list[float]:
     """The chance that each node is kept; never more than its parent's."""
-    chances = draft.chances or tuple(map(depths.chance, draft.depths()))
+    chances = draft.acceptance or tuple(map(depths.chance, draft.depths()))
     reach: list[float] = []
     for parent, chance in zip(draft.parents, chances, strict=True):
         reach.append(chance * (1.0 if parent == ROOT else reach[parent]))

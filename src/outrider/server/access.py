@@ -37,7 +37,7 @@ class Access:
 
     def expects(self, method: str) -> bool:
         """Whether a drafter reads what the caller expects."""
-        return drafters.find(method).expects
+        return drafters.find(method).reads_prediction
 
     def source(self, name: str) -> str:
         """A model, head or adapter that a request names, as it may be opened; Forbidden says why it may not."""

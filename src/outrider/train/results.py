@@ -18,7 +18,7 @@ from outrider.build import check_vocabularies
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.core.stats import Stats
-from outrider.drafters.base import Drafter, Parts
+from outrider.drafters.base import BuildContext, Drafter
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Model
@@ -68,7 +68,7 @@ class Evaluator:
             check_vocabularies(self.target, found, name)
             return found.model
 
-        return drafters.build(spec, Parts(self.target.model, other))
+        return drafters.build(spec, BuildContext(self.target.model, other))
 
 
 def total(by_kind: dict[str, Stats]) -> Stats:

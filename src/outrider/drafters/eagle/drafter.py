@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
-from outrider.drafters.base import Drafter, Parts, Step
+from outrider.drafters.base import BuildContext, Drafter, Step
 from outrider.drafters.eagle.head import EagleHead
 from outrider.drafters.eagle.native_runner import PackedRunner
 from outrider.drafters.eagle.runner import Ahead, Runner, Shown, gathered
@@ -38,7 +38,7 @@ COMMON = 4096  # and with the tokens of the text itself, where it writes a chain
 
 class Eagle(Drafter):
     name = "eagle"
-    sure = True
+    reports_acceptance = has_heads = True
 
     @dataclass(frozen=True)
     class Options:
@@ -53,16 +53,16 @@ class Eagle(Drafter):
         quantize: Literal["auto", "none", "int8", "int4"] = "auto"  # auto: int4 beside a packed target
         allow_pickle: bool = False
 
-    def __init__(self, options: Options, parts: Parts) -> None:
+    def __init__(self, options: Options, context: BuildContext) -> None:
         _check(options)
-        head = parts.head("eagle", options.head, options.allow_pickle)
+        head = context.head("eagle", options.head, options.allow_pickle)
         if not isinstance(head, EagleHead):
             raise OutriderError(f"{options.head} holds a Medusa head; write medusa:head={options.head}")
-        self._begin(head, parts, options)
+        self._begin(head, context, options)
 
-    def _begin(self, head: EagleHead, parts: Parts, options: Options) -> None:
-        target = parts.readable("an EAGLE head")
-        self._options, self._seen = options, parts.target.length
+    def _begin(self, head: EagleHead, context: BuildContext, options: Options) -> None:
+        target = context.readable("an EAGLE head")
+        self._options, self._seen = options, context.target.length
         self._length = options.length or (DEEP if options.tree else 5)
         packed = bool(getattr(target, "packed", False))
         if options.vocab or packed:
@@ -73,15 +73,15 @@ class Eagle(Drafter):
         self._ids, self._vocab = head.draft_ids.to(target.device), target.vocab_size
         self._states: dict[int, _State] = {}
         self._guessing, self._drawing = Trust(), Trust()
-        self._lookup = Lookup(options.lookup, parts) if options.lookup else None
+        self._lookup = Lookup(options.lookup, context) if options.lookup else None
 
-    def propose(self, seqs: Seq[Sequence], rooms: Seq[int]) -> list[Draft]:
-        copies = self.cheap(seqs, rooms)
+    def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        copies = self.propose_cheap(seqs, budgets)
         asked = [
-            i for i, copy in enumerate(copies) if rooms[i] > 0 and self._ready(seqs[i]) and self._wants(seqs[i], copy)
+            i for i, copy in enumerate(copies) if budgets[i] > 0 and self._ready(seqs[i]) and self._wants(seqs[i], copy)
         ]
         most = self._options.tree or self._length
-        writers = {i: Writer(seqs[i], min(rooms[i], most), self._options.greedy) for i in asked}
+        writers = {i: Writer(seqs[i], min(budgets[i], most), self._options.greedy) for i in asked}
         begin = time.perf_counter()
         if writers and not self._at_once(list(writers.values())):
             self._write(list(writers.values()), self._catch_up([seqs[i] for i in asked]))
@@ -98,8 +98,8 @@ class Eagle(Drafter):
             state.written, state.length = writer, len(writer.seq.tokens)
         return drafts
 
-    def cheap(self, seqs: Seq[Sequence], rooms: Seq[int]) -> list[Draft]:
-        return [self._looked_up(seq, room) for seq, room in zip(seqs, rooms, strict=True)]
+    def propose_cheap(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        return [self._looked_up(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
 
     def observe(self, step: Step) -> None:
         if self._lookup is not None:
@@ -125,8 +125,8 @@ class Eagle(Drafter):
         if self._lookup is not None:
             self._lookup.forget(id)
 
-    def _looked_up(self, seq: Sequence, room: int) -> Draft:
-        return EMPTY if self._lookup is None else self._lookup.propose(seq, room)
+    def _looked_up(self, seq: Sequence, budget: int) -> Draft:
+        return EMPTY if self._lookup is None else self._lookup.propose(seq, budget)
 
     def _wants(self, seq: Sequence, copy: Draft) -> bool:
         """Whether the head is asked as well."""
@@ -237,7 +237,7 @@ class Eagle(Drafter):
         for writer, grown in zip(
             writers, grow(self._runner, ids, ahead, offers, self._length, sizes, self._stop), strict=True
         ):
-            writer.tokens, writer.parents, writer.said = grown.tokens, grown.parents, grown.chances
+            writer.tokens, writer.parents, writer.said = grown.tokens, grown.parents, grown.acceptance
 
     def _offers(self, writers: Seq[Writer], logits: Tensor, paths: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """The likeliest tokens after each row and the logarithms of their chances, [rows, width]; each writer has the

@@ -28,7 +28,7 @@ class Grown:
 
     tokens: list[int]
     parents: list[int]
-    chances: list[float]  # that each is kept if its parent is
+    acceptance: list[float]  # probability that each is kept if its parent is
 
 
 def grow(
@@ -94,8 +94,8 @@ def _collect(seen: Seq[tuple[Tensor, Tensor, Tensor]], sizes: Seq[int], stop: fl
     most, nodes = max(sizes), tokens.shape[1]
     best, chosen = scores.topk(min(most, nodes), 1)
     rank = torch.arange(chosen.shape[1], device=chosen.device)
-    room = torch.tensor(sizes, device=chosen.device).unsqueeze(1)
-    wanted = (rank < room) & (best.exp() >= max(stop, 1e-6))
+    budget = torch.tensor(sizes, device=chosen.device).unsqueeze(1)
+    wanted = (rank < budget) & (best.exp() >= max(stop, 1e-6))
     chosen, _ = chosen.where(wanted, nodes).sort(1)  # what is not wanted comes last
     counts, kept = wanted.sum(1), chosen.clamp(max=nodes - 1)
     above = parents.gather(1, kept)

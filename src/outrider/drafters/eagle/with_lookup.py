@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from outrider.core.draft import EMPTY, ROOT, Draft
 from outrider.core.sequence import Sequence
-from outrider.drafters.base import Parts, Step
+from outrider.drafters.base import BuildContext, Step
 from outrider.drafters.ngram import Ngram
 from outrider.drafters.trust import Trust
 
@@ -18,22 +18,22 @@ _KNOWN = 8  # tokens of a sequence after which its speed is
 
 
 class Lookup:
-    def __init__(self, least: int, parts: Parts) -> None:
+    def __init__(self, least: int, context: BuildContext) -> None:
         """`least`: how many tokens have to match."""
-        self._ngram = Ngram(Ngram.Options(max_n=least + 2, min_n=least), parts)
+        self._ngram = Ngram(Ngram.Options(max_n=least + 2, min_n=least), context)
         self._tries, self._kept = 1.0, 1.0  # drafts that the head was asked for, and their tokens that were kept
         self._seconds = 0.0  # of a draft of the head
         self._trust = Trust()  # in copies where the head says something else
         self._parted: dict[int, _Parting] = {}  # by sequence, in its last draft
 
-    def propose(self, seq: Sequence, room: int) -> Draft:
+    def propose(self, seq: Sequence, budget: int) -> Draft:
         """A copy of what followed, if so many tokens match; the choice looks at nothing but the past."""
-        draft = self._ngram.propose([seq], [room])[0] if room > 0 else EMPTY
+        draft = self._ngram.propose([seq], [budget])[0] if budget > 0 else EMPTY
         return replace(draft, sources=(Ngram.name,) * len(draft)) if draft else EMPTY
 
     def enough(self, seq: Sequence, copy: Draft) -> bool:
         """Whether the head, which would help where the copy is wrong at once, is not worth its time."""
-        return bool(copy) and (1.0 - copy.chances[0]) * self._kept / self._tries < self._price(seq)
+        return bool(copy) and (1.0 - copy.acceptance[0]) * self._kept / self._tries < self._price(seq)
 
     def spend(self, seconds: float) -> None:
         """A draft of the head took so long."""
@@ -83,10 +83,10 @@ class _Parting:
 
 def _merged(draft: Draft, copy: Draft, trusted: Callable[[float], float]) -> tuple[Draft, _Parting | None]:
     parting = None
-    tokens, parents, chances = list(draft.tokens), list(draft.parents), list(draft.chances)
+    tokens, parents, chances = list(draft.tokens), list(draft.parents), list(draft.acceptance)
     sources = list(draft.sources or ("",) * len(draft))
     node, reach = ROOT, 1.0
-    for depth, (token, chance, source) in enumerate(zip(copy.tokens, copy.chances, copy.sources, strict=True)):
+    for depth, (token, chance, source) in enumerate(zip(copy.tokens, copy.acceptance, copy.sources, strict=True)):
         below = [child for child, parent in enumerate(parents) if parent == node]
         same = next((child for child in below if tokens[child] == token), None)
         if same is None:

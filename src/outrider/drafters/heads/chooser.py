@@ -70,4 +70,4 @@ class Writer:
             return EMPTY
         probs = torch.stack(self.laws) if self.laws else None
         chances = tuple(map(trust.chance, self.said))
-        return Draft(tuple(self.tokens), tuple(self.parents), probs, chances=chances)
+        return Draft(tuple(self.tokens), tuple(self.parents), probs, acceptance=chances)

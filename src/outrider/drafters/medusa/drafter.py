@@ -17,7 +17,7 @@ from torch import Tensor
 from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
-from outrider.drafters.base import Drafter, Parts, Step
+from outrider.drafters.base import BuildContext, Drafter, Step
 from outrider.drafters.heads.chooser import Writer
 from outrider.drafters.heads.output import Output, bits
 from outrider.drafters.medusa.head import MedusaHead, Paths
@@ -48,7 +48,7 @@ def grow_paths(rates: Seq[Seq[float]], nodes: int) -> Paths:
 
 class Medusa(Drafter):
     name = "medusa"
-    sure = True
+    reports_acceptance = has_heads = True
 
     @dataclass(frozen=True)
     class Options:
@@ -59,15 +59,15 @@ class Medusa(Drafter):
         quantize: Literal["auto", "none", "int8", "int4"] = "auto"  # auto: int4 beside a packed target
         allow_pickle: bool = False
 
-    def __init__(self, options: Options, parts: Parts) -> None:
+    def __init__(self, options: Options, context: BuildContext) -> None:
         _check(options)
-        head = parts.head("medusa", options.head, options.allow_pickle)
+        head = context.head("medusa", options.head, options.allow_pickle)
         if not isinstance(head, MedusaHead):
             raise OutriderError(f"{options.head} holds an EAGLE head; write eagle:head={options.head}")
-        self._begin(head, parts, options)
+        self._begin(head, context, options)
 
-    def _begin(self, head: MedusaHead, parts: Parts, options: Options) -> None:
-        target = parts.readable("a Medusa head")
+    def _begin(self, head: MedusaHead, context: BuildContext, options: Options) -> None:
+        target = context.readable("a Medusa head")
         if options.vocab:
             head.narrow(options.vocab)
         self._nodes, self._normed = options.nodes, target.normed
@@ -82,13 +82,13 @@ class Medusa(Drafter):
         self._said: dict[int, tuple[Draft, int]] = {}  # the last draft, and how many tokens were committed then
         self._trust = [Trust() for _ in self._blocks]
 
-    def propose(self, seqs: Seq[Sequence], rooms: Seq[int]) -> list[Draft]:
+    def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         drafts = [EMPTY] * len(seqs)
-        asked = [i for i, seq in enumerate(seqs) if rooms[i] > 0 and seq.id in self._last]
+        asked = [i for i, seq in enumerate(seqs) if budgets[i] > 0 and seq.id in self._last]
         if asked:
             tokens, chances = self._offers([seqs[i] for i in asked])
             for row, i in enumerate(asked):
-                drafts[i] = self._draft(tokens[row], chances[row], min(rooms[i], self._nodes))
+                drafts[i] = self._draft(tokens[row], chances[row], min(budgets[i], self._nodes))
                 self._said[seqs[i].id] = drafts[i], len(seqs[i].tokens)
         return [self._trusted(draft) for draft in drafts]
 
@@ -143,12 +143,12 @@ class Medusa(Drafter):
         return Draft(
             tuple(tokens[len(path) - 1][path[-1]] for path in paths),
             tuple(place[path[:-1]] for path in paths),
-            chances=tuple(chances[len(path) - 1][path[-1]] for path in paths),
+            acceptance=tuple(chances[len(path) - 1][path[-1]] for path in paths),
         )
 
     def _trusted(self, draft: Draft) -> Draft:
-        levels = zip(draft.depths(), draft.chances, strict=True)
-        return replace(draft, chances=tuple(self._trust[depth - 1].chance(said) for depth, said in levels))
+        levels = zip(draft.depths(), draft.acceptance, strict=True)
+        return replace(draft, acceptance=tuple(self._trust[depth - 1].chance(said) for depth, said in levels))
 
     def _learn(self, step: Step) -> None:
         said, length = self._said.pop(step.seq.id, (EMPTY, 0))
@@ -156,7 +156,7 @@ class Medusa(Drafter):
         for depth, token in enumerate(step.seq.tokens[length:] if said else ()):
             children = said.children(node) if depth < len(self._trust) else []
             for child in children:
-                self._trust[depth].learn(said.chances[child], said.tokens[child] == token)
+                self._trust[depth].learn(said.acceptance[child], said.tokens[child] == token)
             node = next((child for child in children if said.tokens[child] == token), len(said))
 
 

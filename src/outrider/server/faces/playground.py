@@ -86,7 +86,7 @@ def _ready(name: str, model: str) -> bool:
         return False
     if "head" in (field.name for field in fields):
         return (SHIPPED / Path(model).name / name).is_dir()
-    return not kind.expects or name == "prediction"
+    return not kind.for_measurement
 
 
 def _drafter(name: str) -> dict[str, Any]:

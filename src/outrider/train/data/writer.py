@@ -16,7 +16,7 @@ from outrider.core.dice import Dice
 from outrider.core.errors import OutriderError
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
-from outrider.drafters.base import Drafter, Parts
+from outrider.drafters.base import BuildContext, Drafter
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Model
@@ -131,7 +131,7 @@ class CorpusWriter:
         self._endless: Iterator[tuple[int, Conversation]] | None = None  # the conversations that run ahead
         self.batch = job.writers or WRITERS[device]
         limits = Limits(self.batch, PROMPT_CHUNK[device])
-        plain = Drafter(Drafter.Options(), Parts(loaded.model, _no_other))
+        plain = Drafter(Drafter.Options(), BuildContext(loaded.model, _no_other))
         self._runner = ConversationRunner(Engine(loaded.model, plain, limits), loaded.ends, self.batch, job.seed)
 
     def wave(self, first: int, count: int, on_tokens: Callable[[int], None], ahead: bool = False) -> Corpus:
