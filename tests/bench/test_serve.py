@@ -188,7 +188,7 @@ def test_streams_are_counted_up():
 def test_a_drafter_is_written_as_a_request_says_it():
     assert speculative("none") == {"off": True}
     assert speculative("ngram") == {"method": "ngram"}
-    assert speculative("ngram:length=8, store=adaptive") == {"method": "ngram", "length": "8", "store": "adaptive"}
+    assert speculative("ngram:length=8, store=adaptive") == {"method": "ngram", "length": 8, "store": "adaptive"}
 
 
 def test_every_stream_has_a_prompt_and_every_prompt_a_turn():

@@ -145,12 +145,11 @@ def parse_streams(text: str) -> tuple[int, ...]:
 
 
 def speculative(mode: str) -> dict[str, Any]:
-    """ "ngram:length=8" as the field that a request carries."""
+    """ "ngram:length=8" as the field that a request carries: numbers are numbers there."""
     if mode == PLAIN:
         return {"off": True}
-    name, _, options = mode.partition(":")
-    pairs = (item.partition("=") for item in options.split(",") if item)
-    return {"method": name, **{key.strip(): value.strip() for key, _, value in pairs}}
+    name, options = drafters.parse(mode)
+    return {"method": name, **{key: getattr(options, key) for key in drafters.split(mode)[1]}}
 
 
 def run(plan: Plan, show: Show) -> Outcome:
