@@ -2,9 +2,8 @@ import json
 
 import pytest
 
-from outrider import config
 from outrider.core.errors import OutriderError
-from outrider.settings import Settings, from_mapping
+from outrider.settings import Settings, from_mapping, read_config
 
 
 def write(tmp_path, text):
@@ -14,7 +13,7 @@ def write(tmp_path, text):
 
 
 def test_a_file_says_settings_sampling_and_prefix(tmp_path):
-    said = config.read(
+    said = read_config(
         write(
             tmp_path,
             "model: ./m\ndraft: ngram:length=3\nmax_batch: 4\n"
@@ -27,7 +26,7 @@ def test_a_file_says_settings_sampling_and_prefix(tmp_path):
 
 
 def test_json_is_yaml_too(tmp_path):
-    assert config.read(write(tmp_path, json.dumps({"model": "x", "threads": 2}))).settings.threads == 2
+    assert read_config(write(tmp_path, json.dumps({"model": "x", "threads": 2}))).settings.threads == 2
 
 
 @pytest.mark.parametrize(
@@ -59,17 +58,17 @@ def test_json_is_yaml_too(tmp_path):
 )
 def test_what_is_wrong_is_said(tmp_path, text, reason):
     with pytest.raises(OutriderError) as refused:
-        config.read(write(tmp_path, text))
+        read_config(write(tmp_path, text))
     assert reason in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 def test_a_file_that_cannot_be_read(tmp_path):
     with pytest.raises(OutriderError, match="No such file"):
-        config.read(tmp_path / "none.yaml")
+        read_config(tmp_path / "none.yaml")
     (tmp_path / "latin.yaml").write_bytes(b"model: \xff")
     with pytest.raises(OutriderError, match="not UTF-8"):
-        config.read(tmp_path / "latin.yaml")
+        read_config(tmp_path / "latin.yaml")
 
 
 def test_vllms_words_are_our_drafter_on_our_engine_and_stay_as_they_are_on_vllm():

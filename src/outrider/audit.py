@@ -31,8 +31,8 @@ from torch import Tensor
 from outrider import build, drafters, prompts as builtin
 from outrider.core.dice import Dice
 from outrider.core.errors import OutriderError
+from outrider.core.params import SamplingParams
 from outrider.core.request import Result
-from outrider.core.sampling import SamplingParams
 from outrider.core.stats import Stats
 from outrider.llm import LLM
 from outrider.models.base import Feed

@@ -10,8 +10,8 @@ from outrider import build
 from outrider.backends.base import Stream
 from outrider.backends.local import Local
 from outrider.core.errors import OutriderError
+from outrider.core.params import SamplingParams
 from outrider.core.request import Message, Prompt, Request, Result
-from outrider.core.sampling import SamplingParams
 from outrider.engine.engine import Engine
 from outrider.settings import Settings, from_mapping
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from outrider.backends import speculation
 from outrider.core.errors import OutriderError, one_line
-from outrider.core.sampling import SamplingParams
+from outrider.core.option import option
+from outrider.core.params import SamplingParams
 
 BACKENDS = ("local", "vllm")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -22,24 +23,33 @@ RULES = ("rejection", "coupled")
 
 @dataclass(frozen=True)
 class Settings:
-    model: str = "smollm2-135m"  # name, folder, hub id or GGUF file
-    draft: str = "ngram"  # NAME or NAME:key=value,...
-    backend: str = "local"  # who speculates: our engine, or vLLM with its own
-    device: str = "auto"
-    dtype: str = "auto"  # auto: on a CPU a file's own 4 or 8 bits, or float32; on a GPU bfloat16
-    quantize: str = "none"  # dense weights, rounded on loading
+    model: str = option("smollm2-135m", "Known name, folder, hub id or GGUF file.", flags=("--model", "-m"))
+    draft: str = option(
+        "ngram",
+        "Who guesses ahead: NAME or NAME:key=value,...; none for plain decoding.",
+        flags=("--draft", "-d"),
+    )
+    backend: str = option("local", f"Who speculates: {' or '.join(BACKENDS)} (our engine, or vLLM's).")
+    device: str = option("auto", f"One of {', '.join(DEVICES)}.")
+    # auto: on a CPU a file's own 4 or 8 bits, or float32; on a GPU bfloat16
+    dtype: str = option("auto", f"One of {', '.join(DTYPES)}.")
+    quantize: str = option("none", f"Round dense weights on loading: {', '.join(QUANTIZE)}.")
     rule: str = "rejection"  # how drafts are verified when a request samples without a seed
     pace: bool = True  # draft as much as pays here and now; False: always as much as the drafter can
-    max_batch: int = 64  # sequences that run at once
-    max_draft_batch: int = 0  # draft only while at most so many sequences run; 0: however many (the pace decides)
+    max_batch: int = option(64, "Sequences that run at once.")
+    max_draft_batch: int = option(
+        0,
+        "Draft only while at most this many sequences run; 0: as long as it pays.",
+        flags=("--speculation-max-batch-size",),
+    )
     piece: int = 512  # prompt tokens that one step takes in
-    cache_memory: float = 0.0  # GiB for keys and values; 0: a quarter of what is free
-    threads: int = 0  # 0: as many as the machine has cores
+    cache_memory: float = option(0.0, "GiB for keys and values; 0: a quarter of what is free.")
+    threads: int = option(0, "CPU threads; 0: one per core.")
     # Only for vLLM:
-    speculative_config: Mapping[str, Any] | None = None  # its own words, in place of `draft`
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    data_parallel_size: int = 1
+    speculative_config: Mapping[str, Any] | None = option(None, "vLLM's own JSON in place of --draft.", shown=False)
+    tensor_parallel_size: int = option(1, "With vllm: devices a layer is spread over.")
+    pipeline_parallel_size: int = option(1, "With vllm: stages the layers are spread over.")
+    data_parallel_size: int = option(1, "With vllm: copies of the model.")
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # handed to its engine as they are
 
     def __post_init__(self) -> None:
@@ -63,7 +73,7 @@ class Settings:
 
     @property
     def drafter(self) -> str:
-        """Who guesses ahead, as the user would write it."""
+        """The drafter, as the user would write it."""
         return self.draft if self.speculative_config is None else json.dumps(dict(self.speculative_config))
 
     def _refuse_what_is_vllms(self) -> None:
@@ -76,7 +86,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Config:
-    """What a config file asks for."""
+    """What a config file asks for: --config FILE."""
 
     settings: Settings
     params: SamplingParams = SamplingParams()
@@ -109,20 +119,25 @@ def config_from(values: Mapping[str, Any]) -> Config:
     return Config(from_mapping(rest), SamplingParams(**sampling), prefix)
 
 
+def read_config(path: str | Path) -> Config:
+    """A config file of our own."""
+    return config_from(read_file(path))
+
+
 def read_file(path: str | Path) -> dict[str, Any]:
     """The keys and values of a YAML or JSON file."""
     import yaml
 
     try:
-        said = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise OutriderError(f"cannot read the config file {path}: {reason}") from error
     except yaml.YAMLError as error:
         raise OutriderError(f"{path} is not valid YAML: {one_line(error)}") from error
-    if not isinstance(said, dict) or not all(isinstance(key, str) for key in said):
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise OutriderError(f"{path} must hold keys and values, such as `model: smollm2-135m`")
-    return said
+    return values
 
 
 def _refuse_unknown(what: str, values: Mapping[str, Any], kind: type, *more: str, without: str = "") -> None:

@@ -5,7 +5,8 @@ import json
 import pytest
 import yaml
 
-from outrider import build, config
+from outrider import build
+from outrider.cli.options import read_config
 from outrider.compat import autogluon
 from outrider.core.errors import OutriderError
 from outrider.core.request import Request
@@ -56,7 +57,7 @@ def test_the_second_file_means_a_draft_model_on_vllm():
 def test_the_first_file_runs_and_the_text_is_the_plain_one(tmp_path, tiny_folder, tiny_twin):
     file = tmp_path / "c.yaml"
     file.write_text(HUGGINGFACE.format(target=tiny_folder, draft=tiny_twin))
-    settings = config.read(file).settings
+    settings = read_config(file).settings
     plain, drafted = (answer(spec) for spec in (Settings(model=settings.model, draft="none"), settings))
     assert drafted.token_ids == plain.token_ids
     assert plain.stats.drafted == 0

@@ -21,10 +21,10 @@ from stated import DRAFTING, PLAIN, Refusal, refusal
 
 from outrider import LLM, SamplingParams
 from outrider.server.app import create_app
-from outrider.server.context import ServerOptions
 from outrider.server.fleet.fleet import Fleet
 from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.fleet.spec import LaunchSpec
+from outrider.server.options import ServerOptions
 from outrider.settings import Settings
 
 LIMITS = WorkerLimits(first_wait=0.05, longest_wait=0.2)

@@ -14,7 +14,7 @@ from tiny import eagle_head, medusa_head
 
 from outrider import LLM, SamplingParams
 from outrider.drafters.heads import files as heads
-from outrider.server.context import ServerOptions
+from outrider.server.options import ServerOptions
 from outrider.server.registry import load
 
 PROMPT = "the red fox and the blue fox count"

@@ -9,8 +9,8 @@ import pytest
 from foreign import lorax
 
 from outrider import LLM, SamplingParams
-from outrider.server.context import ServerOptions
 from outrider.server.faces.lorax_bodies import Parameters
+from outrider.server.options import ServerOptions
 
 DRAFT = "layer_skip:layers=2,length=3"
 PROMPT = "the red fox and the blue fox count the stars, one, two, three; the red fox and the blue"

@@ -14,9 +14,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from outrider.server.context import ServerOptions
 from outrider.server.faces import playground
 from outrider.server.fleet.limits import WorkerLimits
+from outrider.server.options import ServerOptions
 
 api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'outrider[test]'")
 expect = api.expect

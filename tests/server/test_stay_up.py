@@ -18,10 +18,10 @@ from fastapi import Request as HttpRequest
 
 from outrider import LLM, SamplingParams
 from outrider.server.app import create_app
-from outrider.server.context import ServerOptions
 from outrider.server.errors import Timeout
 from outrider.server.fleet.fleet import Fleet
 from outrider.server.fleet.limits import WorkerLimits
+from outrider.server.options import ServerOptions
 from outrider.server.responses import time_limit
 
 ENDLESS = {"prompt": "the red fox", "max_tokens": 8000, "ignore_eos": True, "temperature": 0}

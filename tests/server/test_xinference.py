@@ -13,8 +13,8 @@ from stated import DRAFTING
 from xinference_client import AsyncRESTfulClient, RESTfulClient
 
 from outrider import SamplingParams
-from outrider.server.context import ServerOptions
 from outrider.server.faces.xinference import GAMMA
+from outrider.server.options import ServerOptions
 from outrider.server.registry import load
 
 PROMPT = "the red fox and the blue fox count"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,41 +14,38 @@ import typer
 from outrider import prompts as builtin
 from outrider.audit import ALPHA, Check, Difference, Report, audit as run
 from outrider.cli import options
-from outrider.cli.options import DEFAULT
+from outrider.cli.fields import command, fields
 from outrider.cli.screen import bar
 from outrider.core.errors import OutriderError
-from outrider.core.sampling import SamplingParams
+from outrider.core.option import option
+from outrider.core.params import SamplingParams
 from outrider.prompts import Prompt
+from outrider.settings import Settings
 
 
+@dataclass(frozen=True)
+class AuditOptions(options.Printed):
+    draft: tuple[str, ...] = option(
+        (),
+        "The drafter to audit: NAME or NAME:key=value,... Repeatable.",
+        flags=("--draft", "-d"),
+        panel=options.MODEL,
+        shown="all that run without arguments",
+    )
+    prompt: tuple[str, ...] = option((), "A prompt of your own. Repeatable.", shown="six built in")
+    prompts: str | None = option(None, "A text file with a prompt per line.")
+    raw: bool = option(False, "Continue the prompts as they stand, without chat template.")
+    max_tokens: int = option(32, "Tokens to compare for each prompt.")
+    samples: int = option(300, "Continuations to sample for the law test.", least=1)
+    seed: int = option(0, "The same seed gives the same report.")
+    output: Path | None = option(None, "Write the JSON to this file as well.")
+
+
+@command
 def audit(
-    model: options.Model = DEFAULT.model,
-    draft: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--draft",
-            "-d",
-            help="The drafter to audit: NAME or NAME:key=value,... Repeatable.",
-            show_default="all that run without arguments",
-            rich_help_panel=options.MODEL,
-        ),
-    ] = None,
-    device: options.Device = DEFAULT.device,
-    dtype: options.Dtype = DEFAULT.dtype,
-    quantize: options.Quantize = DEFAULT.quantize,
-    threads: options.Threads = DEFAULT.threads,
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="A prompt of your own. Repeatable.", show_default="six built in")
-    ] = None,
-    prompts: Annotated[str | None, typer.Option(help="A text file with a prompt per line.")] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompts as they stand, without chat template.")
-    ] = False,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to compare for each prompt.")] = 32,
-    samples: Annotated[int, typer.Option(min=1, help="Continuations to sample for the law test.")] = 300,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same report.")] = 0,
-    as_json: options.Json = False,
-    output: Annotated[Path | None, typer.Option(help="Write the JSON to this file as well.")] = None,
+    *,
+    settings: Annotated[Settings, options.settings("model", *options.PLACE)],
+    own: Annotated[AuditOptions, fields(AuditOptions)],
 ) -> None:
     """Prove that drafters change the speed and nothing else. Exit code 1 if one does.
 
@@ -64,33 +63,32 @@ def audit(
     [dim]$[/] outrider audit --draft ngram:store=adaptive --draft layer_skip:layers=8 --json
     [dim]$[/] outrider audit --model ./my-model --draft draft_model:model=./small --prompts prompts.txt
     """
-    SamplingParams(max_tokens=max_tokens)  # refuses a bad value before anything is loaded
-    drafts, chosen = draft or [], _prompts(prompt, prompts)
-    with (
-        options.opened(
-            model,
-            drafts[0] if drafts else "ngram",
-            device=device,
-            dtype=dtype,
-            quantize=quantize,
-            threads=threads,
-            pace=False,
-        ) as llm,
-        bar("{task.completed:.0f}/{task.total:.0f}") as progress,
-    ):
-        report = run(llm, drafts, chosen, max_tokens=max_tokens, seed=seed, samples=samples, raw=raw, progress=progress)
+    SamplingParams(max_tokens=own.max_tokens)  # refuses a bad value before anything is loaded
+    chosen = _prompts(own.prompt, own.prompts)
+    opened = options.opened(replace(settings, draft=own.draft[0] if own.draft else settings.draft, pace=False))
+    with opened as llm, bar("{task.completed:.0f}/{task.total:.0f}") as progress:
+        report = run(
+            llm,
+            own.draft,
+            chosen,
+            max_tokens=own.max_tokens,
+            seed=own.seed,
+            samples=own.samples,
+            raw=own.raw,
+            progress=progress,
+        )
     text = json.dumps(report.as_dict(), ensure_ascii=False)
-    if output is not None:
-        _write(output, text)
-    if as_json:
+    if own.output is not None:
+        _write(own.output, text)
+    if own.as_json:
         print(text)
     else:
         _print(report)
     raise typer.Exit(0 if report.passed else 1)
 
 
-def _prompts(texts: list[str] | None, file: str | None) -> tuple[Prompt, ...]:
-    own = tuple(Prompt(f"prompt {number}", "own", text) for number, text in enumerate(texts or (), 1))
+def _prompts(texts: Sequence[str], file: str | None) -> tuple[Prompt, ...]:
+    own = tuple(Prompt(f"prompt {number}", "own", text) for number, text in enumerate(texts, 1))
     return own + (builtin.read(file) if file is not None else ()) or builtin.AUDIT
 
 
@@ -131,12 +129,12 @@ def _print(report: Report) -> None:
 
 def _detail(check: Check) -> str:
     if check.p_value is not None:
-        said = f"{check.compared} samples, p = {check.p_value:.2g}"
+        text = f"{check.compared} samples, p = {check.p_value:.2g}"
     elif check.differences:
-        said = f"{len(check.differences)} of the outputs part from plain decoding"
+        text = f"{len(check.differences)} of the outputs part from plain decoding"
     else:
-        said = f"{check.compared} tokens, all the same"
-    return said if check.drafted else f"{said}; nothing was drafted, so little is proved"
+        text = f"{check.compared} tokens, all the same"
+    return text if check.drafted else f"{text}; nothing was drafted, so little is proved"
 
 
 def _describe(difference: Difference) -> str:

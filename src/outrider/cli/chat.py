@@ -11,13 +11,14 @@ import typer
 
 from outrider.backends.base import Stream
 from outrider.cli import options
-from outrider.cli.options import DEFAULT, PLAIN
+from outrider.cli.fields import command
 from outrider.cli.screen import Painter, note, paint
 from outrider.core.errors import OutriderError
+from outrider.core.params import SamplingParams
 from outrider.core.request import Result
-from outrider.core.sampling import SamplingParams
 from outrider.core.stats import Stats
 from outrider.llm import LLM
+from outrider.settings import Config
 
 HELP = """\
 /draft [SPEC]  show who guesses ahead, or change it: /draft ngram:length=12, /draft none
@@ -25,33 +26,21 @@ HELP = """\
 /reset         begin a new conversation
 /help          this list
 /quit          leave (so does Ctrl-D); Ctrl-C stops an answer"""
-
-
 ANSWER = SamplingParams(max_tokens=512)
 
 
+SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty")
+CONFIG = options.configured(
+    options.settings("model", "draft", *options.ENGINE),
+    options.sampling(*SAMPLING, max_tokens={"default": ANSWER.max_tokens}),
+    plain=ANSWER,
+)
+
+
+@command
 def chat(
-    ctx: typer.Context,
-    config: options.ConfigFile = None,
-    model: options.Model = DEFAULT.model,
-    draft: options.Draft = DEFAULT.draft,
-    backend: options.Backend = DEFAULT.backend,
-    speculative_config: options.SpeculativeConfig = None,
-    device: options.Device = DEFAULT.device,
-    dtype: options.Dtype = DEFAULT.dtype,
-    quantize: options.Quantize = DEFAULT.quantize,
-    threads: options.Threads = DEFAULT.threads,
-    cache_memory: options.CacheMemory = DEFAULT.cache_memory,
-    tensor_parallel_size: options.TensorParallelSize = DEFAULT.tensor_parallel_size,
-    pipeline_parallel_size: options.PipelineParallelSize = DEFAULT.pipeline_parallel_size,
-    data_parallel_size: options.DataParallelSize = DEFAULT.data_parallel_size,
-    max_tokens: options.MaxTokens = ANSWER.max_tokens,
-    temperature: options.Temperature = PLAIN.temperature,
-    top_k: options.TopK = PLAIN.top_k,
-    top_p: options.TopP = PLAIN.top_p,
-    min_p: options.MinP = PLAIN.min_p,
-    seed: options.Seed = None,
-    repetition_penalty: options.RepetitionPenalty = PLAIN.repetition_penalty,
+    *,
+    config: Annotated[Config, CONFIG],
     system: Annotated[
         str | None, typer.Option(help="What the model is told first.", show_default="the model's own")
     ] = None,
@@ -63,9 +52,8 @@ def chat(
     [dim]$[/] outrider chat --config c.yaml
     [dim]$[/] printf 'Hello!\\n/stats\\n' | outrider chat --draft layer_skip
     """
-    said = options.chosen(ctx, config, ANSWER)
-    with options.opened_as(said.settings, said.notes) as llm:
-        conversation = Conversation(llm, said.params, system)
+    with options.opened(config.settings, config.notes) as llm:
+        conversation = Conversation(llm, config.params, system)
         for line in _lines():
             if not conversation.take(line):
                 break

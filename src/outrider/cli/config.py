@@ -10,10 +10,9 @@ import typer
 
 from outrider import build, drafters
 from outrider.backends import speculation
-from outrider.cli.options import PLAIN
-from outrider.config import read
+from outrider.cli.options import PLAIN, read_config
 from outrider.core.errors import OutriderError
-from outrider.core.sampling import SamplingParams
+from outrider.core.params import SamplingParams
 from outrider.models import sources
 from outrider.settings import Config, Settings
 
@@ -30,7 +29,7 @@ def check(
 
     [dim]$[/] outrider config check c.yaml
     """
-    config = read(file)
+    config = read_config(file)
     lines = explain(config)
     for name, text in lines:
         print(f"{name + ':':10} {text}")
@@ -92,8 +91,8 @@ def _draft_model(settings: Settings) -> str | None:
 def _sampling(params: SamplingParams) -> str:
     how = "greedy" if params.greedy else f"temperature {params.temperature:g}"
     own = {each.name: getattr(params, each.name) for each in fields(params)}
-    others = [f"{name} {value}" for name, value in own.items() if name not in _SAID and value != getattr(PLAIN, name)]
+    others = [f"{name} {value}" for name, value in own.items() if name not in _ALWAYS and value != getattr(PLAIN, name)]
     return ", ".join([how, f"at most {params.max_tokens} tokens", *others])
 
 
-_SAID = ("temperature", "max_tokens")
+_ALWAYS = ("temperature", "max_tokens")

@@ -12,29 +12,27 @@ import typer
 
 from outrider import prompts
 from outrider.cli import options
-from outrider.cli.options import DEFAULT
+from outrider.cli.fields import command
 from outrider.cli.screen import Painter, bar, coloured, paint
 from outrider.core.errors import OutriderError
+from outrider.core.params import SamplingParams
 from outrider.core.request import Result
-from outrider.core.sampling import SamplingParams
 from outrider.llm import LLM
+from outrider.settings import Settings
 
 
 @dataclass(frozen=True)
-class Run:
+class DemoRun:
     result: Result
     tokens: int  # written after the first step, which reads the prompt
     seconds: float  # that they took
 
 
+@command
 def demo(
-    model: options.Model = DEFAULT.model,
-    draft: options.Draft = DEFAULT.draft,
-    device: options.Device = DEFAULT.device,
-    dtype: options.Dtype = DEFAULT.dtype,
-    quantize: options.Quantize = DEFAULT.quantize,
-    threads: options.Threads = DEFAULT.threads,
-    max_tokens: options.MaxTokens = 144,
+    *,
+    settings: Annotated[Settings, options.settings("model", "draft", *options.PLACE)],
+    params: Annotated[SamplingParams, options.sampling("max_tokens", max_tokens={"default": 144})],
     rounds: Annotated[int, typer.Option(min=1, help="Measure each this often, in turn.")] = 3,
 ) -> None:
     """See it work: an answer, who guessed its words, and plain decoding beside speculation.
@@ -44,8 +42,8 @@ def demo(
     [dim]$[/] outrider demo
     [dim]$[/] outrider demo --draft ngram:length=16 --rounds 5
     """
-    params = SamplingParams(max_tokens=max_tokens)
-    with options.opened(model, draft, device=device, dtype=dtype, quantize=quantize, threads=threads) as llm:
+    draft = settings.draft
+    with options.opened(settings) as llm:
         print(f"{prompts.DEMO.text}\n")
         first = _run(llm, params, draft, Painter(llm.tokenizer))
         _print_share(first.result)
@@ -56,7 +54,7 @@ def demo(
     raise typer.Exit(0 if len(outputs) == 1 else 1)
 
 
-def _run(llm: LLM, params: SamplingParams, draft: str, painter: Painter | None = None) -> Run:
+def _run(llm: LLM, params: SamplingParams, draft: str, painter: Painter | None = None) -> DemoRun:
     """One answer. The clock starts when the prompt has been read and the first tokens are out."""
     stream = llm.stream([{"role": "user", "content": prompts.DEMO.text}], params, draft=draft)
     begin, early = 0.0, 0
@@ -68,13 +66,13 @@ def _run(llm: LLM, params: SamplingParams, draft: str, painter: Painter | None =
     seconds, result = time.perf_counter() - begin, stream.result()
     if result.finish_reason == "error":
         raise OutriderError(result.error)
-    return Run(result, len(result.token_ids) - early, seconds)
+    return DemoRun(result, len(result.token_ids) - early, seconds)
 
 
-def _measure(llm: LLM, params: SamplingParams, draft: str, rounds: int) -> tuple[list[Run], list[Run]]:
+def _measure(llm: LLM, params: SamplingParams, draft: str, rounds: int) -> tuple[list[DemoRun], list[DemoRun]]:
     """Plain and drafted in turn, so that whatever else the machine does falls on both."""
-    plain: list[Run] = []
-    drafted: list[Run] = []
+    plain: list[DemoRun] = []
+    drafted: list[DemoRun] = []
     with bar() as progress:
         for done in range(rounds):
             progress("measuring", done, rounds)
@@ -90,7 +88,7 @@ def _print_share(result: Result) -> None:
     print(f"\n\n{share}{colour}.", flush=True)
 
 
-def _print_table(draft: str, plain: list[Run], drafted: list[Run]) -> None:
+def _print_table(draft: str, plain: list[DemoRun], drafted: list[DemoRun]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -108,5 +106,5 @@ def _print_table(draft: str, plain: list[Run], drafted: list[Run]) -> None:
     Console(highlight=False).print(table)
 
 
-def _speed(run: Run) -> float:
+def _speed(run: DemoRun) -> float:
     return run.tokens / run.seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,9 +14,10 @@ import typer
 from outrider.backends.base import Stream
 from outrider.cli import answers, options
 from outrider.cli.answers import Query
-from outrider.cli.options import DEFAULT, PLAIN, SAMPLING
+from outrider.cli.fields import Given, command, fields
 from outrider.cli.screen import note
 from outrider.core.errors import OutriderError
+from outrider.core.option import option
 from outrider.core.request import Result
 from outrider.llm import LLM
 from outrider.settings import Config, Settings
@@ -24,77 +25,28 @@ from outrider.settings import Config, Settings
 FILES = "Many queries"
 
 
+@dataclass(frozen=True)
+class GenerateOptions(options.Printed):
+    raw: bool = option(False, "Continue the prompt as it stands, without chat template.")
+    prediction: str | None = option(
+        None, "The answer you expect, as a file or as text: it is the draft.", panel=options.MODEL
+    )
+    input: Path | None = option(None, "A JSONL file of queries: query, and perhaps id and retrieved.", panel=FILES)
+    output: Path | None = option(None, "Where the answers go, a line each; what is there already is kept.", panel=FILES)
+
+
+MODEL = options.settings("model", "draft", *options.ENGINE, draft={"shown": "ngram, or prediction where one is given"})
+GIVEN = options.configured(MODEL, options.sampling())
+
+
+@command
 def generate(
-    ctx: typer.Context,
     prompt: Annotated[
         str | None, typer.Argument(help="What to answer; - reads it from stdin.", show_default=False)
     ] = None,
-    config: options.ConfigFile = None,
-    model: options.Model = DEFAULT.model,
-    draft: Annotated[
-        str,
-        typer.Option(
-            "--draft",
-            "-d",
-            help="Who guesses ahead: NAME or NAME:key=value,...; none for plain decoding.",
-            show_default="ngram, or prediction where one is given",
-            rich_help_panel=options.MODEL,
-        ),
-    ] = "",
-    prediction: Annotated[
-        str | None,
-        typer.Option(
-            help="The answer you expect, as a file or as text: it is the draft.", rich_help_panel=options.MODEL
-        ),
-    ] = None,
-    backend: options.Backend = DEFAULT.backend,
-    speculative_config: options.SpeculativeConfig = None,
-    device: options.Device = DEFAULT.device,
-    dtype: options.Dtype = DEFAULT.dtype,
-    quantize: options.Quantize = DEFAULT.quantize,
-    threads: options.Threads = DEFAULT.threads,
-    cache_memory: options.CacheMemory = DEFAULT.cache_memory,
-    tensor_parallel_size: options.TensorParallelSize = DEFAULT.tensor_parallel_size,
-    pipeline_parallel_size: options.PipelineParallelSize = DEFAULT.pipeline_parallel_size,
-    data_parallel_size: options.DataParallelSize = DEFAULT.data_parallel_size,
-    max_tokens: options.MaxTokens = PLAIN.max_tokens,
-    temperature: options.Temperature = PLAIN.temperature,
-    top_k: options.TopK = PLAIN.top_k,
-    top_p: options.TopP = PLAIN.top_p,
-    min_p: options.MinP = PLAIN.min_p,
-    typical_p: options.TypicalP = PLAIN.typical_p,
-    seed: options.Seed = None,
-    repetition_penalty: options.RepetitionPenalty = PLAIN.repetition_penalty,
-    presence_penalty: options.PresencePenalty = PLAIN.presence_penalty,
-    frequency_penalty: options.FrequencyPenalty = PLAIN.frequency_penalty,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="Stop before this text. Repeatable.", rich_help_panel=SAMPLING)
-    ] = None,
-    bad_words: Annotated[
-        list[str] | None, typer.Option("--bad-word", help="Never write this. Repeatable.", rich_help_panel=SAMPLING)
-    ] = None,
-    min_tokens: Annotated[
-        int, typer.Option(help="Do not end before this many tokens.", rich_help_panel=SAMPLING)
-    ] = PLAIN.min_tokens,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on past the end of the answer.", rich_help_panel=SAMPLING)
-    ] = False,
-    logprobs: Annotated[
-        int | None,
-        typer.Option(help="With --json: log-probabilities of each token and of this many others.", show_default="none"),
-    ] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it stands, without chat template.")
-    ] = False,
-    input: Annotated[
-        Path | None,
-        typer.Option(help="A JSONL file of queries: query, and perhaps id and retrieved.", rich_help_panel=FILES),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(help="Where the answers go, a line each; what is there already is kept.", rich_help_panel=FILES),
-    ] = None,
-    as_json: options.Json = False,
+    *,
+    given: Annotated[Given, GIVEN],
+    own: Annotated[GenerateOptions, fields(GenerateOptions)],
 ) -> None:
     """Answer a prompt, or continue it with [bold]--raw[/]; or answer a file of queries.
 
@@ -104,45 +56,39 @@ def generate(
     [dim]$[/] cat letter.txt | outrider generate - --draft ngram:max_n=6,length=12
     [dim]$[/] outrider generate --config c.yaml --input q.jsonl --output a.jsonl
     """
-    said = options.chosen(ctx, config)
-    said = replace(said, settings=_with_drafter(said.settings, draft, prediction))
-    if input is not None or output is not None:
-        raise typer.Exit(_answer_file(said, input, output, raw, config is not None, prompt, as_json, prediction))
+    config = options.chosen(given)
+    config = replace(config, settings=_with_drafter(config.settings, given.get("draft", ""), own.prediction))
+    if own.input is not None or own.output is not None:
+        raise typer.Exit(_answer_file(config, own, "config" in given, prompt))
     if prompt is None:
         raise OutriderError("what is to be answered? give a prompt, or a file of queries with --input")
-    if said.params.logprobs is not None and not as_json:
+    if config.params.logprobs is not None and not own.as_json:
         raise OutriderError("--logprobs are shown with --json only; add it")
-    expected = _text_or_file(prediction)
-    text = options.read_stdin_or(prompt)
-    with options.opened_as(said.settings, said.notes) as llm:
-        asked = Query("", text).prompt(said.query_prefix, raw or _mute(llm, config is not None))
-        stream = llm.stream(asked, said.params, prediction=expected)
-        result = _result(stream, live=sys.stdout.isatty() and not as_json)
-        if as_json:
-            about = {"model": said.settings.model, "draft": said.settings.drafter, "prompt": text}
+    _answer(config, own, "config" in given, options.read_stdin_or(prompt))
+
+
+def _answer(config: Config, own: GenerateOptions, configured: bool, text: str) -> None:
+    expected = _text_or_file(own.prediction)
+    with options.opened(config.settings, config.notes) as llm:
+        asked = Query("", text).prompt(config.query_prefix, own.raw or _mute(llm, configured))
+        stream = llm.stream(asked, config.params, prediction=expected)
+        result = _result(stream, live=sys.stdout.isatty() and not own.as_json)
+        if own.as_json:
+            about = {"model": config.settings.model, "draft": config.settings.drafter, "prompt": text}
             print(json.dumps({**about, **result.as_dict()}, ensure_ascii=False))
         else:
             print("" if sys.stdout.isatty() else result.text)
             note(str(result.stats))
 
 
-def _answer_file(
-    said: Config,
-    input: Path | None,
-    output: Path | None,
-    raw: bool,
-    configured: bool,
-    prompt: str | None,
-    as_json: bool,
-    prediction: str | None,
-) -> int:
-    if input is None or output is None:
+def _answer_file(config: Config, own: GenerateOptions, configured: bool, prompt: str | None) -> int:
+    if own.input is None or own.output is None:
         raise OutriderError("--input and --output go together: the queries, and where their answers go")
-    if prompt is not None or as_json or prediction is not None:
+    if prompt is not None or own.as_json or own.prediction is not None:
         raise OutriderError("with --input there is no prompt, --json or --prediction; the answers are lines of JSON")
-    queries = answers.read(input)
-    with options.opened_as(said.settings, said.notes) as llm:
-        failed = answers.answer(llm, said, queries, output, raw or _mute(llm, configured))
+    queries = answers.read(own.input)
+    with options.opened(config.settings, config.notes) as llm:
+        failed = answers.answer(llm, config, queries, own.output, own.raw or _mute(llm, configured))
     return 1 if failed else 0
 
 

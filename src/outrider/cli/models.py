@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from outrider.cli import options
+from outrider.cli.fields import command, fields
 from outrider.models import sources
 
 
@@ -23,11 +24,13 @@ def pull(
     print(options.pull(name))
 
 
+@command
 def models(
+    *,
     registry: Annotated[
         Path | None, typer.Option(help="The server's names, in YAML.", show_default="registry.yaml")
     ] = None,
-    as_json: options.Json = False,
+    printed: Annotated[options.Printed, fields(options.Printed)],
 ) -> None:
     """List the known models, those in the Hugging Face cache, and the names that you gave to others for the server.
 
@@ -38,7 +41,7 @@ def models(
 
     found, known = sources.installed(), load(registry)
     named = [entry for entry in known.entries if entry not in BUILT_IN.entries]
-    if as_json:
+    if printed.as_json:
         rows = [{"name": m.name, "size": m.size, "path": None if m.path is None else str(m.path)} for m in found]
         print(json.dumps({"models": rows, "registry": [*map(asdict, named)], "heads": [*map(asdict, known.heads)]}))
     else:

@@ -4,112 +4,65 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import fields, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, fields as fields_of, replace
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from outrider import build
+from outrider.cli.fields import Given, Source, fields, joined
 from outrider.cli.screen import bar
-from outrider.config import read
+from outrider.compat import autogluon
 from outrider.core.errors import OutriderError
-from outrider.core.sampling import SamplingParams
+from outrider.core.option import option
+from outrider.core.params import SamplingParams
 from outrider.llm import LLM
 from outrider.models import sources
-from outrider.settings import BACKENDS, DEVICES, DTYPES, QUANTIZE, Config, Settings, from_mapping
+from outrider.settings import Config, Settings, config_from, from_mapping, read_file
 
 MODEL, SAMPLING = "Model", "Sampling"
 DEFAULT, PLAIN = Settings(), SamplingParams()
-
-Model = Annotated[
-    str, typer.Option("--model", "-m", help="Known name, folder, hub id or GGUF file.", rich_help_panel=MODEL)
-]
-Draft = Annotated[
-    str,
-    typer.Option(
-        "--draft",
-        "-d",
-        help="Who guesses ahead: NAME or NAME:key=value,...; none for plain decoding.",
-        rich_help_panel=MODEL,
-    ),
-]
-Device = Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.", rich_help_panel=MODEL)]
-Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.", rich_help_panel=MODEL)]
-Quantize = Annotated[
-    str, typer.Option(help=f"Round dense weights on loading: {', '.join(QUANTIZE)}.", rich_help_panel=MODEL)
-]
-Threads = Annotated[int, typer.Option(help="CPU threads; 0: one per core.", rich_help_panel=MODEL)]
-CacheMemory = Annotated[
-    float, typer.Option(help="GiB for keys and values; 0: a quarter of what is free.", rich_help_panel=MODEL)
-]
-
-Backend = Annotated[
-    str, typer.Option(help=f"Who speculates: {' or '.join(BACKENDS)} (our engine, or vLLM's).", rich_help_panel=MODEL)
-]
-SpeculativeConfig = Annotated[
-    str | None,
-    typer.Option(help="vLLM's own JSON in place of --draft.", show_default=False, rich_help_panel=MODEL),
-]
-TensorParallelSize = Annotated[
-    int, typer.Option(help="With vllm: devices a layer is spread over.", rich_help_panel=MODEL)
-]
-PipelineParallelSize = Annotated[
-    int, typer.Option(help="With vllm: stages the layers are spread over.", rich_help_panel=MODEL)
-]
-DataParallelSize = Annotated[int, typer.Option(help="With vllm: copies of the model.", rich_help_panel=MODEL)]
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        "-c",
-        help="A YAML file that says all this; options given here go over it.",
-        show_default=False,
-        rich_help_panel=MODEL,
-    ),
-]
-
-MaxTokens = Annotated[int, typer.Option(help="Stop after this many tokens.", rich_help_panel=SAMPLING)]
-Temperature = Annotated[
-    float, typer.Option("--temperature", "-t", help="0: always the likeliest token.", rich_help_panel=SAMPLING)
-]
-TopK = Annotated[int, typer.Option(help="Only the k likeliest tokens; 0: all.", rich_help_panel=SAMPLING)]
-TopP = Annotated[float, typer.Option(help="Only the likeliest tokens that reach this mass.", rich_help_panel=SAMPLING)]
-MinP = Annotated[
-    float, typer.Option(help="Only tokens at least this likely, next to the likeliest.", rich_help_panel=SAMPLING)
-]
-TypicalP = Annotated[
-    float, typer.Option(help="Only the most typical tokens up to this mass.", rich_help_panel=SAMPLING)
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(
-        help="The same seed gives the same text, whoever drafts.", show_default="random", rich_help_panel=SAMPLING
-    ),
-]
-RepetitionPenalty = Annotated[
-    float, typer.Option(help="Above 1: shun tokens of prompt and answer.", rich_help_panel=SAMPLING)
-]
-PresencePenalty = Annotated[
-    float, typer.Option(help="Taken off the logits of tokens already written.", rich_help_panel=SAMPLING)
-]
-FrequencyPenalty = Annotated[
-    float, typer.Option(help="The same, for each time they were written.", rich_help_panel=SAMPLING)
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+PLACE = ("device", "dtype", "quantize", "threads")
+PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+ENGINE = ("backend", "speculative_config", *PLACE, "cache_memory", *PARALLEL)
 
 
-def opened(model: str, draft: str, **settings: Any) -> AbstractContextManager[LLM]:
-    return opened_as(from_mapping({"model": model, "draft": draft, **settings}))
+@dataclass(frozen=True)
+class ConfigFile:
+    config: Path | None = option(
+        None,
+        "A YAML file that says all this; options given here go over it.",
+        flags=("--config", "-c"),
+        panel=MODEL,
+        shown=False,
+    )
+
+
+@dataclass(frozen=True)
+class Printed:
+    as_json: bool = option(False, "Print one JSON object.", flags=("--json",))
+
+
+def settings(*names: str, **changes: Any) -> Source[Settings]:
+    """Options about the model and the engine; `changes` as for `fields`."""
+    return fields(Settings, *names, panel=MODEL, make=from_mapping, **changes)
+
+
+def sampling(*names: str, **changes: Any) -> Source[SamplingParams]:
+    """Options about how tokens are chosen; `changes` as for `fields`."""
+    return fields(SamplingParams, *names, panel=SAMPLING, **changes)
+
+
+def configured(*others: Source[Any], plain: SamplingParams = PLAIN) -> Source[Config]:
+    """A config file, and options that go over it. `plain`: how tokens are chosen where neither speaks."""
+    return joined(lambda given: chosen(given, plain), fields(ConfigFile), *others)
 
 
 @contextmanager
-def opened_as(settings: Settings, notes: Sequence[str] = ()) -> Iterator[LLM]:
+def opened(settings: Settings, notes: Sequence[str] = ()) -> Iterator[LLM]:
     """The model, pulled if need be, and closed in the end."""
     build.check(settings)  # a typing error shows before anything is downloaded
-    if settings.model in sources.KNOWN:
-        pull(settings.model)
+    pull_known(settings.model)
     with bar() as progress:
         progress(f"loading {settings.model}", 0, None)
         llm = LLM.from_settings(settings)
@@ -119,30 +72,38 @@ def opened_as(settings: Settings, notes: Sequence[str] = ()) -> Iterator[LLM]:
         yield llm
 
 
-def chosen(ctx: typer.Context, file: Path | None, plain: SamplingParams = PLAIN) -> Config:
+def read_config(path: Path) -> Config:
+    """A settings file of our own, or the generator block of AutoGluon-RAG's."""
+    values = read_file(path)
+    return autogluon.parse(values) if autogluon.recognises(values) else config_from(values)
+
+
+def chosen(given: Given, plain: SamplingParams = PLAIN) -> Config:
     """What the config file says, and what was given on the command line over it. `plain`: where neither speaks."""
-    said = Config(DEFAULT, plain) if file is None else read(file)
-    given = {name: value for name, value in ctx.params.items() if _given(ctx, name)}
-    settings, params = _over(said.settings, given), _over(said.params, given)
+    file = given.get("config")
+    config = Config(DEFAULT, plain) if file is None else read_config(file)
+    settings, params = _over(config.settings, given), _over(config.params, given)
     if file is not None and {"draft", "speculative_config"} & given.keys():  # one takes the place of the other
         settings = {key: value for key, value in settings.items() if key in given or key not in _SPECULATION}
-    return replace(said, settings=from_mapping(settings), params=SamplingParams(**params))
+    return replace(config, settings=from_mapping(settings), params=SamplingParams(**params))
 
 
-def _given(ctx: typer.Context, name: str) -> bool:
-    source = ctx.get_parameter_source(name)
-    return source is not None and not source.name.startswith("DEFAULT")
-
-
-def _over(said: Any, given: dict[str, Any]) -> dict[str, Any]:
+def _over(stored: Any, given: Given) -> dict[str, Any]:
     """The fields that are not at their defaults, and those given."""
-    known = {each.name: each for each in fields(said)}
-    own = {name: getattr(said, name) for name in known}
-    changed = {name: value for name, value in own.items() if value != getattr(type(said)(), name)}
+    known = {each.name: each for each in fields_of(stored)}
+    own = {name: getattr(stored, name) for name in known}
+    changed = {name: value for name, value in own.items() if value != getattr(type(stored)(), name)}
     return {**changed, **{name: value for name, value in given.items() if name in known}}
 
 
 _SPECULATION = ("draft", "speculative_config")
+
+
+def pull_known(*names: str | None) -> None:
+    """Those of the models that have a known name are downloaded if they are not here yet."""
+    for name in names:
+        if name in sources.KNOWN:
+            pull(name)
 
 
 def pull(name: str) -> Path:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from outrider import build
 from outrider.bench.plan import claim
 from outrider.bench.profile import (
@@ -25,9 +23,10 @@ from outrider.bench.profile import (
     profile as run,
 )
 from outrider.cli import options
-from outrider.cli.options import DEFAULT
+from outrider.cli.fields import command, fields
 from outrider.cli.screen import bar, note
-from outrider.settings import QUANTIZE
+from outrider.core.option import option
+from outrider.settings import Settings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,73 +36,66 @@ CHEAP = 0.01  # a drafter whose token costs less than this share of a pass needs
 NOISY = 0.3  # a spread from which on medians are not to be trusted
 
 
+@dataclass(frozen=True)
+class ProfileOptions(options.Printed):
+    context: int = option(PLAN.context, "Tokens already in the cache.")
+    rows: str | None = option(
+        None,
+        "Sizes of a pass: one committed token and the guesses after it. 1 and 2 are always in.",
+        shown=f"{','.join(map(str, PLAN.rows))}; on a GPU {','.join(map(str, GPU_ROWS))}",
+    )
+    rounds: int = option(PLAN.rounds, "How often each size is measured.")
+    output: Path | None = option(None, "Folder for profile.json, profile.md and profile.png.", flags=("--output", "-o"))
+
+
+@command
 def profile(
-    model: options.Model = DEFAULT.model,
-    draft: options.Draft = DEFAULT.draft,
-    device: options.Device = DEFAULT.device,
-    dtype: options.Dtype = DEFAULT.dtype,
-    quantize: Annotated[
-        str, typer.Option(help=f"One of {', '.join(QUANTIZE)}; for dense weights.", rich_help_panel=options.MODEL)
-    ] = DEFAULT.quantize,
-    threads: options.Threads = DEFAULT.threads,
-    context: Annotated[int, typer.Option(help="Tokens already in the cache.")] = PLAN.context,
-    rows: Annotated[
-        str | None,
-        typer.Option(
-            help="Sizes of a pass: one committed token and the guesses after it. 1 and 2 are always in.",
-            show_default=f"{','.join(map(str, PLAN.rows))}; on a GPU {','.join(map(str, GPU_ROWS))}",
-        ),
-    ] = None,
-    rounds: Annotated[int, typer.Option(help="How often each size is measured.")] = PLAN.rounds,
-    as_json: options.Json = False,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder for profile.json, profile.md and profile.png.")
-    ] = None,
+    *,
+    settings: Annotated[Settings, options.settings("model", "draft", *options.PLACE)],
+    own: Annotated[ProfileOptions, fields(ProfileOptions)],
 ) -> None:
     """Measure what passes and drafts cost on this machine, and say which draft length pays at which acceptance.
 
     Passes of all sizes take turns in shuffled rounds; times are medians, with 10 % and 90 % percentiles.
-    [bold]Acceptance[/] is the chance that a guess is kept when the one before it was.
+    [bold]Acceptance[/] is the probability that a guess is kept when the one before it was.
 
     [dim]$[/] outrider profile
     [dim]$[/] outrider profile --draft layer_skip:layers=8,length=8 --threads 2 --output profile
     [dim]$[/] outrider profile --model ./my-model --context 2048 --rows 1,2,4,8 --json
     [dim]$[/] outrider profile --device cuda --output profile   # with the share of the card's bandwidth
     """
-    gpu = build.device(device).type == "cuda"
-    plan = Plan(context, (GPU_ROWS if gpu else PLAN.rows) if rows is None else parse_rows(rows), rounds)
-    if output is not None:
-        claim(output)
-    with (
-        options.opened(model, draft, device=device, dtype=dtype, quantize=quantize, threads=threads) as llm,
-        bar("{task.completed:.0f}/{task.total:.0f}") as progress,
-    ):
+    gpu = build.device(settings.device).type == "cuda"
+    rows = (GPU_ROWS if gpu else PLAN.rows) if own.rows is None else parse_rows(own.rows)
+    plan = Plan(own.context, rows, own.rounds)
+    if own.output is not None:
+        claim(own.output)
+    with options.opened(settings) as llm, bar("{task.completed:.0f}/{task.total:.0f}") as progress:
         found = run(llm, plan, progress)
-    if as_json:
+    if own.as_json:
         print(json.dumps(found.as_dict(), ensure_ascii=False))
     else:
         _print(found)
-    if output is not None:
-        _write(found, output)
+    if own.output is not None:
+        _write(found, own.output)
 
 
 @dataclass(frozen=True)
-class Table:
+class ProfileTable:
     title: str
     columns: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
 
 
-def tables(found: Profile) -> list[Table]:
+def tables(found: Profile) -> list[ProfileTable]:
     one = found.costs.passes[0].ms
     passes = [(*_times(point), f"{point.ms / one:.2f}×", _ms(point.ms / point.size)) for point in found.costs.passes]
     costly = found.costs.draft_ms > CHEAP * one
     drafts = [(*_times(point), _ms(point.ms / point.size)) for point in found.drafts if costly]
     made = [
-        Table("The target", ("rows", "ms per pass", "10–90 %", "ratio", "ms per row"), passes),
+        ProfileTable("The target", ("rows", "ms per pass", "10–90 %", "ratio", "ms per row"), passes),
         *([_card(found.on_card, found)] if found.on_card else []),
-        Table(f"The drafter {found.draft}", ("tokens", "ms per draft", "10–90 %", "ms per token"), drafts),
-        Table(
+        ProfileTable(f"The drafter {found.draft}", ("tokens", "ms per draft", "10–90 %", "ms per token"), drafts),
+        ProfileTable(
             "What pays",
             ("acceptance", "best draft length", "speed-up"),
             [(f"{choice.acceptance:.2f}", _length(found, choice), f"{choice.speed_up:.2f}×") for choice in found.best],
@@ -112,19 +104,19 @@ def tables(found: Profile) -> list[Table]:
     return [table for table in made if table.rows]
 
 
-def _card(said: OnCard, found: Profile) -> Table:
+def _card(card: OnCard, found: Profile) -> ProfileTable:
     """The device alone, and what is left over for the host."""
-    walls, one = {point.size: point.ms for point in found.costs.passes}, said.device_ms[0][1]
+    walls, one = {point.size: point.ms for point in found.costs.passes}, card.device_ms[0][1]
     rows = [
-        (str(rows), _ms(ms), f"{100 * said.share(ms):.0f} %", f"{ms / one:.2f}×", _ms(walls[rows] - ms))
-        for rows, ms in said.device_ms
+        (str(rows), _ms(ms), f"{100 * card.share(ms):.0f} %", f"{ms / one:.2f}×", _ms(walls[rows] - ms))
+        for rows, ms in card.device_ms
     ]
-    return Table(said.card.name, ("rows", "device ms", "of the copy's bandwidth", "ratio", "host ms"), rows)
+    return ProfileTable(card.card.name, ("rows", "device ms", "of the copy's bandwidth", "ratio", "host ms"), rows)
 
 
 def facts(found: Profile) -> list[str]:
-    """The rest, in sentences."""
-    said = [
+    """What the tables leave out, in sentences."""
+    lines = [
         *([_best(found.on_card)] if found.on_card else []),
         _line(found),
         f"Plain decoding writes {found.plain_tokens_per_second:.1f} tokens/s; a prompt is read at "
@@ -133,21 +125,21 @@ def facts(found: Profile) -> list[str]:
         _break_even(found),
     ]
     if found.weight_bytes is not None:
-        said.append(f"The weights take {found.weight_bytes / 1e6:.1f} MB as stored.")
+        lines.append(f"The weights take {found.weight_bytes / 1e6:.1f} MB as stored.")
     if found.kv_bytes_per_token is not None:
-        said.append(f"Keys and values take {found.kv_bytes_per_token / 1e3:.1f} kB per token.")
+        lines.append(f"Keys and values take {found.kv_bytes_per_token / 1e3:.1f} kB per token.")
     if found.costs.spread > NOISY:
-        said.append(
+        lines.append(
             f"Careful: 8 of 10 passes of one size lie {100 * found.costs.spread:.0f} % apart, so the machine was busy; "
             "measure again when it is quiet, or with more rounds."
         )
-    return said
+    return lines
 
 
-def _best(said: OnCard) -> str:
+def _best(card: OnCard) -> str:
     return (
-        f"The card copies {said.card.copy_tb_s:.2f} TB/s and multiplies {said.card.matrix_tflop_s:.0f} TFLOP/s in "
-        f"bfloat16; a pass reads {said.pass_bytes / 1e6:.1f} MB of weights."
+        f"The card copies {card.card.copy_tb_s:.2f} TB/s and multiplies {card.card.matrix_tflop_s:.0f} TFLOP/s in "
+        f"bfloat16; a pass reads {card.pass_bytes / 1e6:.1f} MB of weights."
     )
 
 
@@ -186,12 +178,12 @@ def _draw_passes(axes: Axes, found: Profile) -> None:
 
 
 def _draw_speed_ups(axes: Axes, found: Profile) -> None:
-    chances = [step / 100 for step in range(101)]
+    rates = [step / 100 for step in range(101)]
     for length in (length for length in SHOWN if length <= found.costs.longest):
-        speed_ups = [found.costs.speed_up(chance, length) for chance in chances]
-        axes.plot(chances, speed_ups, label=f"drafts of {length}")
-    best = [found.costs.best(chance).speed_up for chance in chances]
-    axes.plot(chances, best, "k:", label="the best length")
+        speed_ups = [found.costs.speed_up(rate, length) for rate in rates]
+        axes.plot(rates, speed_ups, label=f"drafts of {length}")
+    best = [found.costs.best(rate).speed_up for rate in rates]
+    axes.plot(rates, best, "k:", label="the best length")
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set(xlabel="acceptance", ylabel="expected speed-up over plain decoding", xlim=(0, 1), ylim=(0, None))
 
@@ -209,13 +201,13 @@ def _write(found: Profile, folder: Path) -> None:
 def _print(found: Profile) -> None:
     from rich import box
     from rich.console import Console
-    from rich.table import Table as Grid
+    from rich.table import Table
 
     console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
     console.print(_head(found), markup=False)
     for table in tables(found):
         console.print(f"\n{table.title}", style="bold", markup=False)
-        grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
+        grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for name in table.columns:
             grid.add_column(name, justify="right")
         for row in table.rows:
@@ -249,10 +241,10 @@ def _drafting(found: Profile) -> str:
 
 
 def _break_even(found: Profile) -> str:
-    chance = found.costs.break_even
-    if chance is None:
+    rate = found.costs.break_even
+    if rate is None:
         return "A draft of one token never pays here."
-    return f"A draft of one token pays from an acceptance of {chance:.2f} on."
+    return f"A draft of one token pays from an acceptance of {rate:.2f} on."
 
 
 def _length(found: Profile, choice: Choice) -> str:
@@ -273,6 +265,6 @@ def _signed(value: float) -> str:
     return f"{'−' if value < 0 else '+'} {abs(value):.2f}"
 
 
-def _markdown_table(table: Table) -> str:
+def _markdown_table(table: ProfileTable) -> str:
     lines = [table.columns, ("--:",) * len(table.columns), *table.rows]
     return f"## {table.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -6,135 +6,96 @@ import asyncio
 import importlib.util
 import os
 import secrets
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from outrider import build
 from outrider.cli import options
+from outrider.cli.fields import Given, command, fields
 from outrider.cli.options import DEFAULT
 from outrider.cli.screen import note
 from outrider.core.errors import OutriderError
-from outrider.models import sources
+from outrider.core.option import option
+from outrider.server import registry as registries
+from outrider.server.access import Access
+from outrider.server.fleet.limits import WorkerLimits
+from outrider.server.fleet.spec import LaunchSpec
+from outrider.server.options import LAUNCH_DEFAULTS, LIMITS, ServerOptions
+from outrider.server.registry import Registry
 from outrider.settings import VLLM_DEFAULTS
 
-if TYPE_CHECKING:
-    from outrider.server.access import Access
-
-SERVER, LIMITS, ACCESS, RAY = "Server", "Limits", "Access", "Ray"
+SERVER, RAY = "Server", "Ray"
 LOCAL = ("127.0.0.1", "localhost", "::1")
 INSTALL_RAY = "pip install 'outrider[ray]'"
 LEVELS = ("debug", "info", "warning", "error")
 
 
+@dataclass(frozen=True)
+class LaunchOptions:
+    """The model that is launched at the start."""
+
+    model_id: str = option("", "The same as an option.", flags=("--model-id", "--model", "-m"))
+    uid: str = option("", "What requests call it.", shown="the model's name")
+    no_model: bool = option(False, "Launch none; clients will.")
+    speculative_tokens: int = option(0, "Prompt lookup of that many tokens, as LoRAX says it.", shown=False)
+    adapter_id: str = option("", "An EAGLE or Medusa head that drafts.", shown=False)
+
+    def __post_init__(self) -> None:
+        if self.speculative_tokens < 0:
+            raise OutriderError(f"--speculative-tokens must be at least 0, not {self.speculative_tokens}")
+
+
+@dataclass(frozen=True)
+class ListenOptions:
+    host: str = option("127.0.0.1", "0.0.0.0: everybody who can reach us.", panel=SERVER)
+    port: int = option(8000, "0: any free one.", least=0, most=65535, panel=SERVER)
+    state: Path | None = option(None, "Launched models are kept here, and launched again.", shown=False, panel=SERVER)
+    registry: Path | None = option(None, "More models by name, in YAML.", shown="registry.yaml", panel=SERVER)
+    log_level: str = option("info", f"One of {', '.join(LEVELS)}.", panel=SERVER)
+    grace: float = option(60.0, "Seconds for running requests after SIGTERM.", least=0.0, panel=LIMITS)
+
+    def __post_init__(self) -> None:
+        if self.log_level not in LEVELS:
+            raise OutriderError(f"unknown log level {self.log_level!r}; known: {', '.join(LEVELS)}")
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    ray: bool = option(False, "As a Ray Serve application, with replicas.")
+    ray_address: str = option("", "HOST:PORT or auto.", shown="RAY_ADDRESS, or a Ray of our own")
+    replicas: str = option("1", "N, or LEAST:MOST for as many as are asked for.")
+    cpus_per_replica: float = option(0.0, "A share will do.", least=0.0, shown="1 for each thread")
+    gpus_per_replica: float = option(0.0, "What a replica sees of the GPUs.", least=0.0)
+
+
+SETTINGS = options.settings(
+    "draft",
+    *options.ENGINE,
+    "max_batch",
+    "max_draft_batch",
+    draft={
+        "help": "Who guesses ahead where a request does not say: NAME or NAME:key=value,...; none for plain decoding."
+    },
+    max_batch={"panel": LIMITS},
+    max_draft_batch={"panel": LIMITS},
+)
+
+
+@command
 def serve(
-    ctx: typer.Context,
     model: Annotated[
         str, typer.Argument(help="Known name, folder, hub id or GGUF file.", show_default=DEFAULT.model)
     ] = "",
-    model_id: Annotated[
-        str, typer.Option("--model-id", "--model", "-m", help="The same as an option.", rich_help_panel=options.MODEL)
-    ] = "",
-    uid: Annotated[
-        str, typer.Option(help="What requests call it.", show_default="the model's name", rich_help_panel=options.MODEL)
-    ] = "",
-    no_model: Annotated[
-        bool, typer.Option("--no-model", help="Launch none; clients will.", rich_help_panel=options.MODEL)
-    ] = False,
-    config: options.ConfigFile = None,
-    draft: Annotated[
-        str,
-        typer.Option(
-            "--draft",
-            "-d",
-            help="Who guesses ahead where a request does not say: NAME or NAME:key=value,...; none for plain decoding.",
-            show_default=DEFAULT.draft,
-            rich_help_panel=options.MODEL,
-        ),
-    ] = "",
-    speculative_tokens: Annotated[
-        int,
-        typer.Option(
-            help="Prompt lookup of that many tokens, as LoRAX says it.",
-            show_default=False,
-            rich_help_panel=options.MODEL,
-        ),
-    ] = 0,
-    adapter_id: Annotated[
-        str,
-        typer.Option(help="An EAGLE or Medusa head that drafts.", show_default=False, rich_help_panel=options.MODEL),
-    ] = "",
-    backend: options.Backend = DEFAULT.backend,
-    speculative_config: options.SpeculativeConfig = None,
-    device: options.Device = DEFAULT.device,
-    dtype: options.Dtype = DEFAULT.dtype,
-    quantize: options.Quantize = DEFAULT.quantize,
-    threads: options.Threads = DEFAULT.threads,
-    cache_memory: options.CacheMemory = DEFAULT.cache_memory,
-    tensor_parallel_size: options.TensorParallelSize = DEFAULT.tensor_parallel_size,
-    pipeline_parallel_size: options.PipelineParallelSize = DEFAULT.pipeline_parallel_size,
-    data_parallel_size: options.DataParallelSize = DEFAULT.data_parallel_size,
-    host: Annotated[
-        str, typer.Option(help="0.0.0.0: everybody who can reach us.", rich_help_panel=SERVER)
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.", rich_help_panel=SERVER)] = 8000,
-    state: Annotated[
-        Path | None,
-        typer.Option(
-            help="Launched models are kept here, and launched again.", show_default=False, rich_help_panel=SERVER
-        ),
-    ] = None,
-    registry: Annotated[
-        Path | None,
-        typer.Option(help="More models by name, in YAML.", show_default="registry.yaml", rich_help_panel=SERVER),
-    ] = None,
-    log_level: Annotated[str, typer.Option(help=f"One of {', '.join(LEVELS)}.", rich_help_panel=SERVER)] = "info",
-    max_batch: Annotated[
-        int, typer.Option(help="Sequences that run at once.", rich_help_panel=LIMITS)
-    ] = DEFAULT.max_batch,
-    speculation_max_batch_size: Annotated[
-        int,
-        typer.Option(help="Draft only while at most so many run; 0: as long as it pays.", rich_help_panel=LIMITS),
-    ] = 0,
-    max_queue: Annotated[
-        int, typer.Option(min=0, help="Sequences that may wait; more get a 429.", rich_help_panel=LIMITS)
-    ] = 256,
-    max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request.", rich_help_panel=LIMITS)] = 4 << 20,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds of a request.", rich_help_panel=LIMITS)] = 600.0,
-    grace: Annotated[
-        float, typer.Option(min=0.0, help="Seconds for running requests after SIGTERM.", rich_help_panel=LIMITS)
-    ] = 60.0,
-    ray: Annotated[
-        bool, typer.Option("--ray", help="As a Ray Serve application, with replicas.", rich_help_panel=RAY)
-    ] = False,
-    ray_address: Annotated[
-        str,
-        typer.Option(help="HOST:PORT or auto.", show_default="RAY_ADDRESS, or a Ray of our own", rich_help_panel=RAY),
-    ] = "",
-    replicas: Annotated[
-        str, typer.Option(help="N, or LEAST:MOST for as many as are asked for.", rich_help_panel=RAY)
-    ] = "1",
-    cpus_per_replica: Annotated[
-        float, typer.Option(min=0.0, help="A share will do.", show_default="1 for each thread", rich_help_panel=RAY)
-    ] = 0.0,
-    gpus_per_replica: Annotated[
-        float, typer.Option(min=0.0, help="What a replica sees of the GPUs.", rich_help_panel=RAY)
-    ] = 0.0,
-    api_key: Annotated[
-        str, typer.Option(envvar="OUTRIDER_API_KEY", help="What requests must bring.", rich_help_panel=ACCESS)
-    ] = "",
-    allow_folder: Annotated[
-        list[Path] | None,
-        typer.Option(help="Requests may open models and heads in here. Repeatable.", rich_help_panel=ACCESS),
-    ] = None,
-    allow_hub: Annotated[
-        bool, typer.Option("--allow-hub", help="Requests may name hub ids.", rich_help_panel=ACCESS)
-    ] = False,
-    cors: Annotated[
-        list[str] | None, typer.Option(help="An origin whose pages may ask; off by default.", rich_help_panel=ACCESS)
-    ] = None,
+    *,
+    launch: Annotated[LaunchOptions, fields(LaunchOptions, panel=options.MODEL)],
+    given: Annotated[Given, options.configured(SETTINGS)],
+    listen: Annotated[ListenOptions, fields(ListenOptions)],
+    limits: Annotated[WorkerLimits, fields(WorkerLimits)],
+    server: Annotated[ServerOptions, fields(ServerOptions)],
+    ray: Annotated[RayOptions, fields(RayOptions, panel=RAY)],
 ) -> None:
     """Serve models over HTTP: OpenAI's, LoRAX's and Xinference's paths, metrics, and a playground in the browser.
 
@@ -144,77 +105,76 @@ def serve(
     [dim]$[/] outrider serve --no-model --state models.json --allow-folder ~/models
     [dim]$[/] outrider serve --ray --replicas 2 --threads 1
     """
-    if log_level not in LEVELS:
-        raise OutriderError(f"unknown log level {log_level!r}; known: {', '.join(LEVELS)}")
-    for_ray = {"--ray-address": ray_address, "--replicas": replicas != "1"}
-    for_ray |= {"--cpus-per-replica": cpus_per_replica, "--gpus-per-replica": gpus_per_replica}
-    _check_ray(ray, for_ray, {"--no-model": no_model, "--state": state})
-    from outrider.server import registry as registries
-    from outrider.server.access import Access
-    from outrider.server.context import LAUNCH_DEFAULTS, ServerOptions
-    from outrider.server.fleet.limits import WorkerLimits
-    from outrider.server.fleet.spec import LaunchSpec
+    _check_ray(ray, launch, listen)
     from outrider.server.log import configure
     from outrider.server.run import Plan, run
 
-    known = registries.load(registry)
-    name = _only_one(**{"MODEL": model, "--model-id": model_id, "--no-model": no_model})
-    said = options.chosen(ctx, config)
-    for line in said.notes:
-        note(line)
-    choice = known.choose(name if isinstance(name, str) and name else said.settings.model)
-    asked = {"--draft": draft, "--speculative-tokens": speculative_tokens, "--adapter-id": adapter_id}
-    _only_one(**asked, **{"--speculative-config": speculative_config})
-    spec = _draft(said.settings.draft, speculative_tokens, adapter_id, Access((Path("/"),), known.sources(), hub=True))
-    settings = replace(
-        said.settings,
-        model=choice.source,
-        draft=spec,
-        quantize=said.settings.quantize if choice.quantize == "none" else choice.quantize,
-        max_draft_batch=speculation_max_batch_size or said.settings.max_draft_batch,
-    )
-    build.check(settings)
-    if not no_model and settings.model in sources.KNOWN:
-        options.pull(settings.model)
-    if host not in LOCAL and not api_key:
-        note(f"everybody who can reach {host} may ask; --api-key keeps strangers out")
-    configure(log_level)
+    known = registries.load(listen.registry)
+    spec = _spec(model, launch, given, known)
+    settings = spec.settings
+    if not launch.no_model:
+        options.pull_known(settings.model)
+    if listen.host not in LOCAL and not server.api_key:
+        note(f"everybody who can reach {listen.host} may ask; --api-key keeps strangers out")
+    configure(listen.log_level)
+    defaults = {name: getattr(settings, name) for name in (*LAUNCH_DEFAULTS, *VLLM_DEFAULTS)}
     plan = Plan(
-        host,
-        port,
-        [] if no_model else [LaunchSpec(settings, uid, (choice.name,), choice.family())],
-        ServerOptions(
-            api_key,
-            max_body,
-            timeout,
-            tuple(cors or ()),
-            tuple(allow_folder or ()),
-            allow_hub,
-            {name: getattr(settings, name) for name in (*LAUNCH_DEFAULTS, *VLLM_DEFAULTS)},
-        ),
-        WorkerLimits(queue=max_queue),
+        listen.host,
+        listen.port,
+        [] if launch.no_model else [spec],
+        replace(server, defaults=defaults),
+        limits,
         known,
-        state,
-        grace,
+        listen.state,
+        listen.grace,
         _greet,
     )
-    if not ray:
+    if not ray.ray:
         run(plan)
         return
-    _prepare_ray(ray_address or os.environ.get("RAY_ADDRESS", ""))
+    _prepare_ray(ray.ray_address or os.environ.get("RAY_ADDRESS", ""))
     from outrider.server.ray import app as on_ray
     from outrider.server.ray.scale import Scale
 
-    on_ray.run(plan, Scale.of(replicas, cpus_per_replica, gpus_per_replica, settings), ray_address, log_level)
+    scale = Scale.of(ray.replicas, ray.cpus_per_replica, ray.gpus_per_replica, settings)
+    on_ray.run(plan, scale, ray.ray_address, listen.log_level)
 
 
-def _check_ray(ray: bool, only: dict[str, object], never: dict[str, object]) -> None:
-    """Ray is here if it is wanted; what is `only` for it, or `never`, is refused where it does not belong."""
-    for name in (name for name, value in (never if ray else only).items() if value):
-        if ray:
+def _spec(model: str, launch: LaunchOptions, given: Given, known: Registry) -> LaunchSpec:
+    """The model that was asked for, and how it runs."""
+    name = _only_one(**{"MODEL": model, "--model-id": launch.model_id, "--no-model": launch.no_model})
+    config = options.chosen(given)
+    for line in config.notes:
+        note(line)
+    choice = known.choose(name if isinstance(name, str) and name else config.settings.model)
+    _only_one(
+        **{
+            "--draft": given.get("draft"),
+            "--speculative-tokens": launch.speculative_tokens,
+            "--adapter-id": launch.adapter_id,
+            "--speculative-config": given.get("speculative_config"),
+        }
+    )
+    settings = replace(
+        config.settings,
+        model=choice.source,
+        draft=_draft(config.settings.draft, launch, Access((Path("/"),), known.sources(), hub=True)),
+        quantize=config.settings.quantize if choice.quantize == "none" else choice.quantize,
+    )
+    build.check(settings)
+    return LaunchSpec(settings, launch.uid, (choice.name,), choice.family())
+
+
+def _check_ray(ray: RayOptions, launch: LaunchOptions, listen: ListenOptions) -> None:
+    """Ray is here if it is wanted, and an option for it, or against it, is refused where it does not belong."""
+    never = {"--no-model": launch.no_model, "--state": listen.state}
+    only = {"--ray-address": ray.ray_address, "--replicas": ray.replicas != RayOptions.replicas}
+    only |= {"--cpus-per-replica": ray.cpus_per_replica, "--gpus-per-replica": ray.gpus_per_replica}
+    for name in (name for name, value in (never if ray.ray else only).items() if value):
+        if ray.ray:
             raise OutriderError(f"on Ray the model is given at the start and no other is launched; leave out {name}")
         raise OutriderError(f"{name} is for Ray; add --ray or leave it out")
-    if ray and importlib.util.find_spec("ray") is None:
+    if ray.ray and importlib.util.find_spec("ray") is None:
         raise OutriderError(f"--ray needs Ray, which is not installed for this Python: {INSTALL_RAY}")
 
 
@@ -238,14 +198,12 @@ def _only_one(**given: object) -> object:
     return given[names[0]] if names else None
 
 
-def _draft(own: str, tokens: int, adapter: str, access: Access) -> str:
-    """Who drafts by default: the drafter that was named, prompt lookup of so many tokens, or a head."""
-    if tokens < 0:
-        raise OutriderError(f"--speculative-tokens must be at least 0, not {tokens}")
-    if tokens:
-        return f"ngram:length={tokens}"
-    if adapter:
+def _draft(own: str, launch: LaunchOptions, access: Access) -> str:
+    """The default drafter: the one that was named, prompt lookup of a number of tokens, or a head."""
+    if launch.speculative_tokens:
+        return f"ngram:length={launch.speculative_tokens}"
+    if launch.adapter_id:
         from outrider.server.faces.adapters import draft_of
 
-        return asyncio.run(draft_of(adapter, None, access))
+        return asyncio.run(draft_of(launch.adapter_id, None, access))
     return own

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,118 +17,59 @@ import typer
 
 from outrider.bench import machine, workloads
 from outrider.cli import options
-from outrider.cli.options import DEFAULT
+from outrider.cli.fields import Given, command, fields
 from outrider.cli.screen import bar, note
 from outrider.core.errors import OutriderError
-from outrider.models import sources
+from outrider.core.option import option
+from outrider.settings import Settings
+from outrider.train import job as jobs
 
 if TYPE_CHECKING:
     from outrider.train.run import TrainingResult
 
-DATA, LEARN = "What is learned from", "How it is learned"
-HELD = 20  # every so manieth prompt of a file is held out, to measure with
+HELD = 20  # one of this many prompts of a file is held out, to measure with
 
 
+@dataclass(frozen=True)
+class PromptFile:
+    prompts: Path | None = option(
+        None,
+        "User turns to answer: JSONL in Spec-Bench form or with a `prompt`, or a text file with one per line.",
+        shown="the model writes them",
+    )
+
+    def read(self) -> list[tuple[str, str]]:
+        return [] if self.prompts is None else read_prompts(self.prompts)
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    out: Path = option(help="Folder for the result.", flags=("--out", "-o"))
+    resume: bool = option(False, "Go on with the run in --out, exactly.")
+    data: Path | None = option(None, "The --out of another run: learn from its texts.", shown=False, panel=jobs.DATA)
+    save_every: int = option(0, "Steps between checkpoints; 0: every 30 seconds.")
+    evaluation: Path | None = option(
+        None,
+        "JSONL in Spec-Bench form: tokens per pass by category, when the minutes are over.",
+        flags=("--eval",),
+        shown="prompts of our own",
+    )
+    whole: bool = option(True, "Write the head with the target's output rows, which vLLM needs and we do not.")
+
+
+PLACE = options.settings(
+    "device", "dtype", dtype={"help": "Of the target: auto is float32 on a CPU, bfloat16 on a GPU."}
+)
+
+
+@command
 def train(
     kind: Annotated[str, typer.Argument(help="eagle, medusa (heads on the model) or draft (a tiny model).")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the result.")],
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            help="The target: known name, folder, hub id or GGUF file.",
-            show_default=DEFAULT.model,
-            rich_help_panel=options.MODEL,
-        ),
-    ] = None,
-    device: options.Device = DEFAULT.device,
-    dtype: Annotated[
-        str,
-        typer.Option(help="Of the target: auto is float32 on a CPU, bfloat16 on a GPU.", rich_help_panel=options.MODEL),
-    ] = "auto",
-    minutes: Annotated[
-        float | None,
-        typer.Option(
-            help="For writing, learning, measuring and saving; prompts of --eval come after it.",
-            show_default="10, if no --tokens",
-        ),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, exactly.")] = False,
-    tokens: Annotated[
-        int | None, typer.Option(help="Tokens that the target writes.", show_default="by time", rich_help_panel=DATA)
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help="User turns to answer: JSONL in Spec-Bench form or with a `prompt`, or a text file with one per line.",
-            show_default="the model writes them",
-            rich_help_panel=DATA,
-        ),
-    ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(help="The --out of another run: learn from its texts.", show_default=False, rich_help_panel=DATA),
-    ] = None,
-    writers: Annotated[
-        int | None,
-        typer.Option(help="Conversations written at once.", show_default="2048, on a CPU 32", rich_help_panel=DATA),
-    ] = None,
-    epochs: Annotated[
-        float | None,
-        typer.Option(help="How often a text is learned from.", show_default="by time, else 1", rich_help_panel=LEARN),
-    ] = None,
-    batch_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of a step.", show_default="8192", rich_help_panel=LEARN)
-    ] = None,
-    layers: Annotated[
-        int | None,
-        typer.Option(
-            help="Layers of the head or draft model; of medusa, blocks per head.",
-            show_default="1, draft 4",
-            rich_help_panel=LEARN,
-        ),
-    ] = None,
-    reads: Annotated[
-        str | None,
-        typer.Option(
-            help="Blocks of the target, from 0, that an EAGLE head reads: 9,19,29.",
-            show_default="three, evenly",
-            rich_help_panel=LEARN,
-        ),
-    ] = None,
-    heads: Annotated[int | None, typer.Option(help="Of Medusa.", show_default="4", rich_help_panel=LEARN)] = None,
-    unroll: Annotated[
-        int | None, typer.Option(help="Draft steps an EAGLE head learns.", show_default="6", rich_help_panel=LEARN)
-    ] = None,
-    draft_vocab: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens a head can write: a number or all.",
-            show_default="32768 of a large vocabulary",
-            rich_help_panel=LEARN,
-        ),
-    ] = None,
-    rate: Annotated[float | None, typer.Option(help="Of Muon.", show_default="0.015", rich_help_panel=LEARN)] = None,
-    norm_rate: Annotated[
-        float | None,
-        typer.Option(help="Of AdamW, for norms.", show_default="0.001", rich_help_panel=LEARN),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Decides texts and order.", show_default="0")] = None,
-    save_every: Annotated[
-        int, typer.Option(help="Steps between checkpoints; 0: every 30 seconds.", show_default="0")
-    ] = 0,
-    evaluation: Annotated[
-        Path | None,
-        typer.Option(
-            "--eval",
-            help="JSONL in Spec-Bench form: tokens per pass by category, when the minutes are over.",
-            show_default="prompts of our own",
-        ),
-    ] = None,
-    whole: Annotated[
-        bool, typer.Option(help="Write the head with the target's output rows, which vLLM needs and we do not.")
-    ] = True,
+    *,
+    own: Annotated[TrainOptions, fields(TrainOptions)],
+    given: Annotated[Given, fields(jobs.TrainingJob)],
+    asked: Annotated[PromptFile, fields(PromptFile, panel=jobs.DATA)],
+    place: Annotated[Settings, PLACE],
 ) -> None:
     """Train a drafter for a model, on texts that the model itself writes.
 
@@ -140,87 +82,47 @@ def train(
     [dim]$[/] outrider train draft --layers 4 --out my-draft --tokens 2000000
     """
     begun = time.monotonic()
-    given = {
-        "model": model,
-        "minutes": minutes,
-        "tokens": tokens,
-        "epochs": epochs,
-        "batch_tokens": batch_tokens,
-        "layers": layers,
-        "reads": None if reads is None else _numbers(reads),
-        "heads": heads,
-        "unroll": unroll,
-        "draft_vocab": None if draft_vocab is None else _words(draft_vocab),
-        "rate": rate,
-        "norm_rate": norm_rate,
-        "seed": seed,
-        "writers": writers,
-    }
-    rest = _rest(out, prompts, data, evaluation, whole, resume)
-    outcome = _run(
-        kind,
-        {name: value for name, value in given.items() if value is not None},
-        rest,
-        out=out,
-        resume=resume,
-        device=device,
-        dtype=dtype,
-        save_every=save_every,
-        begun=begun,
-    )
-    _report(outcome, out)
+    outcome = _run(kind, given, own, place, _rest(own, asked), begun)
+    _report(outcome, own.out)
     raise typer.Exit(130 if outcome.interrupted else 0)
 
 
-def _rest(
-    out: Path, prompts: Path | None, data: Path | None, evaluation: Path | None, whole: bool, resume: bool
-) -> dict[str, Any]:
+def _rest(own: TrainOptions, asked: PromptFile) -> dict[str, Any]:
     """What is learned from and measured with; a run that goes on has it already."""
     from outrider.train import checkpoint
 
-    if not resume:
-        asked = read_prompts(prompts) if prompts is not None else []
+    if not own.resume:
+        texts = asked.read()
         return {
-            "data": data,
-            "prompts": [text for i, (_, text) in enumerate(asked) if i % HELD],
-            "held_out": asked[::HELD] or _own(),
-            "evaluation": _questions(evaluation),
-            "whole": whole,
+            "data": own.data,
+            "prompts": [text for i, (_, text) in enumerate(texts) if i % HELD],
+            "held_out": texts[::HELD] or _own(),
+            "evaluation": _questions(own.evaluation),
+            "whole": own.whole,
         }
-    if prompts is not None or data is not None:
+    if asked.prompts is not None or own.data is not None:
         raise OutriderError("a run that goes on has its texts already; leave out --prompts and --data with --resume")
-    said = {name: value for name, value in checkpoint.stored(out).items() if name != "job"}
-    said["data"] = None if said["data"] is None else Path(said["data"])
-    return {**said, "evaluation": _questions(evaluation) or said["evaluation"]}
+    stored = {name: value for name, value in checkpoint.stored(own.out).items() if name != "job"}
+    stored["data"] = None if stored["data"] is None else Path(stored["data"])
+    return {**stored, "evaluation": _questions(own.evaluation) or stored["evaluation"]}
 
 
 def _run(
-    kind: str,
-    given: dict[str, Any],
-    rest: dict[str, Any],
-    *,
-    out: Path,
-    resume: bool,
-    device: str,
-    dtype: str,
-    save_every: int,
-    begun: float,
+    kind: str, given: Given, own: TrainOptions, place: Settings, rest: dict[str, Any], begun: float
 ) -> TrainingResult:
     from outrider import build
-    from outrider.settings import Settings
-    from outrider.train import checkpoint, job as jobs, run
+    from outrider.train import checkpoint, run
 
-    job = jobs.resumed(kind, given, checkpoint.stored(out)["job"]) if resume else jobs.new(kind, given)
-    where = run.dense(build.place(Settings(model=job.model, device=device, dtype=dtype)))
-    if job.model in sources.KNOWN:
-        options.pull(job.model)
+    job = jobs.resumed(kind, given, checkpoint.stored(own.out)["job"]) if own.resume else jobs.new(kind, given)
+    where = run.dense(build.place(place))
+    options.pull_known(job.model)
     with bar() as show, _stoppable() as stop:
         task = run.TrainingTask(
             job,
-            out,
+            own.out,
             where,
-            resume,
-            save_every=save_every,
+            own.resume,
+            save_every=own.save_every,
             command=["outrider", *sys.argv[1:]],
             machine=machine.describe(),
             begun=begun,
@@ -280,25 +182,10 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
 
 def _prompt(path: Path, number: int, line: str) -> tuple[str, str]:
     try:
-        said = json.loads(line)
-        text = said["prompt"] if "prompt" in said else said["turns"][0]
+        entry = json.loads(line)
+        text = entry["prompt"] if "prompt" in entry else entry["turns"][0]
     except (ValueError, LookupError, TypeError):
         text = None
     if not isinstance(text, str) or not text.strip():
         raise OutriderError(f"{path}, line {number} is no JSON object with a `prompt` or `turns`; correct that line")
-    return str(said.get("category", "prompts")), text
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise OutriderError(f"--reads takes block numbers such as 9,19,29, not {text!r}") from None
-
-
-def _words(text: str) -> int:
-    if text == "all":
-        return -1
-    if not text.isdigit() or not int(text):
-        raise OutriderError(f"--draft-vocab takes a number of tokens or all, not {text!r}")
-    return int(text)
+    return str(entry.get("category", "prompts")), text

@@ -11,7 +11,7 @@ from typing import Any
 
 from outrider.backends import speculation
 from outrider.core.errors import OutriderError
-from outrider.core.sampling import SamplingParams
+from outrider.core.params import SamplingParams
 from outrider.settings import Config, from_mapping
 
 Values = Mapping[str, Any]

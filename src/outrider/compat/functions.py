@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from outrider.core.dice import Dice
 from outrider.core.errors import OutriderError
-from outrider.core.sampling import SamplingParams
+from outrider.core.params import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.core.stats import Stats
 from outrider.drafters.base import BuildContext, Drafter

@@ -13,11 +13,12 @@ from starlette.exceptions import HTTPException
 
 from outrider.core.errors import OutriderError
 from outrider.server.access import Access
-from outrider.server.context import VERSION, ServerContext, ServerOptions, server_of
+from outrider.server.context import VERSION, ServerContext, server_of
 from outrider.server.errors import Bad, ServerError, body_of, lorax_shape, shape_of
 from outrider.server.faces import lorax, openai, playground, xinference
 from outrider.server.fleet.fleet import Fleet
 from outrider.server.middleware import RequestGuard, RequestLog
+from outrider.server.options import ServerOptions
 from outrider.server.registry import BUILT_IN, Registry
 from outrider.server.responses import ClientGone
 

@@ -12,10 +12,10 @@ import uuid
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.server.context import ServerOptions
 from outrider.server.errors import TooLarge, Unauthorised, body_of
 from outrider.server.fleet.fleet import Fleet
 from outrider.server.log import log
+from outrider.server.options import ServerOptions
 from outrider.server.responses import ClientGone
 
 OPEN = ("/health", "/", "/favicon.ico", "/v1/cluster/auth")  # what one may GET without a key, and /static/ all

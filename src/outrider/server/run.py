@@ -14,11 +14,11 @@ import uvicorn
 
 from outrider.core.errors import OutriderError
 from outrider.server.app import create_app
-from outrider.server.context import ServerOptions
 from outrider.server.fleet.fleet import Fleet
 from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.fleet.spec import LaunchSpec
 from outrider.server.log import log
+from outrider.server.options import ServerOptions
 from outrider.server.registry import BUILT_IN, Registry
 from outrider.server.state import State
 

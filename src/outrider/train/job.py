@@ -10,30 +10,67 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.core.errors import OutriderError
+from outrider.core.option import option
 
 KINDS = ("eagle", "medusa", "draft")
 MINUTES = 10.0  # of a run for which neither time nor tokens are given
 LARGE_VOCABULARY = 40_000  # tokens: from this size on a head writes the most frequent ones only
 DRAFT_VOCABULARY = 32_768  # tokens that it then writes (docs/LOG.md: accepts more than 8,192 and 4,096)
+DATA, LEARN = "What is learned from", "How it is learned"  # headings of --help
+
+
+def _block_numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise OutriderError(f"--reads takes block numbers such as 9,19,29, not {text!r}") from None
+
+
+def _vocabulary(text: str) -> int:
+    if text == "all":
+        return -1
+    if not text.isdigit() or not int(text):
+        raise OutriderError(f"--draft-vocab takes a number of tokens or all, not {text!r}")
+    return int(text)
 
 
 @dataclass(frozen=True)
 class TrainingJob:
     kind: str
-    model: str = "smollm2-135m"
-    minutes: float = 0.0  # for writing, learning and measuring on our own prompts; 0: as the tokens take
-    tokens: int = 0  # that the target writes; 0: what 40 % of the time is good for
-    epochs: float = 0.0  # how often each text is learned from; 0: once, or as often as the time allows
-    batch_tokens: int = 8_192  # of one step
-    layers: int = 0  # decoder layers of the head or draft model, blocks of each Medusa head; 0: its usual number
-    reads: tuple[int, ...] = ()  # the target's blocks that an EAGLE head reads; (): three
-    heads: int = 4  # of Medusa
-    unroll: int = 6  # draft steps that an EAGLE head is trained for
-    draft_vocab: int = 0  # tokens that a head can write; 0: 32768 of a large vocabulary, -1: all
-    rate: float = 0.015  # of Muon
-    norm_rate: float = 0.001  # of AdamW, for what is no matrix
-    seed: int = 0
-    writers: int = 0  # conversations that are written at once; 0: what suits the device
+    model: str = option(
+        "smollm2-135m", "The target: known name, folder, hub id or GGUF file.", flags=("--model", "-m"), panel="Model"
+    )
+    minutes: float = option(
+        0.0,
+        "For writing, learning, measuring and saving; prompts of --eval come after it.",
+        shown="10, if no --tokens",
+    )
+    tokens: int = option(0, "Tokens that the target writes.", shown="by time", panel=DATA)  # 0: in 40 % of the time
+    writers: int = option(0, "Conversations written at once.", shown="2048, on a CPU 32", panel=DATA)
+    epochs: float = option(0.0, "How often a text is learned from.", shown="by time, else 1", panel=LEARN)
+    batch_tokens: int = option(8_192, "Tokens of a step.", panel=LEARN)
+    layers: int = option(
+        0, "Layers of the head or draft model; of medusa, blocks per head.", shown="1, draft 4", panel=LEARN
+    )
+    reads: tuple[int, ...] = option(
+        (),
+        "Blocks of the target, from 0, that an EAGLE head reads: 9,19,29.",
+        shown="three, evenly",
+        panel=LEARN,
+        parse=_block_numbers,
+    )
+    heads: int = option(4, "Of Medusa.", panel=LEARN)
+    unroll: int = option(6, "Draft steps an EAGLE head learns.", panel=LEARN)
+    draft_vocab: int = option(
+        0,  # -1: all
+        "Tokens a head can write: a number or all.",
+        shown="32768 of a large vocabulary",
+        panel=LEARN,
+        parse=_vocabulary,
+    )
+    rate: float = option(0.015, "Of Muon.", panel=LEARN)
+    norm_rate: float = option(0.001, "Of AdamW, for norms.", panel=LEARN)
+    seed: int = option(0, "Decides texts and order.")
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

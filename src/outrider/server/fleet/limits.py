@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.backends.base import BackendLoad
+from outrider.core.option import option
 
 SLACK = 20  # times the slowest step so far: a long prompt's chunk costs many times a step of one token
 
@@ -13,7 +14,9 @@ SLACK = 20  # times the slowest step so far: a long prompt's chunk costs many ti
 class WorkerLimits:
     """Seconds, where nothing else is said."""
 
-    queue: int = 256  # sequences that may wait for a place in a model's batch
+    queue: int = option(
+        256, "Sequences that may wait; more get a 429.", flags=("--max-queue",), least=0, panel="Limits"
+    )
     load: float = 1800.0  # loading may take this long: large models come from slow disks
     silence: float = 30.0  # without a frame from the worker, which sends one every second: its process hangs
     # Without the end of a step while sequences run: the engine's thread hangs. A pass over 512 tokens of a prompt takes

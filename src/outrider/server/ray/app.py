@@ -27,9 +27,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.core.errors import OutriderError, one_line
 from outrider.server import log
 from outrider.server.app import create_app
-from outrider.server.context import ServerOptions
 from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.fleet.spec import LaunchSpec, settings_as_dict
+from outrider.server.options import ServerOptions
 from outrider.server.ray.fleet import RayFleet
 from outrider.server.ray.replica import Replica
 from outrider.server.ray.scale import Scale

@@ -1,0 +1,28 @@
+"""What `outrider serve` is told, as far as requests are concerned; with the help texts of its options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from outrider.core.option import option
+
+LIMITS, ACCESS = "Limits", "Access"  # headings of --help
+# How the server was started, which launches over REST take over; VLLM_DEFAULTS where they run on vLLM.
+LAUNCH_DEFAULTS: tuple[str, ...] = ("backend", "device", "threads", "cache_memory", "max_batch", "max_draft_batch")
+LAUNCH_DEFAULTS += ("rule", "pace", "piece")
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    api_key: str = option("", "What requests must bring.", env="OUTRIDER_API_KEY", panel=ACCESS)
+    max_body: int = option(4 << 20, "Bytes of a request.", least=1, panel=LIMITS)
+    timeout: float = option(600.0, "Seconds of a request.", least=0.001, panel=LIMITS)
+    cors: tuple[str, ...] = option((), "An origin whose pages may ask; off by default.", panel=ACCESS)
+    folders: tuple[Path, ...] = option(
+        (), "Requests may open models and heads in here. Repeatable.", flags=("--allow-folder",), panel=ACCESS
+    )
+    hub: bool = option(False, "Requests may name hub ids.", flags=("--allow-hub",), panel=ACCESS)
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of launches over REST: device, max_batch, ...
