@@ -15,17 +15,11 @@ HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 32, 48, 4, 2, 2
 def write_llama(path: Path, vocab: int = 40, metadata: dict[str, Any] | None = None, context: int = 128) -> Path:
     """A llama of two layers in bfloat16 values, so that a conversion rounds nothing."""
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(context)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(50000.0)
-    for key, value in (metadata or {}).items():
+    for key, value in (llama_metadata(context) | (metadata or {})).items():
+        if key == "general.architecture":
+            continue  # the writer has it
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-    for name, tensor in _weights(vocab).items():
+    for name, tensor in llama_weights(vocab).items():
         writer.add_tensor(name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -34,7 +28,21 @@ def write_llama(path: Path, vocab: int = 40, metadata: dict[str, Any] | None = N
     return path
 
 
-def _weights(vocab: int) -> dict[str, np.ndarray]:
+def llama_metadata(context: int = 128) -> dict[str, Any]:
+    sizes = {
+        "block_count": LAYERS,
+        "context_length": context,
+        "embedding_length": HIDDEN,
+        "feed_forward_length": INNER,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KV_HEADS,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 50000.0,
+    }
+    return {"general.architecture": "llama"} | {f"llama.{key}": value for key, value in sizes.items()}
+
+
+def llama_weights(vocab: int) -> dict[str, np.ndarray]:
     random = torch.Generator().manual_seed(0)
 
     def matrix(*shape: int) -> np.ndarray:

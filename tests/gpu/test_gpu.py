@@ -26,7 +26,8 @@ from outrider.engine.pace import Pace
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Feed
 from outrider.models.linear import Dense
-from outrider.models.llama import Llama, LlamaConfig, Rope, Weights
+from outrider.models.llama import Llama, LlamaConfig, Weights
+from outrider.models.rope import Rope
 from outrider.models.stack import Layer, TorchStack
 from outrider.train import eagle, medusa, objective
 from outrider.train.data.batches import BatchOrder

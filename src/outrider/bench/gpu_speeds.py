@@ -25,7 +25,8 @@ from outrider.llm import LLM
 from outrider.models.base import Feed
 from outrider.models.cuda.model import CudaLlama
 from outrider.models.linear import Dense
-from outrider.models.llama import LlamaConfig, Rope, Weights
+from outrider.models.llama import LlamaConfig, Weights
+from outrider.models.rope import Rope
 from outrider.models.stack import Layer, TorchStack
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)

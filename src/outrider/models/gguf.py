@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.core.errors import OutriderError
+from outrider.core.errors import OutriderError, quoted
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 FLOATS = ("F32", "F16", "BF16")
@@ -88,6 +88,7 @@ class GGUFFile:
         data = _map(self.path)
         self.metadata, self._tensors = _read(self.path, data)
         self.architecture = self._architecture()
+        self._refuse_kinds()
         self._config = self._read_config()
         self._check_tensors()
 
@@ -104,19 +105,22 @@ class GGUFFile:
         name = self.metadata.get("general.architecture")
         if name not in ARCHITECTURES:
             raise OutriderError(
-                f"{self.path} holds a model of architecture {name!r}; from GGUF files Outrider runs "
+                f"{self.path} holds a model of architecture {quoted(name)}; from GGUF files Outrider runs "
                 f"{', '.join(ARCHITECTURES)}: use such a file, or load the model from its Hugging Face folder"
             )
-        if self.metadata.get("split.count", 1) > 1:
-            raise OutriderError(f"{self.path} is one part of a split model; join the parts (llama-gguf-split --merge)")
-        if self.metadata.get(f"{name}.expert_count", 0):
-            raise OutriderError(f"{self.path} is a mixture of experts, which Outrider does not run; use a dense model")
         return name
 
+    def _refuse_kinds(self) -> None:
+        """Files that hold another kind of model than the forward runs."""
+        if self._whole("split.count", 1) > 1:
+            raise OutriderError(f"{self.path} is one part of a split model; join the parts (llama-gguf-split --merge)")
+        if self._count("expert_count", 0):
+            raise OutriderError(f"{self.path} is a mixture of experts, which Outrider does not run; use a dense model")
+
     def _read_config(self) -> dict[str, Any]:
-        heads = self._count("attention.head_count")
+        heads, kv_heads = self._heads()
         hidden = self._count("embedding_length")
-        head_dim = self._count("attention.key_length", hidden // max(heads, 1))
+        head_dim = self._count("attention.key_length", hidden // heads)
         if head_dim % 2 or self._count("rope.dimension_count", head_dim) != head_dim:
             raise OutriderError(
                 f"{self.path} rotates a part of each head only, which Outrider does not; use another model"
@@ -128,19 +132,26 @@ class GGUFFile:
             "intermediate_size": self._count("feed_forward_length"),
             "num_layers": self._count("block_count"),
             "num_heads": heads,
-            "num_kv_heads": self._count("attention.head_count_kv", heads),
+            "num_kv_heads": kv_heads,
             "head_dim": head_dim,
-            "norm_eps": self._number("attention.layer_norm_rms_epsilon"),
-            "rope_theta": self._number("rope.freq_base", 10000.0),
+            "norm_eps": self._positive("attention.layer_norm_rms_epsilon"),
+            "rope_theta": self._positive("rope.freq_base", 10000.0),
             "rope_scaling": self._rope_scaling(),
             # [head_dim / 2]: inverse frequencies are divided by these (Llama 3.1 and later)
             "rope_factors": None if rope_factors is None else rope_factors.dequantize().numpy(),
-            "max_context": self._count("context_length"),
+            "max_context": self._count("context_length", least=1),
             "tie_embeddings": "output.weight" not in self._tensors,
             "sliding_window": self._count("attention.sliding_window", 0) or None,
             "qkv_bias": "blk.0.attn_q.bias" in self._tensors,
             "qk_norm": "blk.0.attn_q_norm.weight" in self._tensors,
         }
+
+    def _heads(self) -> tuple[int, int]:
+        heads = self._count("attention.head_count", least=1)
+        kv_heads = self._count("attention.head_count_kv", heads, least=1)
+        if heads % kv_heads:
+            raise self._broken(f"{self.architecture}.attention.head_count_kv", kv_heads)
+        return heads, kv_heads
 
     def _rope_scaling(self) -> dict[str, Any] | None:
         kind = self.metadata.get(f"{self.architecture}.rope.scaling.type", "linear")
@@ -150,9 +161,11 @@ class GGUFFile:
         if kind == "linear":
             return {"rope_type": "linear", "factor": factor}
         if kind != "yarn":
-            raise OutriderError(f"{self.path} scales rotary positions by {kind!r}; Outrider knows linear and yarn")
+            raise OutriderError(
+                f"{self.path} scales rotary positions by {quoted(kind)}; Outrider knows linear and yarn"
+            )
         scaling = {"rope_type": "yarn", "factor": factor}
-        scaling["original_max_position_embeddings"] = self._count("rope.scaling.original_context_length")
+        scaling["original_max_position_embeddings"] = self._count("rope.scaling.original_context_length", least=1)
         for key in ("beta_fast", "beta_slow"):
             if f"{self.architecture}.rope.scaling.yarn_{key}" in self.metadata:
                 scaling[key] = self._number(f"rope.scaling.yarn_{key}")
@@ -166,13 +179,28 @@ class GGUFFile:
         if isinstance(value, bool) or not isinstance(value, int | float):
             what = "lacks" if value is None else "has no single number for"
             raise OutriderError(f"{self.path} {what} {self.architecture}.{key}; use a file made by a current converter")
+        if not math.isfinite(value):
+            raise self._broken(f"{self.architecture}.{key}", value)
         return value
 
-    def _count(self, key: str, default: int | None = None) -> int:
-        value = self._number(key, default)
-        if not isinstance(value, int) or value < 0:
-            raise OutriderError(f"{self.path} is broken: {self.architecture}.{key} is {value}; download it again")
+    def _positive(self, key: str, default: float | None = None) -> float:
+        value: float = self._number(key, default)
+        if value <= 0:
+            raise self._broken(f"{self.architecture}.{key}", value)
         return value
+
+    def _count(self, key: str, default: int | None = None, least: int = 0) -> int:
+        self._number(key, default)
+        return self._whole(f"{self.architecture}.{key}", default, least)
+
+    def _whole(self, key: str, default: int | None = None, least: int = 0) -> int:
+        value = self.metadata.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self._broken(key, value)
+        return value
+
+    def _broken(self, key: str, value: Any) -> OutriderError:
+        return OutriderError(f"{self.path} is broken: {key} is {quoted(value)}; download it again")
 
     def _shape(self, name: str) -> tuple[int, ...]:
         if name not in self._tensors:
@@ -315,8 +343,8 @@ def _read(path: Path, data: np.ndarray) -> tuple[dict[str, Any], dict[str, GGUFT
             f"{path} is broken: nonsense in its header before byte {cursor.at}; download it again"
         ) from None
     alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment < 8 or alignment % 8:
-        raise OutriderError(f"{path} is broken: its alignment is {alignment!r}; download it again")
+    if not isinstance(alignment, int) or alignment < 8 or alignment % 8 or alignment > len(data):
+        raise OutriderError(f"{path} is broken: general.alignment is {quoted(alignment)}; download it again")
     start = -(-cursor.at // alignment) * alignment
     return metadata, {name: _tensor(path, data, start + at, name, shape, code) for name, shape, code, at in infos}
 

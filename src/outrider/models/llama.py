@@ -14,6 +14,7 @@ from outrider.models.linear import Embedding, Linear
 from outrider.models.native.packed import Packed
 from outrider.models.native.stack import NativeStack
 from outrider.models.read import Open
+from outrider.models.rope import Rope
 from outrider.models.stack import Pass, Stack, StackConfig
 
 _POSITIONS = 1024  # that rotary tables begin with
@@ -24,21 +25,6 @@ class LlamaConfig(StackConfig):
     vocab_size: int = 0
     num_layers: int = 0
     context: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class Rope:
-    """Rotary embedding: frequencies [head_dim / 2] and the factor that some scalings put on both parts."""
-
-    frequencies: Tensor
-    scale: float = 1.0
-    theta: float = 10_000.0  # that the frequencies were made from
-
-    def tables(self, context: int) -> tuple[Tensor, Tensor]:
-        """cos and signed sin, [context, head_dim]: rotated = x * cos + swapped_halves(x) * sin."""
-        angles = torch.outer(torch.arange(context, dtype=torch.float32), self.frequencies.float())
-        cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
-        return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
 @dataclass(frozen=True, eq=False)

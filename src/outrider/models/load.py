@@ -5,20 +5,21 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from outrider.core.errors import OutriderError, one_line
+from outrider.core.errors import OutriderError, one_line, quoted
 from outrider.models import sources, tokenizer as tokenizers
 from outrider.models.base import Model
 from outrider.models.gguf import GGUFFile
-from outrider.models.llama import Llama, LlamaConfig, Rope, Weights
-from outrider.models.rope import FIXED, rope
+from outrider.models.llama import Llama, LlamaConfig, Weights
+from outrider.models.rope import FIXED, Rope, rope
 from outrider.models.tokenizer import Tokenizer
 from outrider.models.weights import FolderStore, GGUFStore, Place, assemble
 
@@ -101,9 +102,7 @@ def _load_gguf(path: Path, where: Place) -> Loaded:
     store = GGUFStore(dict(file.tensors()), where)
     weights = assemble(store, config, make_rope, said["tie_embeddings"], store.packs())
     tokenizer = tokenizers.from_gguf(file.metadata)
-    ends = _ids(file.metadata.get("tokenizer.ggml.eos_token_id"))
-    if tokenizer is not None:
-        ends |= tokenizers.end_ids(tokenizer, file.metadata)
+    ends = tokenizers.end_ids(tokenizer, file.metadata)
     return Loaded(_model(config, weights, where, store.notes), tokenizer, ends, tuple(store.notes))
 
 
@@ -115,7 +114,7 @@ def _load_folder(folder: Path, where: Place) -> Loaded:
         raise OutriderError(f"{folder} has no .safetensors weights; pickled weights are not loaded: convert them first")
     config = _read_config(folder)
     own = _is_own(config)
-    model, notes = _load_own(folder, config, where) if own else _load_foreign(folder, where)
+    model, notes = _load_own(folder, config, where) if own else _load_foreign(folder, config, where)
     tokenizer, ends = words_of(folder)
     return Loaded(model, tokenizer, ends, notes)
 
@@ -123,9 +122,8 @@ def _load_folder(folder: Path, where: Place) -> Loaded:
 def words_of(folder: Path) -> tuple[Tokenizer | None, frozenset[int]]:
     """The folder's tokenizer, and the tokens after which an answer is over."""
     tokenizer = tokenizers.from_folder(folder)
-    said = [_read_json(folder / name) or {} for name in ("config.json", "generation_config.json")]
-    ends = frozenset[int]().union(*(_ids(each.get("eos_token_id")) for each in said))
-    return tokenizer, ends if tokenizer is None else ends | tokenizers.end_ids(tokenizer)
+    files = [folder / name for name in ("config.json", "generation_config.json")]
+    return tokenizer, tokenizers.end_ids(tokenizer).union(*map(_ends, files))
 
 
 def read_tokenizer(name: str) -> Tokenizer:
@@ -154,6 +152,7 @@ def _is_own(config: Any) -> bool:
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     return (
         config.hidden_act == "silu"
+        and isinstance(scaling, dict)
         and scaling.get("rope_type", "default") in ("default", *FIXED)
         and scaling.get("partial_rotary_factor", 1.0) == 1.0
         and not getattr(config, "mlp_bias", False)
@@ -174,19 +173,39 @@ def _load_own(folder: Path, config: Any, where: Place) -> tuple[Model, tuple[str
         num_layers=config.num_hidden_layers,
         context=config.max_position_embeddings,
     )
+    _check_sizes(folder / "config.json", own)
     scaling = dict(config.rope_parameters)
     store = FolderStore(folder, where)
 
     def make_rope() -> Rope:
-        return rope(head_dim, scaling["rope_theta"], own.context, scaling)
+        return rope(head_dim, scaling.get("rope_theta", 10_000.0), own.context, scaling)
 
     weights = assemble(store, own, make_rope, config.tie_word_embeddings, store.packs())
     return _model(own, weights, where, store.notes), tuple(store.notes)
 
 
-def _load_foreign(folder: Path, where: Place) -> tuple[Model, tuple[str, ...]]:
+def _check_sizes(path: Path, config: LlamaConfig) -> None:
+    """Each size is a number that a model can have: transformers checks few of them."""
+    for field in fields(config):
+        value, least = getattr(config, field.name), 0 if field.name == "norm_eps" else 1
+        kinds = int | float if field.name == "norm_eps" else int
+        absent = value is None and field.name == "sliding_window"
+        if not absent and (isinstance(value, bool) or not isinstance(value, kinds) or not least <= value < math.inf):
+            raise OutriderError(f"{path} is broken: {field.name} is {quoted(value)}; download it again")
+    if config.num_heads % config.num_kv_heads or config.head_dim % 2:
+        raise OutriderError(
+            f"{path} is broken: {config.num_heads} heads of {config.head_dim} cannot share {config.num_kv_heads} "
+            "heads of keys and values; download it again"
+        )
+
+
+def _load_foreign(folder: Path, config: Any, where: Place) -> tuple[Model, tuple[str, ...]]:
     if where.bits:
         raise OutriderError("--quantize works for llama-like models, not for those that run through transformers")
+    layers, tensors = getattr(config, "num_hidden_layers", 0), len(FolderStore(folder, where))
+    if isinstance(layers, int) and layers > tensors:  # transformers would build them all first, without an end
+        path = folder / "config.json"
+        raise OutriderError(f"{path} is broken: it says {layers} layers for {tensors} tensors; download it again")
     from transformers import AutoModelForCausalLM
 
     from outrider.models.transformers import TransformersModel
@@ -195,9 +214,11 @@ def _load_foreign(folder: Path, where: Place) -> tuple[Model, tuple[str, ...]]:
         model = AutoModelForCausalLM.from_pretrained(
             folder.resolve(), dtype=where.dense, use_safetensors=True, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # whatever transformers raises for a model it cannot build
-        raise OutriderError(f"{folder} cannot be loaded by transformers: {one_line(error)}") from error
-    return TransformersModel(model.to(where.device), where.memory), ()
+        return TransformersModel(model.to(where.device), where.memory), ()
+    except (OutriderError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever transformers raises for a model it cannot build, or the model for a pass
+        raise OutriderError(f"{folder} cannot be run by transformers: {one_line(error)}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
@@ -205,13 +226,19 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         return None
     try:
         said = json.loads(path.read_text())
-    except ValueError as error:
-        raise OutriderError(f"{path} is not valid JSON ({error}); download it again") from error
+    except OSError as error:
+        raise OutriderError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise OutriderError(f"{path} is not valid JSON ({one_line(error)}); download it again") from error
     if not isinstance(said, dict):
         raise OutriderError(f"{path} is not a JSON object; download it again")
     return said
 
 
-def _ids(value: Any) -> frozenset[int]:
-    """eos_token_id is absent, a number or a list."""
-    return frozenset(value if isinstance(value, list) else [] if value is None else [value])
+def _ends(path: Path) -> list[int]:
+    """eos_token_id of a JSON file: absent, a number or a list."""
+    value = (_read_json(path) or {}).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(id) is int for id in ids):
+        raise OutriderError(f"{path}: eos_token_id is {quoted(value)}, not the numbers of tokens; download it again")
+    return [id for id in ids if id >= 0]

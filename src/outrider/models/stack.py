@@ -16,6 +16,7 @@ from torch import Tensor
 from outrider.models.base import Feed
 from outrider.models.cache import Slot
 from outrider.models.linear import Linear
+from outrider.models.rope import rotate
 
 FEW = 16  # queries up to which two small products beat the fused attention kernel
 
@@ -108,8 +109,7 @@ class TorchStack:
         qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if layer.query_norm is not None and layer.key_norm is not None:
             qk = torch.cat([self._norm(qk[:, :heads], layer.query_norm), self._norm(qk[:, heads:], layer.key_norm)], 1)
-        halves = qk.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
-        qk = torch.addcmul(qk * cos, halves, sin)
+        qk = rotate(qk, cos, sin)
         mixed = [self._attend_one(index, span, qk[span.rows], v[span.rows]) for span in spans]
         return layer.output(torch.cat(mixed) if len(mixed) > 1 else mixed[0])
 

@@ -5,12 +5,13 @@ What a file leaves unsaid is filled in as llama.cpp does, for files are made for
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from outrider.core.errors import OutriderError, one_line
+from outrider.core.errors import OutriderError, one_line, quoted
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer as Backend
@@ -157,21 +158,24 @@ class GGUFTokenizer:
 
 def from_gguf(metadata: Mapping[str, Any]) -> GGUFTokenizer | None:
     """The tokenizer that a GGUF file describes; None when it describes none."""
+    _check_types(metadata)
     model = metadata.get("tokenizer.ggml.model", "none")
     if model in ("none", "no_vocab"):
         return None
     if model not in _BUILDERS:
         raise OutriderError(
-            f"the file's tokenizer is of kind {model!r}; Outrider knows {', '.join(_BUILDERS)}: use the model's folder"
+            f"the file's tokenizer is of kind {quoted(model)}; Outrider knows {', '.join(_BUILDERS)}: "
+            "use the model's folder"
         )
     named = {name: text for name, key in _NAMED.items() if (text := _named(metadata, key)) is not None}
     try:
         backend = _BUILDERS[model](metadata)
+        _add(backend, metadata, named.values())
     except OutriderError:
         raise
     except Exception as error:  # the tokenizers library raises bare Exceptions
-        raise OutriderError(f"the file's tokenizer is broken ({error!r}); download the file again") from None
-    _add(backend, metadata, named.values())
+        reason = one_line(error, named=True)
+        raise OutriderError(f"the file's tokenizer is broken ({reason}); download the file again") from None
     return GGUFTokenizer(
         backend,
         named,
@@ -179,6 +183,37 @@ def from_gguf(metadata: Mapping[str, Any]) -> GGUFTokenizer | None:
         _adds_bos(metadata),
         metadata.get("tokenizer.ggml.add_eos_token", False),
     )
+
+
+def _check_types(metadata: Mapping[str, Any]) -> None:
+    """Entries of other types than llama.cpp reads: they would fail later, or pass for another value (true is 1)."""
+    for key, (holds, what) in _TYPES.items():
+        if (value := metadata.get(key)) is not None and not holds(value):
+            raise OutriderError(f"the file's {key} must be {what}, not {quoted(value)}; download the file again")
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_list(kinds: type | UnionType) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(isinstance(item, kinds) for item in value)
+
+
+_TEXT = (lambda value: isinstance(value, str), "text")
+_FLAG = (lambda value: isinstance(value, bool), "true or false")
+_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "tokenizer.chat_template": _TEXT,
+    **{f"tokenizer.ggml.{key}": _TEXT for key in ("model", "pre")},
+    **{f"tokenizer.ggml.{key}": _FLAG for key in ("add_bos_token", "add_eos_token", "add_space_prefix")},
+    **{f"tokenizer.ggml.{key}": (_is_list(str), "a list of texts") for key in ("tokens", "merges")},
+    "tokenizer.ggml.scores": (_is_list(int | float), "a list of numbers"),
+    "tokenizer.ggml.token_type": (_is_list(int), "a list of whole numbers"),
+    **{
+        f"tokenizer.ggml.{key}_token_id": (_is_id, "the number of a token")
+        for key in ("bos", "eos", "unknown", "padding", "eot", "eom")
+    },
+}
 
 
 def from_folder(path: str | Path) -> Tokenizer | None:
@@ -189,20 +224,22 @@ def from_folder(path: str | Path) -> Tokenizer | None:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        found: Tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        found.decode(found.encode("Is it whole?"))  # some wrong values are looked at only now
+        return found
     except Exception as error:  # the tokenizers library raises bare Exceptions
         raise OutriderError(
             f"the tokenizer files in {folder} cannot be read ({one_line(error)}); download them again"
         ) from None
 
 
-def end_ids(tokenizer: Tokenizer, metadata: Mapping[str, Any] | None = None) -> frozenset[int]:
+def end_ids(tokenizer: Tokenizer | None, metadata: Mapping[str, Any] | None = None) -> frozenset[int]:
     """Ids after which an answer is over: many files name one end, while chat turns end with another."""
-    said = [(metadata or {}).get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
-    known = [
-        id for id, token in tokenizer.added_tokens_decoder.items() if token.special and token.content in _TURN_ENDS
-    ]
-    return frozenset(id for id in (tokenizer.eos_token_id, *said, *known) if id is not None)
+    ids = [(metadata or {}).get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    if tokenizer is not None:
+        added = tokenizer.added_tokens_decoder.items()
+        ids += [tokenizer.eos_token_id, *(id for id, token in added if token.special and token.content in _TURN_ENDS)]
+    return frozenset(id for id in ids if id is not None and id >= 0)  # -1: the file has no such token
 
 
 def _byte_level(metadata: Mapping[str, Any]) -> Backend:
@@ -259,8 +296,8 @@ def _splits(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     name = metadata.get("tokenizer.ggml.pre")
     if name not in _SPLITS:
         raise OutriderError(
-            f"the file splits text by the rule {name!r}, which Outrider does not know (it knows {', '.join(_SPLITS)}); "
-            f"use the model's Hugging Face folder, or a file made by a current converter"
+            f"the file splits text by the rule {quoted(name)}, which Outrider does not know "
+            f"(it knows {', '.join(_SPLITS)}); use the model's Hugging Face folder, or a file from a current converter"
         )
     return _SPLITS[name]
 

@@ -14,11 +14,12 @@ from outrider.core.errors import OutriderError
 from outrider.models import quant
 from outrider.models.gguf import GGUFTensor
 from outrider.models.linear import join
-from outrider.models.llama import LlamaConfig, Rope, Weights
+from outrider.models.llama import LlamaConfig, Weights
 from outrider.models.native.library import NoCompiler, library
 from outrider.models.native.packed import Packed, packable
 from outrider.models.native.stack import NativeStack
 from outrider.models.quant import Quantised
+from outrider.models.rope import Rope
 from outrider.models.stack import Layer, TorchStack
 
 
@@ -89,26 +90,41 @@ def assemble(store: Store, config: LlamaConfig, make_rope: Callable[[], Rope], t
 
 def _check_shapes(store: Store, config: LlamaConfig, tied: bool) -> None:
     """Weights of other sizes than the config says would run, and write nonsense."""
-    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    said: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+    hidden = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
     if not tied:
-        said["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
     for index in range(config.num_layers):
-        attention = f"model.layers.{index}.self_attn."
-        said[attention + "q_proj.weight"] = (heads, config.hidden_size)
-        said[attention + "k_proj.weight"] = said[attention + "v_proj.weight"] = (kv_heads, config.hidden_size)
-        said[attention + "o_proj.weight"] = (config.hidden_size, heads)
-        inner = store.shape(f"model.layers.{index}.mlp.gate_proj.weight")[0]
-        said[f"model.layers.{index}.mlp.gate_proj.weight"] = (inner, config.hidden_size)
-        said[f"model.layers.{index}.mlp.up_proj.weight"] = (inner, config.hidden_size)
-        said[f"model.layers.{index}.mlp.down_proj.weight"] = (config.hidden_size, inner)
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            said[f"model.layers.{index}.{norm}.weight"] = (config.hidden_size,)
-    for name, shape in said.items():
+        inner = store.shape(f"model.layers.{index}.mlp.gate_proj.weight")[:1]
+        for name, shape in _layer_shapes(config, *inner).items():
+            shapes[f"model.layers.{index}.{name}"] = shape
+    for name, shape in shapes.items():
         if name in store and store.shape(name) != shape:
             raise OutriderError(
                 f"the tensor {name} has shape {store.shape(name)} but the model's config says {shape}; get it again"
             )
+
+
+def _layer_shapes(config: LlamaConfig, inner: int = 0) -> dict[str, tuple[int, ...]]:
+    hidden, head_dim = config.hidden_size, config.head_dim
+    heads, kv_heads = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "self_attn.o_proj.weight": (hidden, heads),
+        "self_attn.q_norm.weight": (head_dim,),
+        "self_attn.k_norm.weight": (head_dim,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    for name, outputs in {"q": heads, "k": kv_heads, "v": kv_heads}.items():
+        shapes[f"self_attn.{name}_proj.weight"] = (outputs, hidden)
+        shapes[f"self_attn.{name}_proj.bias"] = (outputs,)
+    return shapes
 
 
 def _can_pack(where: Place, shapes: Iterable[tuple[int, ...]], notes: list[str]) -> bool:
@@ -179,19 +195,25 @@ class FolderStore:
                 raise OutriderError(f"{path} cannot be read ({error}); download it again") from error
             self._files.update(dict.fromkeys(file.keys(), file))
 
+    def __len__(self) -> int:
+        return len(self._files)
+
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._files[name].get_slice(name).get_shape())
+        return tuple(self._file(name).get_slice(name).get_shape())
 
     def dense(self, name: str) -> Tensor:
-        if name not in self._files:
-            raise OutriderError(f"the model's folder lacks the tensor {name}; download it again")
-        return self._files[name].get_tensor(name).to(self._where.device, self._where.dense)
+        return self._file(name).get_tensor(name).to(self._where.device, self._where.dense)
 
     def quantised(self, name: str) -> Quantised:
         return quant.quantise(self.dense(name), self._where.bits)
+
+    def _file(self, name: str) -> Any:
+        if name not in self._files:
+            raise OutriderError(f"the model's folder lacks the tensor {name}; download it again")
+        return self._files[name]
 
     def packs(self) -> bool:
         if not self._where.bits:

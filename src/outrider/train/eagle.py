@@ -12,6 +12,7 @@ from torch import Tensor
 from outrider.core.errors import OutriderError
 from outrider.drafters.eagle.head import EagleAttention, EagleConfig, EagleHead
 from outrider.models.base import Feed, Model, Readable
+from outrider.models.rope import swap_halves
 from outrider.train.objective import FADE, Figures, Laws, Lesson, distance
 
 Past = list[tuple[Tensor, Tensor]]  # of one layer, by step: keys and values [b, heads, t, head_dim]
@@ -183,4 +184,4 @@ def _shifted(x: Tensor, places: int) -> Tensor:
 def _turned(x: Tensor, turns: Tensor) -> Tensor:
     """[b, heads, t, head_dim] rotated; turns [2, t, head_dim]."""
     cos, sin = turns.to(x.dtype)
-    return x * cos + x.unflatten(-1, (2, -1)).flip(-2).flatten(-2) * sin
+    return x * cos + swap_halves(x) * sin

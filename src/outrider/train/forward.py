@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.models.rope import swap_halves
 from outrider.models.stack import Layer, StackConfig
 
 
@@ -41,8 +42,7 @@ def _attend(x: Tensor, layer: Layer, config: StackConfig, cos: Tensor, sin: Tens
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions; sin has its sign for swapped halves."""
-    halves = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
-    return x * cos.to(x.dtype) + halves * sin.to(x.dtype)
+    return x * cos.to(x.dtype) + swap_halves(x) * sin.to(x.dtype)
 
 
 def _window(t: int, window: int | None, x: Tensor) -> Tensor | None:

@@ -13,6 +13,7 @@ from outrider.drafters.eagle.head import EagleHead, Norm
 from outrider.drafters.eagle.runner import Ahead
 from outrider.drafters.heads.output import Output
 from outrider.models.base import Readable
+from outrider.models.rope import rotate
 
 FEW = 16  # rows up to which sequences are padded to share a pass
 _SIZE, _POSITIONS = 256, 1024  # places of a slot and positions of the rotary tables, to begin with
@@ -177,7 +178,7 @@ class DenseRunner:
         qkv = F.linear(x, *self._qkv[index]).view(b, n, heads + 2 * kv_heads, config.head_dim)
         cos, sin = self._turned(rows.positions, rows.longest)
         qk, v = qkv[:, :, : heads + kv_heads], qkv[:, :, heads + kv_heads :]
-        qk = torch.addcmul(qk * cos, qk.unflatten(-1, (2, -1)).flip(-2).flatten(-2), sin)
+        qk = rotate(qk, cos, sin)
         keys, values = self._store(index, rows, qk[:, :, heads:], v)
         q = qk[:, :, :heads].transpose(1, 2)
         mixed = F.scaled_dot_product_attention(q, keys, values, rows.mask, enable_gqa=heads > kv_heads)
