@@ -17,7 +17,7 @@ from outrider.backends.local import Local
 from outrider.core.errors import OutriderError
 from outrider.drafters.base import BuildContext, Drafter, RetokenizedModel
 from outrider.engine.engine import Engine
-from outrider.engine.pace import Pace
+from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Model
 from outrider.models.export import as_folder
@@ -128,7 +128,7 @@ def local(settings: Settings) -> Local:
         loaded.model,
         drafter(settings.draft),
         Limits(settings.max_batch, settings.piece, drafting=settings.max_draft_batch),
-        Pace() if settings.pace else None,
+        DraftingPolicy() if settings.pace else None,
     )
     engine.drafters[settings.draft] = engine.drafters[""]  # a request that names it gets the same one
     return Local(engine, drafter, loaded.tokenizer, loaded.ends, settings.rule, notes)  # type: ignore[arg-type]

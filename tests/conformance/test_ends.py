@@ -158,7 +158,7 @@ def small():
 class TestMemory:
     def test_a_sequence_that_never_fits_is_refused(self):
         model = small()
-        engine = new_engine(model, Drafter(Drafter.Options(), BuildContext(model, None)), Limits(room=64))
+        engine = new_engine(model, Drafter(Drafter.Options(), BuildContext(model, None)), Limits(budget=64))
         assert model.capacity == 300
         for prompt, count, reason in [
             (0, 1, "empty"),
@@ -178,7 +178,7 @@ class TestMemory:
             if spec == "scripted"
             else drafters.build(spec, BuildContext(model, None))
         )
-        engine = new_engine(model, drafter, Limits(room=10))
+        engine = new_engine(model, drafter, Limits(budget=10))
         seqs = [Sequence(i, list(PROMPT), SamplingParams(max_tokens=20 + i % 60)) for i in range(30)]
         for seq in seqs:
             engine.add(seq)

@@ -81,7 +81,7 @@ class TestGreedy:
             assert 0 < stats.accepted < stats.drafted  # otherwise the test would prove nothing
 
     def test_prompts_in_pieces(self, kind, spec):
-        greedy(kind, drafters.build(spec, parts(kind)), limits=Limits(batch=5, piece=3))
+        greedy(kind, drafters.build(spec, parts(kind)), limits=Limits(batch=5, chunk=3))
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

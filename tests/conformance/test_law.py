@@ -38,7 +38,7 @@ VOCAB = 6
 PROMPT = [0, 1, 2, 0, 1, 2, 0, 1]
 PREDICTION = (2, 0, 1, 2)
 LENGTH = 3
-MANY = Limits(batch=10_000, piece=1_000_000)
+MANY = Limits(batch=10_000, chunk=1_000_000)
 
 LAWS = {
     "temperature": dict(temperature=0.7),

@@ -66,10 +66,10 @@ class TestSameBits:
             assert stats.accepted > 0 or "stranger" in spec
 
     def test_prompts_in_pieces(self, kind, spec):
-        check(kind, drafters.build(spec, parts(*KINDS[kind])), limits=Limits(batch=5, piece=3))
+        check(kind, drafters.build(spec, parts(*KINDS[kind])), limits=Limits(batch=5, chunk=3))
 
 
-@pytest.mark.parametrize("limits", [Limits(), Limits(batch=1), Limits(batch=3, piece=4)], ids=str)
+@pytest.mark.parametrize("limits", [Limits(), Limits(batch=1), Limits(batch=3, chunk=4)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_trees_of_right_and_wrong_branches(kind, limits):
     answers = outputs(plain(kind))

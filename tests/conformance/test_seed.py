@@ -70,7 +70,7 @@ class TestSameSeed:
         check(kind, drafters.build(spec, parts(kind)), limits=Limits(batch=1))
 
     def test_any_order_of_arrival(self, kind, spec):
-        check(kind, drafters.build(spec, parts(kind)), order=[5, 2, 7, 0, 3, 6, 1, 4], limits=Limits(batch=3, piece=4))
+        check(kind, drafters.build(spec, parts(kind)), order=[5, 2, 7, 0, 3, 6, 1, 4], limits=Limits(batch=3, chunk=4))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -23,7 +23,7 @@ def sequence(id, request, params):
 )
 def test_a_pause_does_not_show(spec, params):
     model = family("llama")[1]
-    engine = new_engine(model, drafters.build(spec, parts("llama")), Limits(batch=3, piece=7))
+    engine = new_engine(model, drafters.build(spec, parts("llama")), Limits(batch=3, chunk=7))
     many, other = [sequence(id, 0, params) for id in range(3)], sequence(3, 3, params)
     for seq in many:
         engine.add(seq)

@@ -455,7 +455,7 @@ def test_drawn_tokens_are_kept_as_often_as_rejection_promises(head):
     )
     params = SamplingParams(max_tokens=6, temperature=1.2, top_k=5)
     seqs = [Sequence(i, [0, 1, 2, 0, 1], params, dice=Dice(500 + i), rule="rejection") for i in range(1500)]
-    engine = new_engine(target, drafter, Limits(batch=10_000, piece=10**6))
+    engine = new_engine(target, drafter, Limits(batch=10_000, chunk=10**6))
     for seq in seqs:
         engine.add(seq)
     engine.step()
@@ -528,7 +528,7 @@ def test_a_long_prompt_is_taken_in_piece_by_piece(monkeypatch):
     for piece in (512, 7):
         monkeypatch.setattr("outrider.drafters.eagle.drafter.PIECE", piece)
         drafter = drafters.build("eagle:head=eagle,length=5", parts("llama"))
-        with begun(drafter, [Sequence(0, list(tokens), SamplingParams(max_tokens=20))], 9, Limits(piece=11)) as seqs:
+        with begun(drafter, [Sequence(0, list(tokens), SamplingParams(max_tokens=20))], 9, Limits(chunk=11)) as seqs:
             assert seqs[0].output
             assert drafter._states[0].waiting == (90 if piece == 512 else 3)
             drafts += drafter.propose(seqs, [5])

@@ -278,7 +278,7 @@ def greedy_answers():
     return [greedy_by_transformers(target()[0], tokens, COUNT) for tokens in prompts()]
 
 
-@pytest.mark.parametrize("limits", [Limits(), Limits(batch=1), Limits(batch=3, piece=4)], ids=str)
+@pytest.mark.parametrize("limits", [Limits(), Limits(batch=1), Limits(batch=3, chunk=4)], ids=str)
 @pytest.mark.parametrize("draft", [narrow, spaced])
 def test_greedy_output_is_that_of_transformers(limits, draft):
     seqs = [Sequence(i, list(tokens), SamplingParams(max_tokens=COUNT)) for i, tokens in enumerate(prompts())]
@@ -338,7 +338,7 @@ def test_every_short_continuation_has_its_exact_probability(rule, law):
     found = RetokenizedModel(Markov(3, seed=2), letters(), letters("ab", "bc", "ca"))
     spelled = drafters.build("draft_model:model=x,length=4", BuildContext(model, lambda name, quantize: found))
     seqs = [Sequence(i, list(prompt), params, dice=Dice(1000 + i), rule=rule) for i in range(800)]
-    engine = run(model, spelled, seqs, Limits(batch=1000, piece=100_000))
+    engine = run(model, spelled, seqs, Limits(batch=1000, chunk=100_000))
     assert_follows(list(map(tuple, outputs(seqs))), continuations(model.logits, prompt, params, 3))
     assert 0 < engine.stats.accepted < engine.stats.drafted
 

@@ -8,8 +8,9 @@ from outrider.core.dice import Dice
 from outrider.core.sampling import SamplingParams, warp
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Drafter
-from outrider.engine.engine import BULK, Engine
-from outrider.engine.pace import Pace
+from outrider.engine.bulk import FEWEST
+from outrider.engine.engine import Engine
+from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Outputs, Paged
 
@@ -55,7 +56,7 @@ class PagedMarkov:
         return tokens[-steps:]
 
 
-def sequences(count=BULK, **more):
+def sequences(count=FEWEST, **more):
     """Greedy and sampled, of different lengths; two of three have a token that ends them."""
     return [
         Sequence(
@@ -74,8 +75,8 @@ def alone(seq):
     return plainly(Markov(seed=2), seq.tokens[: seq.prompt], seq.params, ends=seq.ends, dice=Dice(seq.id))
 
 
-def run(model, seqs, drafter=None, pace=None):
-    engine = Engine(model, drafter or Drafter(Drafter.Options(), None), Limits(2 * BULK), pace)
+def run(model, seqs, drafter=None, policy=None):
+    engine = Engine(model, drafter or Drafter(Drafter.Options(), None), Limits(2 * FEWEST), policy)
     for seq in seqs:
         engine.add(seq)
     drain(engine)
@@ -87,7 +88,7 @@ def test_the_fake_is_what_the_engine_asks_for():
 
 
 def test_a_large_batch_writes_what_each_writes_alone():
-    model, seqs = PagedMarkov(), sequences(2 * BULK + 20)
+    model, seqs = PagedMarkov(), sequences(2 * FEWEST + 20)
     engine = run(model, seqs)
     assert model.written  # it did write by itself
     assert outputs(seqs) == outputs(map(alone, seqs))
@@ -100,7 +101,7 @@ def test_a_large_batch_writes_what_each_writes_alone():
 
 @pytest.mark.parametrize("options", [dict(top_k=2), dict(logprobs=1), dict(logit_bias={1: -9.0})], ids=str)
 def test_one_that_the_target_cannot_write_alone_keeps_all_of_them_with_the_host(options):
-    model, seqs = PagedMarkov(), sequences(2 * BULK)
+    model, seqs = PagedMarkov(), sequences(2 * FEWEST)
     seqs[7].params = SamplingParams(25, temperature=0.8, seed=7, **options)
     seqs[7].ends = frozenset()
     run(model, seqs)
@@ -109,14 +110,14 @@ def test_one_that_the_target_cannot_write_alone_keeps_all_of_them_with_the_host(
 
 
 def test_a_drafter_is_tried_and_the_text_stays_the_same():
-    model, seqs = PagedMarkov(), sequences(2 * BULK)
-    run(model, seqs, Scripted(lambda seq, guessed: 0, 6), Pace())
+    model, seqs = PagedMarkov(), sequences(2 * FEWEST)
+    run(model, seqs, Scripted(lambda seq, guessed: 0, 6), DraftingPolicy())
     assert outputs(seqs) == outputs(map(alone, seqs))
 
 
 @pytest.mark.parametrize("number", [1, 2, 9])
 def test_a_watcher_that_raises_ends_its_own_sequence_only(number):
-    model, seqs, told = PagedMarkov(), sequences(2 * BULK), []
+    model, seqs, told = PagedMarkov(), sequences(2 * FEWEST), []
 
     def watch(token):
         told.append(token)

@@ -10,7 +10,7 @@ from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext, Drafter
 from outrider.engine.engine import Engine
-from outrider.engine.pace import REST, Pace
+from outrider.engine.policy import REST, DraftingPolicy
 from outrider.engine.scheduler import Limits, Scheduler
 from outrider.models.base import Output
 
@@ -57,14 +57,14 @@ def test_any_limits_give_the_same_tokens(shapes, batch, piece, room):
 
 
 def test_passes_of_long_sequences_are_no_measure_for_short_ones():
-    model, pace = Watched(), Pace()
+    model, policy = Watched(), DraftingPolicy()
     model.context = 512
-    engine = Engine(model, plain_drafter(), Limits(1, 512), pace)
+    engine = Engine(model, plain_drafter(), Limits(1, 512), policy)
     known = []
     for id, length in enumerate((5, 300)):
         engine.add(Sequence(id, [1] * length, SamplingParams(max_tokens=8, ignore_eos=True)))
         drain(engine)
-        known.append({bits: dict(cost._counts) for bits, cost in pace._costs.items()})
+        known.append({bits: dict(cost._counts) for bits, cost in policy._costs.items()})
     assert known[0] == {0: {1: 7}}
     assert known[1] == {0: {1: 7}, 1: {1: 2 + 7}}  # of the short ones it takes no more than two
 
@@ -72,7 +72,7 @@ def test_passes_of_long_sequences_are_no_measure_for_short_ones():
 def test_a_step_takes_in_no_more_prompt_than_a_piece():
     model = Watched()
     seqs = sequences([10, 3, 8])
-    run(model, plain_drafter(), seqs, Limits(piece=6))
+    run(model, plain_drafter(), seqs, Limits(chunk=6))
     prompts_in = [sum(n for n in counts if n > 1) for counts in model.passes]
     assert max(prompts_in) <= 6
     assert sum(map(sum, model.passes)) == 10 + 3 + 8 + 3 * 4  # every token was fed once, and the last of each never
@@ -81,7 +81,7 @@ def test_a_step_takes_in_no_more_prompt_than_a_piece():
 def test_those_who_write_go_on_while_a_long_prompt_comes_in():
     model = Watched()
     seqs = sequences([1, 40], count=8)
-    engine = new_engine(model, plain_drafter(), Limits(piece=5))
+    engine = new_engine(model, plain_drafter(), Limits(chunk=5))
     for seq in seqs:
         engine.add(seq)
     for step in range(1, 8):
@@ -118,7 +118,7 @@ def test_first_come_first_served():
 
 
 def test_a_large_one_at_the_head_of_the_queue_is_not_overtaken_forever():
-    scheduler = Scheduler(Limits(room=0), context=100, capacity=60)
+    scheduler = Scheduler(Limits(budget=0), context=100, capacity=60)
     large, small = Sequence(9, [1] * 40, SamplingParams(max_tokens=10)), sequences([5, 5, 5, 5], count=10)
     for seq in [small[0], small[1], large, small[2], small[3]]:
         scheduler.add(seq)
@@ -177,7 +177,7 @@ def test_a_drafter_sees_what_became_of_its_draft():
             steps.append(step)
 
     seq = Sequence(0, [0, 1], SamplingParams(max_tokens=6))
-    engine = new_engine(model, Observing(Drafter.Options(), None), Limits(piece=1))
+    engine = new_engine(model, Observing(Drafter.Options(), None), Limits(chunk=1))
     engine.add(seq)
     engine.step()
     assert steps[0].verdict is None  # a piece of the prompt: nothing to judge
@@ -224,7 +224,7 @@ def test_an_own_draft_larger_than_its_room_is_cut():
             return [Draft.chain([0] * 50) for _ in budgets]
 
     seq = Sequence(0, [1, 2], SamplingParams(max_tokens=5))
-    run(Markov(), Large(Drafter.Options(), None), [seq], Limits(room=3))
+    run(Markov(), Large(Drafter.Options(), None), [seq], Limits(budget=3))
     assert seq.stats.drafted <= 3 * 5
     assert outputs([seq]) == outputs([plainly(Markov(), [1, 2], SamplingParams(max_tokens=5))])
 
@@ -278,7 +278,7 @@ class Dear(Drafter):
 def test_a_drafter_that_does_not_earn_what_it_costs_rests_and_the_text_is_the_same():
     model, params = Markov(seed=3), SamplingParams(max_tokens=60)
     dear = Dear(model)
-    engine = Engine(model, dear, Limits(), Pace())
+    engine = Engine(model, dear, Limits(), DraftingPolicy())
     for id in range(4):  # one after the other
         seq = Sequence(id, [id, 1, 2], params)
         engine.add(seq)

@@ -15,7 +15,7 @@ def samples(request, count, first, tokens=4, prompt=2):
 
 
 def scheduler(batch=8, capacity=10**6, **more):
-    return Scheduler(Limits(batch, room=0, **more), 10**5, capacity)
+    return Scheduler(Limits(batch, budget=0, **more), 10**5, capacity)
 
 
 def add(made, *groups):
@@ -143,7 +143,7 @@ def test_memory_is_counted_to_the_end():
 
 def test_prompts_are_taken_in_by_turns():
     """Eight samples with a long prompt each, and one request with a short one: it does not wait for all of them."""
-    made, many, small = scheduler(batch=9, piece=10), samples(0, 8, 0, prompt=6), samples(100, 1, 100, prompt=3)
+    made, many, small = scheduler(batch=9, chunk=10), samples(0, 8, 0, prompt=6), samples(100, 1, 100, prompt=3)
     add(made, many)
     made.admit()
     add(made, small)
@@ -180,10 +180,10 @@ def test_a_paused_sequence_can_be_cancelled():
     st.integers(1, 5),
     st.integers(1, 12),
 )
-def test_any_requests_at_any_time_write_the_same(requests, batch, piece):
+def test_any_requests_at_any_time_write_the_same(requests, batch, chunk):
     """(step at which it comes, samples, tokens of each)"""
     model = Markov(seed=2)
-    engine = new_engine(model, Drafter(Drafter.Options(), None), Limits(batch, piece))
+    engine = new_engine(model, Drafter(Drafter.Options(), None), Limits(batch, chunk))
     groups = [(at, samples(100 * i, n, 100 * i, tokens, prompt=1 + i)) for i, (at, n, tokens) in enumerate(requests)]
     for step in range(13):
         add(engine, *(seqs for at, seqs in groups if at == step))

@@ -22,7 +22,7 @@ from outrider.core.verify_batch import Case, verify_batch
 from outrider.drafters.base import BuildContext
 from outrider.drafters.heads import files as heads
 from outrider.engine.engine import Engine
-from outrider.engine.pace import Pace
+from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Feed
 from outrider.models.linear import Dense
@@ -200,7 +200,7 @@ def test_a_large_batch_that_writes_ahead_equals_one_by_one(spec):
     params = SamplingParams(30, temperature=0.7, seed=1)
     model = cuda_model()
     run = engine(spec, model, batch=128, piece=4096)
-    run.pace = Pace()
+    run.policy = DraftingPolicy()
     luck = random.Random(6)
     prompts = [[luck.randrange(300) for _ in range(luck.randrange(2, 90))] for _ in range(150)]
     seqs = [

@@ -287,7 +287,7 @@ def test_greedy_equals_generate(plain: Any, model: TransformersModel) -> None:
     prompts = [tokens_of(count, start) for start, count in enumerate([30, 3, 17, 9, 1])]
     answers = {id: generate(plain, prompt, 18) for id, prompt in enumerate(prompts)}
     for name, drafter in drafters(plain, model, answers).items():
-        engine = Engine(model, drafter, Limits(piece=16))
+        engine = Engine(model, drafter, Limits(chunk=16))
         seqs = [
             Text(id, list(prompt), SamplingParams(max_tokens=18), frozenset([2])) for id, prompt in enumerate(prompts)
         ]

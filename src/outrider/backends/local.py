@@ -121,18 +121,18 @@ class Local(Reader):
     @property
     def longest(self) -> int:
         model = self.engine.model
-        return min(model.context, model.capacity - self.engine.scheduler.limits.room)
+        return min(model.context, model.capacity - self.engine.scheduler.limits.budget)
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "num_layers": self.engine.model.num_layers}
 
     def load(self) -> BackendLoad:
-        scheduler, pace = self.engine.scheduler, self.engine.pace
+        scheduler, policy = self.engine.scheduler, self.engine.policy
         return BackendLoad(
             len(scheduler.running),
             len(scheduler.waiting),
             scheduler.reserved / self.engine.model.capacity,
-            0.0 if pace is None else pace.cost.more(1),
+            0.0 if policy is None else policy.cost.next_row(1),
             self._clock.waited,
             self._clock.slowest,
             self._fault,

@@ -19,7 +19,7 @@ from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext
 from outrider.engine.engine import Engine
-from outrider.engine.pace import Pace
+from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import Limits
 from outrider.llm import LLM
 from outrider.models.base import Feed
@@ -147,7 +147,7 @@ def _timed_steps(engine: Engine) -> tuple[list[float], list[float]]:
 
 def new_engine(model: CudaLlama, draft: str, batch: int, pace: bool = False, chunk: int = 8192) -> Engine:
     parts = BuildContext(model, lambda name, quantize: model)
-    return Engine(model, drafters.build(draft, parts), Limits(batch, chunk), Pace() if pace else None)
+    return Engine(model, drafters.build(draft, parts), Limits(batch, chunk), DraftingPolicy() if pace else None)
 
 
 def oracle(model: CudaLlama) -> Found:

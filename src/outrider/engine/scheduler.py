@@ -17,8 +17,8 @@ LARGEST_SHARE = 0.75
 @dataclass(frozen=True)
 class Limits:
     batch: int = 64  # sequences that run at once
-    piece: int = 512  # prompt tokens that one step takes in, over all sequences
-    room: int = 64  # nodes of one draft
+    chunk: int = 512  # prompt tokens that one step takes in, over all sequences
+    budget: int = 64  # nodes of one draft
     drafting: int = 0  # sequences up to which drafts are made at all; 0: any number
 
 
@@ -26,7 +26,7 @@ class Limits:
 class Plan:
     seq: Sequence
     tokens: list[int]  # committed tokens to feed
-    room: int
+    budget: int  # nodes that its draft may have
     last: bool  # the pass sees all committed tokens, so there is something to judge
 
 
@@ -137,7 +137,7 @@ class Scheduler:
 
     def plan(self, length: Callable[[int], int], seqs: Iterable[Sequence] | None = None) -> list[Plan]:
         """What each running sequence (or those of `seqs`) feeds next. `length` tells what the cache has seen."""
-        widest = self.limits.room if len(self.running) <= (self.limits.drafting or len(self.running)) else 0
+        widest = self.limits.budget if len(self.running) <= (self.limits.drafting or len(self.running)) else 0
         unseen = [(seq, seq.tokens[length(seq.id) :]) for seq in (self.running if seqs is None else seqs)]
         counts = self._chunks([(seq, len(tokens)) for seq, tokens in unseen if len(tokens) > 1])
         plans = []
@@ -155,7 +155,7 @@ class Scheduler:
         for place, (seq, _) in enumerate(prompts):
             order.append((turns[seq.request], place))
             turns[seq.request] += 1
-        counts, budget = {}, self.limits.piece
+        counts, budget = {}, self.limits.chunk
         for _, place in sorted(order):
             seq, count = prompts[place]
             counts[seq.id] = min(count, budget)
@@ -215,4 +215,4 @@ class Scheduler:
             del self._held[seq.request]
 
     def _need(self, seq: Sequence) -> int:
-        return -(-(seq.limit + self.limits.room) // self._page) * self._page
+        return -(-(seq.limit + self.limits.budget) // self._page) * self._page

@@ -10,8 +10,9 @@ from outrider.core.dice import Dice
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext
+from outrider.engine.cost import PassCost
 from outrider.engine.engine import Engine
-from outrider.engine.pace import Cost, Pace
+from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import Limits
 
 MODEL = Markov(seed=1)
@@ -26,7 +27,7 @@ PROMPT = [0, 1, 2, 0, 1, 2, 0, 1]
 SPECS = [spec for spec in ALL_SPECS if spec != "none"]
 
 
-class Fickle(Cost):
+class Fickle(PassCost):
     """Costs that change with every look, so that drafts are cut at ever other places."""
 
     def __init__(self):
@@ -41,8 +42,8 @@ class Fickle(Cost):
         return 1.0 + self.slope * rows
 
 
-def fickle_pace():
-    return Pace(Fickle())
+def fickle_policy():
+    return DraftingPolicy(Fickle())
 
 
 def build(spec):
@@ -54,9 +55,9 @@ def build(spec):
     return drafters.build(spec, BuildContext(MODEL, lambda name, quantize: OTHERS[name], heads=random_heads(MODEL)))
 
 
-def run(spec, seqs, pace):
+def run(spec, seqs, policy):
     # a copy of the model: some drafters use the target itself, and ids must not clash
-    engine = Engine(Markov(tables=MODEL.tables), build(spec), Limits(batch=10_000, piece=10**6), pace)
+    engine = Engine(Markov(tables=MODEL.tables), build(spec), Limits(batch=10_000, chunk=10**6), policy)
     for seq in seqs:
         engine.add(seq)
     drain(engine)
@@ -67,12 +68,12 @@ def run(spec, seqs, pace):
 def test_the_same_seed_gives_the_same_tokens(spec):
     params = [SamplingParams(max_tokens=20, seed=i, temperature=0.6 * (i % 3)) for i in range(9)]
     expected = [outputs([plainly(MODEL, PROMPT, own, dice=Dice(own.seed))])[0] for own in params]
-    for pace in (Pace(), fickle_pace()):
+    for policy in (DraftingPolicy(), fickle_policy()):
         seqs = [
             Sequence(i, list(PROMPT), own, prediction=tuple(expected[i][:9]), dice=Dice(own.seed))
             for i, own in enumerate(params)
         ]
-        run(spec, seqs, pace)
+        run(spec, seqs, policy)
         assert outputs(seqs) == expected
 
 
@@ -84,6 +85,6 @@ def test_the_law_holds_under_rejection(spec):
     """Nodes are dropped without a look at what was drawn."""
     params = SamplingParams(max_tokens=3, temperature=1.1)
     seqs = [Sequence(i, list(PROMPT), params, dice=Dice(50 + i), rule="rejection") for i in range(1500)]
-    engine = run(spec, seqs, fickle_pace())
+    engine = run(spec, seqs, fickle_policy())
     assert engine.stats.accepted > 0
     assert_follows(list(map(tuple, outputs(seqs))), continuations(MODEL.logits, PROMPT, params, 3))

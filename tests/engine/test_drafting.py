@@ -12,7 +12,7 @@ from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Drafter
 from outrider.engine.engine import Engine
-from outrider.engine.pace import Pace
+from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import Limits
 
 PARAMS = SamplingParams(max_tokens=20)
@@ -51,8 +51,8 @@ class Failing(Drafter):
         self._count("forget")
 
 
-class Resting(Pace):
-    """A pace under which a drafter rests in every second step."""
+class Resting(DraftingPolicy):
+    """A policy under which a drafter rests in every second step."""
 
     def __init__(self):
         super().__init__()
@@ -67,10 +67,10 @@ def sequences(drafts):
     return [Sequence(id, [id % 6, 1, 2], PARAMS, draft=draft) for id, draft in enumerate(drafts)]
 
 
-def run(failing, other, pace=None):
+def run(failing, other, policy=None):
     """Three sequences of the failing drafter, two of another one."""
     model = failing._model
-    engine = Engine(model, failing, Limits(), pace)
+    engine = Engine(model, failing, Limits(), policy)
     engine.drafters["other"] = other
     seqs = sequences(["", "", "other", "", "other"])
     for seq in seqs:
@@ -158,7 +158,7 @@ class Wrong(Drafter):
         return self._found
 
 
-@pytest.mark.parametrize("paced", [False, True])
+@pytest.mark.parametrize("measured", [False, True])
 @pytest.mark.parametrize(
     "found",
     [
@@ -174,10 +174,10 @@ class Wrong(Drafter):
     ids=["none", "too few", "too many", "text", "unknown token", "negative token", "short law", "not a number"],
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_draft_that_nobody_can_use_costs_only_the_draft(found, temperature, paced, caplog):
+def test_a_draft_that_nobody_can_use_costs_only_the_draft(found, temperature, measured, caplog):
     params = SamplingParams(max_tokens=9, temperature=temperature, seed=4)
     model = Markov(seed=3)
-    engine = Engine(model, Wrong(found), Limits(), Pace() if paced else None)
+    engine = Engine(model, Wrong(found), Limits(), DraftingPolicy() if measured else None)
     seqs = [Sequence(id, [id, 1], params) for id in range(2)]
     for seq in seqs:
         engine.add(seq)
@@ -190,18 +190,18 @@ def test_a_draft_that_nobody_can_use_costs_only_the_draft(found, temperature, pa
 
 def test_one_object_under_two_names_is_asked_once_and_has_one_record():
     model = Markov(seed=3)
-    drafter, pace = Scripted(lambda seq, guessed: 0, 6), Pace()
+    drafter, policy = Scripted(lambda seq, guessed: 0, 6), DraftingPolicy()
     asked = []
     propose = drafter.propose
     drafter.propose = lambda seqs, budgets: asked.append([seq.id for seq in seqs]) or propose(seqs, budgets)
-    engine = Engine(model, drafter, Limits(), pace)
+    engine = Engine(model, drafter, Limits(), policy)
     engine.drafters["scripted"] = drafter
     seqs = sequences(["", "scripted", ""])
     for seq in seqs:
         engine.add(seq)
     drain(engine)
     assert asked[0] == [0, 1, 2]
-    assert len(pace._depths) == 1
+    assert len(policy._depths) == 1
     assert outputs(seqs) == expected(seqs)
     engine.drop("scripted")
-    assert len(pace._depths) == 1, "the other name still has it"
+    assert len(policy._depths) == 1, "the other name still has it"

@@ -1,0 +1,105 @@
+"""What a pass of the target costs, learned from the passes themselves."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+# Share of a pass that one more row costs, before anything is measured: as measured for a 4-bit model on a CPU, where
+# rows are dearest (LOG, 2026-11-15, the trained head on a CPU).
+ASSUMED_ROW = 0.2
+# Passes between two fits of the curve: a fit takes about as long as a draft by lookup.
+REFIT = 8
+# Passes: the weight of the straight line through all averages, against the average of one number of rows. A weight of
+# the assumed row instead left rare sizes too dear (LOG, 2026-11-15: lookup on the H200 1.41x instead of 1.53x).
+LINE_WEIGHT = 2
+# Share of a pass: the least that a further row costs, so that the curve rises and no draft is endless.
+CHEAPEST_ROW = 2e-4
+# Share of an average by which one pass can move it: a pause of the machine is not the cost of a pass. Chosen by hand.
+LARGEST_CHANGE = 0.3
+# Passes over which an average runs: few enough to follow a machine whose other half is used by others. Chosen by hand.
+AVERAGED = 10
+# Passes: the largest weight of one number of rows in the line, so that plain passes do not outvote all others.
+HEAVIEST = 20
+# Squared rows: the weight of the assumed row in the slope of the line, while all passes have the same number of rows.
+SLOPE_WEIGHT = 2.0
+
+
+class PassCost:
+    """Seconds of a pass by its rows: the lower convex hull of robust averages.
+
+    Where memory is the limit the first rows are nearly free, which a straight line cannot tell. A number of rows that
+    was seen seldom and looks cheap is tried, and so seen again.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}  # average by rows
+        self._counts: dict[int, int] = {}  # passes by rows
+        self._curve = self._fit()  # its corners
+        self._known: dict[int, float] = {}  # what was asked of the curve
+        self._new = 0  # passes since the fit
+
+    def learn(self, rows: int, seconds: float) -> None:
+        count = self._counts[rows] = self._counts.get(rows, 0) + 1
+        old = self._seconds.setdefault(rows, seconds)
+        change = min(max(seconds - old, -LARGEST_CHANGE * old), LARGEST_CHANGE * old)
+        self._seconds[rows] = old + change / min(count, AVERAGED)
+        self._new += 1
+        if self._new >= REFIT or count < REFIT:
+            self._curve, self._known, self._new = self._fit(), {}, 0
+
+    def beginning(self) -> PassCost:
+        """A new one that begins with these averages, as if each were of few passes."""
+        other = PassCost()
+        other._seconds = dict(self._seconds)
+        other._counts = {rows: min(count, LINE_WEIGHT) for rows, count in self._counts.items()}
+        other._curve = other._fit()
+        return other
+
+    def at(self, rows: int) -> float:
+        """Seconds of a pass."""
+        if rows not in self._known:
+            curve = self._curve
+            place = bisect_left(curve, rows, key=lambda corner: corner[0])
+            (left, low), (right, high) = curve[min(max(place, 1), len(curve) - 1) - 1 :][:2]
+            self._known[rows] = low + (high - low) / (right - left) * (rows - left)
+        return self._known[rows]
+
+    def next_row(self, rows: int) -> float:
+        """Seconds that one row more than these takes."""
+        return self.at(rows + 1) - self.at(rows)
+
+    def _fit(self) -> list[tuple[int, float]]:
+        """At least two corners; averages of few passes are drawn towards the line through all."""
+        a, b = self._line()
+        corners: list[tuple[int, float]] = []
+        for rows, seconds in sorted(self._seconds.items()):
+            weight = self._counts[rows]
+            seconds = (weight * seconds + LINE_WEIGHT * (a + b * rows)) / (weight + LINE_WEIGHT)
+            while len(corners) > 1 and _slope(corners[-1], (rows, seconds)) <= _slope(*corners[-2:]):
+                corners.pop()
+            if corners:
+                last, before = corners[-1]
+                seconds = max(seconds, before + CHEAPEST_ROW * before * (rows - last))
+            corners.append((rows, seconds))
+        if len(corners) < 2:
+            first = corners[0][0] if corners else 0
+            corners = [(first, a + b * first), (first + 1, a + b * (first + 1))]
+        return corners
+
+    def _line(self) -> tuple[float, float]:
+        """a and b of a + b * rows, drawn towards the assumed row while little is known."""
+        if not self._seconds:
+            return 1.0 - ASSUMED_ROW, ASSUMED_ROW
+        weights = {rows: min(count, HEAVIEST) for rows, count in self._counts.items()}
+        total = sum(weights.values())
+        rows_mean = sum(w * rows for rows, w in weights.items()) / total
+        mean = sum(w * self._seconds[rows] for rows, w in weights.items()) / total
+        spread = sum(w * (rows - rows_mean) ** 2 for rows, w in weights.items())
+        product = sum(w * (rows - rows_mean) * (self._seconds[rows] - mean) for rows, w in weights.items())
+        assumed = ASSUMED_ROW * min(self._seconds.values())
+        slope = max((product + SLOPE_WEIGHT * assumed) / (spread + SLOPE_WEIGHT), CHEAPEST_ROW * assumed)
+        return max(mean - slope * rows_mean, 0.0), slope
+
+
+def _slope(one: tuple[int, float], other: tuple[int, float]) -> float:
+    return (other[1] - one[1]) / (other[0] - one[0])

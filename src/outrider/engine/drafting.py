@@ -1,0 +1,137 @@
+"""The engine's drafters: each is asked for drafts, shown what became of them, and left out where it fails."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence as Seq
+
+from outrider.core.draft import EMPTY, Draft
+from outrider.core.errors import one_line
+from outrider.core.sequence import Sequence
+from outrider.drafters.base import BuildContext, Drafter, Step
+from outrider.engine.policy import DraftingPolicy, PassSize
+from outrider.engine.scheduler import Plan
+from outrider.models.base import Model
+
+log = logging.getLogger("outrider")
+
+
+class DrafterPool:
+    """A drafter that raises, or whose draft the target cannot run, costs the sequences of that call their drafts; they
+    go on plainly, and no other sequence feels it."""
+
+    def __init__(self, drafter: Drafter, model: Model) -> None:
+        """`drafter` serves the sequences that name no other."""
+        self.drafters = {"": drafter}
+        self._vocab = model.vocab_size
+        self._plain = Drafter(Drafter.Options(), BuildContext(model, _no_model))
+        self._undrafted: set[int] = set()  # ids of running sequences whose drafter has failed
+        self._failed: set[int] = set()  # ids of drafters whose first failure was logged with its trace
+
+    def of(self, seq: Sequence) -> Drafter:
+        return self._plain if seq.id in self._undrafted else self.drafters[seq.draft]
+
+    def layers(self, plans: Seq[Plan]) -> list[int]:
+        """The hidden layers that any drafter of this step wants."""
+        return sorted({layer for plan in plans for layer in self.of(plan.seq).layers})
+
+    def remove(self, name: str) -> int | None:
+        """Forget a drafter; the key of its records, unless it is still there under another name."""
+        drafter = self.drafters.pop(name)
+        if any(other is drafter for other in list(self.drafters.values())):
+            return None
+        self._failed.discard(id(drafter))
+        return id(drafter)
+
+    def propose(self, plans: Seq[Plan], policy: DraftingPolicy | None) -> list[Draft]:
+        """A draft for each plan; every drafter is asked once, for all its sequences that have something to judge."""
+        asked: dict[int, list[int]] = {}  # the drafter's key -> places of its sequences
+        for place, plan in enumerate(plans):
+            drafter = self.of(plan.seq)
+            if plan.last and drafter.drafts:
+                asked.setdefault(id(drafter), []).append(place)
+        size = PassSize(sum(len(plan.tokens) for plan in plans), sum(plan.last for plan in plans))
+        found = {key: self._ask([plans[place] for place in places], size, policy) for key, places in asked.items()}
+        if policy is not None:
+            found = policy.trim(found, size)
+        drafts = [EMPTY] * len(plans)
+        for key, places in asked.items():
+            for place, draft in zip(places, found[key], strict=True):
+                drafts[place] = draft
+        return drafts
+
+    def _ask(self, plans: Seq[Plan], size: PassSize, policy: DraftingPolicy | None) -> list[Draft]:
+        """One drafter's drafts, none if it fails."""
+        seqs, budgets = [plan.seq for plan in plans], [plan.budget for plan in plans]
+        drafter = self.of(seqs[0])
+        try:
+            if policy is None:
+                return self._checked(drafter.propose(seqs, budgets), budgets)
+            return self._paying(drafter, seqs, budgets, size, policy)
+        except Exception as error:
+            self._leave_out(drafter, seqs, error)
+            return [EMPTY] * len(seqs)
+
+    def _paying(
+        self, drafter: Drafter, seqs: Seq[Sequence], budgets: Seq[int], size: PassSize, policy: DraftingPolicy
+    ) -> list[Draft]:
+        """What the drafter guesses, asked for no more than pays."""
+        key = id(drafter)
+        if not drafter.reports_acceptance:
+            budgets = policy.budgets(key, budgets, size)
+        rests = drafter.reports_acceptance and not drafter.is_free and policy.rests(key)
+        begin = time.perf_counter()
+        drafts = drafter.propose_cheap(seqs, budgets) if rests else drafter.propose(seqs, budgets)
+        drafts = self._checked(drafts, budgets)
+        policy.learn_cost(key, time.perf_counter() - begin, drafts, size)
+        return drafts
+
+    def _checked(self, drafts: Seq[Draft], budgets: Seq[int]) -> list[Draft]:
+        return [_checked(draft, self._vocab).cut(budget) for draft, budget in zip(drafts, budgets, strict=True)]
+
+    def observe(self, step: Step) -> None:
+        """Let the drafter learn from the step."""
+        drafter = self.of(step.seq)
+        try:
+            drafter.observe(step)
+        except Exception as error:
+            self._leave_out(drafter, [step.seq], error)
+
+    def end(self, seq: Sequence) -> None:
+        """The sequence has ended."""
+        self._forget(seq)
+        self._undrafted.discard(seq.id)
+
+    def _leave_out(self, drafter: Drafter, seqs: Seq[Sequence], error: Exception) -> None:
+        """These sequences go on without drafts. The first failure of a drafter is logged with its trace."""
+        trace = error if id(drafter) not in self._failed else None
+        self._failed.add(id(drafter))
+        message = "drafter %s failed (%s); %d of its sequences go on without drafts"
+        log.error(message, drafter.name, one_line(error, named=True), len(seqs), exc_info=trace)
+        for seq in seqs:
+            self._forget(seq)
+            self._undrafted.add(seq.id)
+
+    def _forget(self, seq: Sequence) -> None:
+        drafter = self.of(seq)
+        try:
+            drafter.forget(seq.id)
+        except Exception as error:
+            log.error("drafter %s could not forget a sequence", drafter.name, exc_info=error)
+
+
+def _no_model(*_: object) -> Model:
+    raise AssertionError("the drafter that never drafts loads no model")
+
+
+def _checked(draft: Draft, vocab: int) -> Draft:
+    """A draft that the target can run; an exception where it would fail a pass that others share."""
+    if draft.tokens and not 0 <= min(draft.tokens) <= max(draft.tokens) < vocab:
+        raise ValueError(f"a draft has a token outside the vocabulary of {vocab}")
+    if draft.probs is not None and draft.probs.shape[1] != vocab:
+        raise ValueError(f"a law of {draft.probs.shape[1]} tokens, but the vocabulary has {vocab}")
+    if math.isnan(sum(draft.acceptance)):
+        raise ValueError("a draft has an acceptance that is not a number")
+    return draft

@@ -1,0 +1,80 @@
+"""After a pass: what becomes of each draft, and the tokens that are committed for good."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from outrider.core.draft import ROOT, Draft
+from outrider.core.errors import one_line
+from outrider.core.sequence import Sequence, Token, logprobs, plain_token
+from outrider.core.verify import Verdict, verify_each
+from outrider.core.verify_batch import Case, choose, verify_batch
+from outrider.engine.scheduler import Plan
+from outrider.models.base import Output, Outputs
+
+
+def verdicts(plans: Seq[Plan], drafts: Seq[Draft], outputs: Seq[Output]) -> list[Verdict | Exception | None]:
+    """What becomes of each draft; None where there is nothing to judge yet."""
+    last = [place for place, plan in enumerate(plans) if plan.last]
+    if isinstance(outputs, Outputs):
+        cases = [Case(plans[place].seq, drafts[place], outputs.starts[place]) for place in last]
+        judged = verify_batch(cases, outputs.logits, outputs.best, outputs.choose or choose) if cases else []
+    else:
+        judged = verify_each((plans[place].seq, drafts[place], outputs[place].logits) for place in last)
+    found: list[Verdict | Exception | None] = [None] * len(plans)
+    for place, verdict in zip(last, judged, strict=True):
+        found[place] = verdict
+    return found
+
+
+def commit(seq: Sequence, draft: Draft, verdict: Verdict, logits: Tensor | None, drafter: str) -> Verdict:
+    """Append the kept tokens and the target's own; what comes after the end of the sequence is not kept.
+
+    `logits` [1 + nodes, vocab]: where log-probabilities are wanted. `drafter`: the name of the one that was asked.
+    """
+    parent, written = ROOT, 0
+    sources = draft.named(drafter)
+    try:
+        for depth, node in enumerate([*verdict.path, None], 1):
+            token = verdict.token if node is None else draft.tokens[node]
+            source, level = (None, 0) if node is None else (sources[node], depth)
+            written += 1
+            if not seq.append(_token(seq, token, source, level, None if logits is None else logits[parent + 1])):
+                break
+            parent = ROOT if node is None else node
+    except Exception as error:  # of the text that a stop string is looked for in: it ends this sequence only
+        seq.fail(one_line(error, named=True))
+    kept = verdict.path[:written]
+    seq.stats.record(draft, kept, written, drafter)
+    return Verdict(kept, verdict.token)
+
+
+def commit_plain(seq: Sequence, tokens: list[int]) -> None:
+    """Append what the target wrote by itself, up to the end of the sequence."""
+    before = len(seq.output)
+    try:
+        seq.extend(tokens)
+    except Exception as error:  # as above
+        seq.fail(one_line(error, named=True))
+    seq.stats.steps += len(seq.output) - before
+    seq.stats.tokens += len(seq.output) - before
+
+
+def of_layers(hidden: Tensor | None, layers: Seq[int], wanted: Seq[int]) -> Tensor | None:
+    """[rows, layers, hidden] -> [rows, wanted, hidden]: one drafter's part of what all of them asked for."""
+    if hidden is None:
+        return None
+    if list(wanted) == list(layers):
+        return hidden
+    return torch.stack([hidden[:, layers.index(layer)] for layer in wanted], 1)
+
+
+def _token(seq: Sequence, id: int, drafter: str | None, depth: int, logits: Tensor | None) -> Token:
+    """The committed token; `logits` [vocab] are those that it was chosen from."""
+    if seq.params.logprobs is None or logits is None:
+        return plain_token(id, drafter, depth)
+    logprob, top = logprobs(logits, id, seq.params.logprobs)
+    return Token(id, drafter, depth, logprob, top)

@@ -1,0 +1,99 @@
+"""Whether to draft at all, by measured throughput: drafting and plain steps are tried for each size of batch, and the
+faster way is used.
+
+On a GPU rows of a pass are nearly free while the host's work for each sequence is not, and a large batch without drafts
+writes many tokens before the host looks. No cost of a row tells that; only tokens and seconds do.
+
+The constants were chosen with a simulation (LOG, 2026-11-15, midnight); they are not yet measured on a GPU.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections import deque
+from statistics import median
+
+# Steps of each way before one is chosen.
+FIRST_STEPS = 16
+# Steps with drafts that count: drafts bring many tokens in few steps, so fewer say too little.
+COUNTED_STEPS = 64
+# How many times as long as the quickest quarter a step may take: one that captures a graph takes far longer, and is no
+# measure of the steps to come.
+LONGEST_STEP = 1.5
+# Times as fast as plain steps that drafting has to be: measurements are noisy, and not to draft is never far wrong.
+MARGIN = 1.03
+# Steps after which the slower way is tried again: at first, and at most, where it has never been the faster one.
+TRY_AGAIN, TRY_SELDOM = 64, 1024
+# Steps of such a try.
+TRY_STEPS = 3
+
+
+class ThroughputTrial:
+    def __init__(self) -> None:
+        self._sizes: dict[int, _BatchSize] = {}  # by the bits of the number of sequences
+
+    def drafts(self, seqs: int) -> bool:
+        """Whether a step of this many sequences should draft."""
+        return self._size(seqs).drafts()
+
+    def learn(self, seqs: int, drafted: bool, tokens: int, seconds: float) -> None:
+        """What a step wrote."""
+        self._size(seqs).ways[drafted].learn(tokens, seconds)
+
+    def _size(self, seqs: int) -> _BatchSize:
+        return self._sizes.setdefault(seqs.bit_length(), _BatchSize())
+
+
+class _BatchSize:
+    def __init__(self) -> None:
+        self.ways: dict[bool, _DraftedSteps | _PlainSteps] = {True: _DraftedSteps(), False: _PlainSteps()}
+        self._better, self._again = True, TRY_AGAIN
+        self._steps = 0  # since the other way was tried
+
+    def drafts(self) -> bool:
+        for drafting, way in self.ways.items():
+            if len(way) < FIRST_STEPS:
+                return drafting
+        better = self.ways[True].speed > MARGIN * self.ways[False].speed
+        self._steps += 1
+        if better != self._better:
+            self._better, self._again, self._steps = better, TRY_AGAIN, 1
+        elif self._steps == self._again + TRY_STEPS:  # it was tried for nothing
+            self._again, self._steps = min(2 * self._again, TRY_SELDOM), 0
+        return better if self._steps < self._again else not better
+
+
+class _DraftedSteps:
+    """Drafts bring many tokens in few steps, so no median of speeds tells. Steps take about as long as each other, but
+    for steps that meet a new shape of pass, of which there may be many at first."""
+
+    def __init__(self) -> None:
+        self._tokens: deque[int] = deque(maxlen=COUNTED_STEPS)
+        self._seconds: deque[float] = deque(maxlen=COUNTED_STEPS)
+        self.speed = 0.0  # tokens per second
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        self._tokens.append(tokens)
+        self._seconds.append(seconds)
+        steps = sorted(self._seconds)
+        most = LONGEST_STEP * steps[len(steps) // 4]
+        usual = bisect(steps, most)
+        self.speed = sum(self._tokens) / (sum(steps[:usual]) + most * (len(steps) - usual))
+
+
+class _PlainSteps:
+    """Every pass brings as many tokens, but a step may be several passes."""
+
+    def __init__(self) -> None:
+        self._last: deque[float] = deque(maxlen=FIRST_STEPS)
+        self.speed = 0.0  # tokens per second
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        self._last.append(tokens / seconds)
+        self.speed = median(self._last)

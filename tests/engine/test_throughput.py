@@ -1,0 +1,99 @@
+"""Whether to draft at all: both ways are tried, the faster one is used, and the other is looked at now and then."""
+
+import random
+from itertools import pairwise
+
+from outrider.engine.throughput import FIRST_STEPS, TRY_AGAIN, TRY_SELDOM, TRY_STEPS, ThroughputTrial
+
+
+def steps(trial, count, speeds, seqs=32):
+    """So many steps, each as fast as `speeds` says of its way; the ways they went."""
+    ways = []
+    for _ in range(count):
+        ways.append(trial.drafts(seqs))
+        trial.learn(seqs, ways[-1], 100, 100 / speeds[ways[-1]])
+    return ways
+
+
+def test_both_ways_are_tried_and_the_faster_one_is_used():
+    for speeds in ({True: 300.0, False: 100.0}, {True: 100.0, False: 300.0}):
+        ways = steps(ThroughputTrial(), 2 * FIRST_STEPS + TRY_AGAIN - 1, speeds)
+        assert ways[: 2 * FIRST_STEPS] == [True] * FIRST_STEPS + [False] * FIRST_STEPS
+        assert set(ways[2 * FIRST_STEPS :]) == {speeds[True] > speeds[False]}
+
+
+def test_the_slower_way_is_looked_at_again_and_wins_when_it_became_faster():
+    trial = ThroughputTrial()
+    steps(trial, 2 * FIRST_STEPS + TRY_AGAIN - 1, {True: 100.0, False: 300.0})
+    assert steps(trial, TRY_STEPS, {True: 900.0, False: 300.0}) == [True] * TRY_STEPS
+    ways = steps(trial, 3 * (TRY_AGAIN + TRY_STEPS), {True: 900.0, False: 300.0})
+    assert sum(ways[-TRY_AGAIN:]) >= TRY_AGAIN - TRY_STEPS  # most of what is known of it is fast by now
+
+
+def test_hardly_faster_is_not_worth_it():
+    ways = steps(ThroughputTrial(), 2 * FIRST_STEPS + TRY_AGAIN - 1, {True: 101.0, False: 100.0})
+    assert not any(ways[2 * FIRST_STEPS :])
+
+
+def test_a_step_that_took_long_once_decides_nothing():
+    trial = ThroughputTrial()
+    for _ in range(2):
+        trial.learn(32, True, 100, 1000.0)
+    ways = steps(trial, 2 * FIRST_STEPS - 2 + 20, {True: 300.0, False: 100.0})
+    assert set(ways[2 * FIRST_STEPS - 2 :]) == {True}
+
+
+def test_every_size_of_batch_has_its_own_answer():
+    trial = ThroughputTrial()
+    steps(trial, 2 * FIRST_STEPS, {True: 300.0, False: 100.0}, seqs=8)
+    steps(trial, 2 * FIRST_STEPS, {True: 100.0, False: 300.0}, seqs=256)
+    assert trial.drafts(9)
+    assert not trial.drafts(300)
+
+
+def test_the_slower_way_is_looked_at_ever_more_seldom():
+    ways = steps(ThroughputTrial(), 2 * FIRST_STEPS + 20 * TRY_SELDOM, {True: 100.0, False: 300.0})[2 * FIRST_STEPS :]
+    tried = [i for i, drafts in enumerate(ways) if drafts]
+    waits = [after - before for before, after in pairwise(tried) if after > before + 1]
+    assert tried[:TRY_STEPS] == [TRY_AGAIN - 1, TRY_AGAIN, TRY_AGAIN + 1]
+    assert waits[:3] == [2 * TRY_AGAIN + 1, 4 * TRY_AGAIN + 1, 8 * TRY_AGAIN + 1]
+    assert set(waits[4:]) == {TRY_SELDOM + 1}
+
+
+def test_many_tokens_in_few_steps_count():
+    """As a long copy brings them: in most steps drafting is slower, and over all of them much faster."""
+    trial, generator, written = ThroughputTrial(), random.Random(0), [0, 0]
+    for _ in range(2000):
+        drafts = trial.drafts(4)
+        tokens = sum(12 if drafts and generator.random() < 0.1 else 1 for _ in range(4))
+        trial.learn(4, drafts, tokens, 0.0012 if drafts else 0.0009)
+        written[drafts] += 1
+    assert written[True] > 1900
+
+
+def test_passes_that_meet_new_shapes_decide_nothing_though_they_are_many():
+    trial = ThroughputTrial()
+    for new in range(FIRST_STEPS):
+        trial.learn(4, True, 100, 0.5 if new % 3 else 0.0125)
+    ways = steps(trial, FIRST_STEPS + 40, {True: 8000.0, False: 4000.0}, seqs=4)
+    assert ways == [False] * FIRST_STEPS + [True] * 40
+
+
+def test_plain_steps_of_many_passes_are_as_fast_as_those_of_one():
+    trial = ThroughputTrial()
+    for count in range(2 * FIRST_STEPS):
+        passes = 16 if count % 4 == 0 else 1
+        trial.learn(64, False, 64 * passes, 0.001 * passes)
+    for _ in range(FIRST_STEPS):
+        trial.learn(64, True, 70, 0.001)
+    assert trial.drafts(64)
+
+
+def test_after_a_change_it_looks_soon_again():
+    trial = ThroughputTrial()
+    steps(trial, 2 * FIRST_STEPS + 8 * TRY_SELDOM, {True: 100.0, False: 300.0})
+    changed = steps(trial, 8 * TRY_SELDOM, {True: 900.0, False: 300.0})
+    begin = changed.index(True)
+    while not all(changed[begin : begin + TRY_AGAIN - 1]):
+        begin += 1
+    assert changed[begin:][: 2 * TRY_AGAIN].count(False) == TRY_STEPS
