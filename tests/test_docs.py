@@ -176,3 +176,27 @@ def test_the_commands_of_the_guide_run(program, plug_in, tiny_folder, tmp_path):
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+MADE_BY_COMMANDS = {"report.md", "profile.md", "host-a.md", "host-b.md"}  # under docs/benchmarks, as they were written
+
+
+def written_pages():
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    return [page for page in pages if not (page.name in MADE_BY_COMMANDS and "benchmarks" in page.parts)]
+
+
+def test_lines_of_the_docs_fit_a_screen():
+    found = [
+        f"{page.relative_to(ROOT)}:{number}"
+        for page in written_pages()
+        for number, line in enumerate(page.read_text().splitlines(), 1)
+        if len(line) > 120
+    ]
+    assert found == []
+
+
+def test_links_of_the_docs_lead_somewhere():
+    for page in written_pages():
+        for place in re.findall(r"\]\(([^)#\s]+)\)", page.read_text()):
+            assert place.startswith("http") or (page.parent / place).exists(), f"{page.name}: {place}"
