@@ -389,6 +389,10 @@ def test_heavy_packages_are_imported_where_they_are_used():
     assert heavy_imports(SRC) == []
 
 
+def test_functions_are_short():
+    assert long_functions(SRC) == []
+
+
 def test_import_outrider_is_cheap():
     unwanted = {"transformers", "fastapi", "gguf", "typer", "huggingface_hub"}
     code = f"import sys, outrider; print(*sorted({unwanted!r} & set(sys.modules)))"
