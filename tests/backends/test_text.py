@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from outrider.backends.text import Writer
+from outrider.backends.text import HELD, Writer
 
 
 class Bytes:
@@ -72,3 +72,41 @@ def test_stop_strings_before_the_least_number_of_tokens_do_not_count():
     writer = Writer(Words(), ["b"], least=3)
     assert [writer.push(token) for token in (0, 1, 0, 1)] == [False, False, False, True]
     assert writer.take(last=True) == "aba"
+
+
+def test_a_stop_string_that_the_last_of_the_least_tokens_completes_counts():
+    writer = Writer(Bytes(), ["b"], least=2)
+    assert [writer.push(token) for token in b"ab"] == [False, True]
+    assert writer.take(last=True) == "a"
+
+
+INVALID = st.lists(st.sampled_from([b"\x80", b"\xe2", b"\x9c\x93", b"\xf0\x9f", b"a", "✓".encode(), b"\xff"]))
+
+
+@given(INVALID.map(b"".join), st.booleans())
+def test_bytes_that_are_no_text_come_as_a_decoder_of_the_whole_writes_them(given, stops):
+    writer, chunks = Writer(Bytes(), ["never"] if stops else ()), []
+    for count, byte in enumerate(given, 1):
+        writer.push(byte)
+        chunks.append(writer.take())
+        told = len("".join(chunks).encode("utf-8", "surrogatepass"))
+        assert len(given[:count].decode(errors="replace").encode()) - told <= 3 * HELD  # bytes: each may be U+FFFD
+    chunks.append(writer.take(last=True))
+    assert "".join(chunks) == writer.text == given.decode(errors="replace")
+
+
+def test_what_is_held_back_is_bounded_and_read_once():
+    """A model of random weights writes half characters for ever: each token costs a few short decodes, not all."""
+    sizes = []
+
+    class Counting(Bytes):
+        def decode(self, ids, skip_special_tokens):
+            sizes.append(len(ids))
+            return super().decode(ids, skip_special_tokens)
+
+    writer = Writer(Counting(), ["never"])
+    for _ in range(500):
+        writer.push(0x80)
+    assert len(writer.take()) >= 500 - HELD
+    assert max(sizes) <= 4 * HELD
+    assert len(sizes) <= 500 * 2 * HELD

@@ -24,7 +24,9 @@ from outrider.server.errors import Gone
 from outrider.server.fleet import wire
 from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.fleet.pieces import Pieces
+from outrider.server.fleet.spec import LaunchSpec
 from outrider.server.speedup import estimated_speedup
+from outrider.settings import Settings
 
 
 def over_the_wire(message):
@@ -145,6 +147,25 @@ class TestLaunching:
         server.fleet._workers["tiny"]._process.child.kill()
         launching.join(20)
         assert server.fleet.list() == []
+
+    def test_one_that_fails_late_leaves_its_successor(self, serve, quick):
+        """Terminated while it loads, launched again, and only then does the first launch fail."""
+        server = serve()
+        spec = LaunchSpec(Settings(model=str(quick), threads=1, cache_memory=0.1), "tiny")
+
+        async def twice():
+            first = asyncio.create_task(server.fleet.launch(spec))
+            while "tiny" not in server.fleet._workers or server.fleet._workers["tiny"]._process is None:
+                await asyncio.sleep(0.001)
+            ending = asyncio.create_task(server.fleet.terminate("tiny"))
+            second = asyncio.create_task(server.fleet.launch(spec))
+            return await asyncio.gather(first, ending, second, return_exceptions=True)
+
+        first, ended, second = server.call(twice())
+        assert (type(first), ended, second) == (OutriderError, None, "tiny")
+        assert [(model.uid, model.status) for model in server.fleet.list()] == [("tiny", "ready")]
+        assert 'outrider_worker_up{model_name="tiny"} 1.0' in server.get("/metrics").text
+        assert server.post("/v1/completions", {"prompt": "the", "max_tokens": 1}).status_code == 200
 
 
 def _suppressed(work, *args):

@@ -6,7 +6,11 @@ from collections.abc import Sequence
 
 from outrider.models.tokenizer import Tokenizer
 
-UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are not yet a character
+UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are not yet a character, or never will be
+CHARACTER = 4  # tokens that one character may take at most: it has up to four bytes in UTF-8, a token at least one
+# Tokens whose text is held back at most, because it does not end with a whole character: twice what a character
+# takes. Bytes that never become one are then written as U+FFFD, as a decoder of the whole text writes them.
+HELD = 2 * CHARACTER
 
 
 class Writer:
@@ -48,14 +52,29 @@ class Writer:
 
     def _read(self) -> int:
         """Decode up to the last token that ends a character; how many characters that gives."""
-        before = self._decode(self._context, self._decoded)
-        for end in range(len(self._tokens), self._decoded, -1):
+        before, last = self._decode(self._context, self._decoded), len(self._tokens)
+        for end in range(last, max(self._decoded, last - HELD), -1):
             after = self._decode(self._context, end)
             if len(after) > len(before) and not after.endswith(UNFINISHED):
-                self.text += after[len(before) :]
-                self._context, self._decoded = self._decoded, end
-                return len(after) - len(before)
-        return 0
+                return self._keep(before, after, end)
+        if last - self._decoded <= HELD:
+            return 0
+        end = self._split(last)
+        return self._keep(before, self._decode(self._context, end), end)
+
+    def _keep(self, before: str, after: str, end: int) -> int:
+        fresh = after[len(before) :]
+        self.text += fresh
+        self._context, self._decoded = self._decoded, end
+        return len(fresh)
+
+    def _split(self, last: int) -> int:
+        """A place between two characters, and so far back that no token still to come can change what is before it."""
+        whole = self._decode(self._context, last)
+        for end in range(last - CHARACTER, self._decoded, -1):
+            if self._decode(self._context, end) + self._decode(end, last) == whole:
+                return end
+        return last - CHARACTER
 
     def _cut(self, fresh: int) -> bool:
         """Look for stop strings that end in the last `fresh` characters; the text ends before the first of them."""

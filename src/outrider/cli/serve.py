@@ -107,7 +107,7 @@ def serve(
     """
     _check_ray(ray, launch, listen)
     from outrider.server.log import configure
-    from outrider.server.run import Plan, run
+    from outrider.server.run import ServePlan, run
 
     known = registries.load(listen.registry)
     spec = _spec(model, launch, given, known)
@@ -118,7 +118,7 @@ def serve(
         note(f"everybody who can reach {listen.host} may ask; --api-key keeps strangers out")
     configure(listen.log_level)
     defaults = {name: getattr(settings, name) for name in (*LAUNCH_DEFAULTS, *VLLM_DEFAULTS)}
-    plan = Plan(
+    plan = ServePlan(
         listen.host,
         listen.port,
         [] if launch.no_model else [spec],

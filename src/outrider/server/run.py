@@ -24,7 +24,7 @@ from outrider.server.state import State
 
 
 @dataclass(frozen=True)
-class Plan:
+class ServePlan:
     """All that `outrider serve` was told."""
 
     host: str = "127.0.0.1"
@@ -70,7 +70,7 @@ class Listener(uvicorn.Server):
         await self.serve(sockets=[sock])
 
 
-def run(plan: Plan) -> None:
+def run(plan: ServePlan) -> None:
     """Until a signal comes. An OutriderError says why it cannot listen or launch."""
     with listen(plan.host, plan.port) as sock:
         asyncio.run(_run(plan, sock))
@@ -86,7 +86,7 @@ def listen(host: str, port: int) -> socket.socket:
         raise OutriderError(f"cannot listen on {host} port {port} ({reason}); {remedy}") from error
 
 
-async def _run(plan: Plan, sock: socket.socket) -> None:
+async def _run(plan: ServePlan, sock: socket.socket) -> None:
     fleet = Fleet(plan.limits)
     state = None if plan.state is None else State(plan.state, fleet)
     app = create_app(fleet, plan.options, plan.registry)
@@ -105,7 +105,7 @@ async def _run(plan: Plan, sock: socket.socket) -> None:
         await asyncio.gather(serving, launching, return_exceptions=True)
 
 
-async def _launch(plan: Plan, fleet: Fleet, state: State | None, url: str) -> None:
+async def _launch(plan: ServePlan, fleet: Fleet, state: State | None, url: str) -> None:
     given = [await fleet.launch(spec) for spec in plan.models]
     if state is not None:
         await state.restore(given)

@@ -56,7 +56,8 @@ class Fleet:
         try:
             await worker.start()
         except BaseException:
-            self._workers.pop(spec.uid, None)
+            if self._workers.get(spec.uid) is worker:  # it may have been terminated, and another launched in its place
+                del self._workers[spec.uid]
             await worker.close()
             raise
         self.lost.pop(spec.uid, None)

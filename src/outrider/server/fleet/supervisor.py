@@ -289,6 +289,8 @@ class Worker:
             await asyncio.wait_for(self._emptied.wait(), seconds)
 
     async def close(self) -> None:
+        if self.status == "closed":  # terminated while it was launched: its metrics may be its successor's by now
+            return
         self.status, self.reason = "closed", "it was terminated"
         if self._supervisor is not None:
             self._supervisor.cancel()

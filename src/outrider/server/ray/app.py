@@ -34,7 +34,7 @@ from outrider.server.ray.fleet import RayFleet
 from outrider.server.ray.replica import Replica
 from outrider.server.ray.scale import Scale
 from outrider.server.registry import BUILT_IN, Registry
-from outrider.server.run import Plan, listen
+from outrider.server.run import ServePlan, listen
 from outrider.settings import from_mapping
 
 APP, DOOR, MODEL = "outrider", "Door", "Model"
@@ -124,7 +124,7 @@ def application(args: Mapping[str, Any]) -> serve.Application:
     return assemble(Inside(spec, options, WorkerLimits(), BUILT_IN), Scale.of(replicas, cpus, gpus, settings))
 
 
-def run(plan: Plan, scale: Scale, address: str, level: str) -> None:
+def run(plan: ServePlan, scale: Scale, address: str, level: str) -> None:
     """Until a signal comes. An OutriderError says why it cannot be."""
     (spec,) = plan.models
     port = _free(plan.host, plan.port)
