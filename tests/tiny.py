@@ -22,7 +22,7 @@ from outrider.engine.scheduler import Limits
 from outrider.models.base import Anatomy, Feed, Output
 from outrider.models.load import Place, load
 from outrider.train import kinds
-from outrider.train.objective import Lesson
+from outrider.train.objective import TeacherBatch
 
 torch.set_num_threads(1)  # tiny products: more threads only wait for each other
 transformers.utils.logging.disable_progress_bar()
@@ -176,7 +176,7 @@ def lesson(model, head, texts):
     tokens = torch.tensor(texts)
     mask = torch.ones_like(tokens, dtype=torch.bool)
     output, embedding = model.tensor("lm_head.weight").clone(), model.tensor("model.embed_tokens.weight").clone()
-    return Lesson(tokens, hidden, last, mask, output, embedding)
+    return TeacherBatch(tokens, hidden, last, mask, output, embedding)
 
 
 def taught(head, model, steps=20):

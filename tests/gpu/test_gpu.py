@@ -325,7 +325,7 @@ def test_the_fused_distance_equals_plain_torch():
     plain, other = ((states.clone().requires_grad_(), output.clone().requires_grad_()) for _ in range(2))
     losses, kept, hit = objective.measures(plain[0] @ plain[1].T, laws)
     (0.8 * (losses * weight).sum()).backward()
-    loss, kept_too, hit_too = fused.distance(*other, laws.law, laws.best, weight, objective.NEARNESS)
+    loss, kept_too, hit_too = fused.distance(*other, laws.law, laws.best, weight, objective.VARIATION_WEIGHT)
     (0.8 * loss).backward()
     assert torch.allclose(loss, (losses * weight).sum(), rtol=1e-4)
     assert torch.allclose(kept, kept_too, atol=1e-4)

@@ -14,7 +14,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Feed
 from outrider.models.load import Place, load
-from outrider.train import eagle, job as jobs
+from outrider.train import eagle, job as jobs, kinds
 from outrider.train.atomic import write_text
 from outrider.train.data.batches import BatchOrder, TextBatch
 from outrider.train.data.conversations import (
@@ -30,7 +30,6 @@ from outrider.train.data.conversations import (
 from outrider.train.data.corpus import Corpus, CorpusFolder, CorpusInfo
 from outrider.train.data.writer import ConversationRunner
 from outrider.train.draft_model import DraftNet, spread
-from outrider.train.kinds import calibrate
 from outrider.train.optimiser import Optimiser, rate
 from outrider.train.run import reserved
 from outrider.train.teacher import Teacher
@@ -165,7 +164,7 @@ def test_the_teacher_reads_what_the_engine_writes(kind):
     _, model, _ = family(kind)
     torch.manual_seed(0)
     tokens = torch.randint(40, (3, 30))
-    lesson = Teacher(model, (0, 2), 64).lesson(TextBatch(tokens, tokens > 0))
+    lesson = Teacher(model, (0, 2), 64).read(TextBatch(tokens, tokens > 0))
     for row in range(3):
         whole = model.forward([Feed(row, tokens[row].tolist())], [0, 2])[0]
         model.free(row)
@@ -190,11 +189,11 @@ def test_a_draft_model_of_all_layers_is_the_target(kind, tmp_path):
     assert torch.equal(again.forward([Feed(0, tokens)])[0].logits, model.forward([Feed(99, tokens)])[0].logits)
     model.free(99)
     batch = TextBatch(torch.tensor([tokens]), torch.ones(1, 8, dtype=torch.bool))
-    _, figures = net.loss(Teacher(model, (), 64).lesson(batch))
+    _, figures = net.loss(Teacher(model, (), 64).read(batch))
     assert float(figures["hit1"]) == 1.0
     assert float(figures["keep1"]) == pytest.approx(1.0, abs=1e-4)
     net.norm.data.zero_()
-    assert float(net.loss(Teacher(model, (), 64).lesson(batch))[1]["keep1"]) < 0.9
+    assert float(net.loss(Teacher(model, (), 64).read(batch))[1]["keep1"]) < 0.9
 
 
 def test_what_a_fresh_layer_adds_has_the_size_of_its_state():
@@ -202,12 +201,12 @@ def test_what_a_fresh_layer_adds_has_the_size_of_its_state():
     _, model, _ = family("llama")
     head = eagle.fresh(model)
     tokens = torch.randint(40, (2, 30), generator=torch.Generator().manual_seed(0))
-    lesson = Teacher(model, head.reads, 64).lesson(TextBatch(tokens, torch.arange(30).expand(2, -1) >= 10))
+    lesson = Teacher(model, head.reads, 64).read(TextBatch(tokens, torch.arange(30).expand(2, -1) >= 10))
     sizes = sorted(lesson.hidden[:, 10:, -1].reshape(-1, 32).square().mean(-1).sqrt().tolist())
     before = [
         weight.clone() for weight in (head.decoder[0].self_attn.o_proj.weight, head.decoder[0].mlp.down_proj.weight)
     ]
-    calibrate(head, lesson)
+    kinds.prepare(head, lesson)
     after = (head.decoder[0].self_attn.o_proj.weight, head.decoder[0].mlp.down_proj.weight)
     for old, new in zip(before, after, strict=True):
         assert torch.allclose(old / new, torch.tensor(sizes[19]), rtol=1e-4)

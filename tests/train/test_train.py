@@ -201,7 +201,7 @@ def test_a_tree_is_grown_from_what_the_heads_get_right(calm_folder, prompt_file,
 
 def lesson(model, head):
     tokens = torch.randint(2, 300, (2, 40), generator=torch.Generator().manual_seed(0))
-    return Teacher(model, head.reads, 64).lesson(TextBatch(tokens, torch.ones(2, 40, dtype=torch.bool)))
+    return Teacher(model, head.reads, 64).read(TextBatch(tokens, torch.ones(2, 40, dtype=torch.bool)))
 
 
 def test_ranks_are_counted_against_the_target(calm_folder):

@@ -18,7 +18,7 @@ from outrider.models.stack import Layer
 from outrider.models.tokenizer import GGUFTokenizer, Tokenizer
 from outrider.train.atomic import write_tensors, write_text
 from outrider.train.forward import block, norm
-from outrider.train.objective import Figures, Laws, Lesson, distance
+from outrider.train.objective import Figures, Laws, TeacherBatch, distance
 from outrider.train.teacher import Target
 
 _MATRICES = {
@@ -83,15 +83,15 @@ class DraftNet(nn.Module):
         norms = {field: next(iter(take(f"{name}.weight")), None) for field, name in _NORMS.items()}
         return Layer(**norms, **{field: linear(names) for field, names in _MATRICES.items()})  # type: ignore[arg-type]
 
-    def loss(self, lesson: Lesson, steps: int = 0) -> tuple[Tensor, Figures]:
+    def loss(self, batch: TeacherBatch, steps: int = 0) -> tuple[Tensor, Figures]:
         """Distillation of the target's law at every place."""
-        answers, rows = lesson.answers(), lesson.tokens.shape[1]
-        x = F.embedding(lesson.tokens, lesson.embedding)
+        answers, rows = batch.answers(), batch.tokens.shape[1]
+        x = F.embedding(batch.tokens, batch.embedding)
         for layer in self._layers:
             x = block(x, layer, self._config, self.cos[:rows], self.sin[:rows])
         places, counts = answers.before(1)
         x = norm(x, self.norm, self._config.norm_eps).flatten(0, 1).index_select(0, places)
-        total, kept, hit = distance(x, lesson.output, Laws.of(lesson, answers), counts)
+        total, kept, hit = distance(x, batch.output, Laws.of(batch, answers), counts)
         return total, {"keep1": kept, "hit1": hit, "loss": total.detach()}
 
     def write(self, folder: Path, source: Path, tokenizer: Tokenizer | None) -> None:

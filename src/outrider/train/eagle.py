@@ -13,7 +13,7 @@ from outrider.core.errors import OutriderError
 from outrider.drafters.eagle.head import EagleAttention, EagleConfig, EagleHead
 from outrider.models.base import Feed, Model, Readable
 from outrider.models.rope import swap_halves
-from outrider.train.objective import FADE, Figures, Laws, Lesson, distance
+from outrider.train.objective import STEP_DECAY, Figures, Laws, TeacherBatch, distance
 
 Past = list[tuple[Tensor, Tensor]]  # of one layer, by step: keys and values [b, heads, t, head_dim]
 
@@ -89,26 +89,37 @@ def _residual_size(target: Readable, block: int) -> float:
     return float(output.hidden[:, 0].float().pow(2).mean(-1).sqrt().median())
 
 
-def loss(head: EagleHead, lesson: Lesson, steps: int = 6) -> tuple[Tensor, Figures]:
+@torch.no_grad()
+def calibrate(head: EagleHead, batch: TeacherBatch) -> None:
+    """Scale what the layers add to the size of the state they add it to: that is normalised, while the target's own
+    layers write for residuals many times as large."""
+    residuals = batch.hidden[batch.mask][:, -1].float()  # [tokens, hidden] after the last block that it reads
+    size = residuals.square().mean(-1).sqrt().median()
+    for layer in head.decoder:
+        layer.self_attn.o_proj.weight /= size
+        layer.mlp.down_proj.weight /= size
+
+
+def loss(head: EagleHead, batch: TeacherBatch, steps: int = 6) -> tuple[Tensor, Figures]:
     """Distillation over `steps` draft steps from every place of the text, each with its own past of earlier steps.
 
     The figures: loss, and per depth (from 1) `hit`, how often its likeliest token is the target's, and `keep`, the
     share of draws that rejection would keep.
     """
-    answers, ids = lesson.answers(), None if head.writes_all else head.draft_ids
-    laws, output = Laws.of(lesson, answers, ids), output_matrix(head, lesson.output)
-    embedding = head.embed_tokens.weight if head.config.own_embedding else lesson.embedding
-    state = lesson.last if head.config.first else head.combine(lesson.hidden)
+    answers, ids = batch.answers(), None if head.writes_all else head.draft_ids
+    laws, output = Laws.of(batch, answers, ids), output_matrix(head, batch.output)
+    embedding = head.embed_tokens.weight if head.config.own_embedding else batch.embedding
+    state = batch.last if head.config.first else head.combine(batch.hidden)
     pasts: list[Past] = [[] for _ in head.layers]
-    turns = rotations(head, lesson.tokens.shape[1] + steps, state.device)
-    total, figures, rows = torch.zeros((), device=state.device), {}, lesson.tokens.shape[1]
+    turns = rotations(head, batch.tokens.shape[1] + steps, state.device)
+    total, figures, rows = torch.zeros((), device=state.device), {}, batch.tokens.shape[1]
     for step in range(min(steps, rows - 2)):
-        embedded = F.embedding(_shifted(lesson.tokens, 1 + step), embedding)
+        embedded = F.embedding(_shifted(batch.tokens, 1 + step), embedding)
         state, normed = draft_step(head, embedded, state, pasts, turns[:, step : step + rows])
         places, counts = answers.before(2 + step)
         normed = normed.flatten(0, 1).index_select(0, places)
         part, figures[f"keep{step + 1}"], figures[f"hit{step + 1}"] = distance(normed, output, laws, counts)
-        total = total + FADE**step * part
+        total = total + STEP_DECAY**step * part
     figures["loss"] = total.detach()
     return total, figures
 

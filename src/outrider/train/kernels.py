@@ -17,7 +17,7 @@ BLOCK = 2048  # logits that a program holds at once
 
 @triton.jit
 def _law(logits_ptr, ids_ptr, law_ptr, best_ptr, size, count, ALL: tl.constexpr, BLOCK: tl.constexpr):
-    """A row of logits [size] -> its softmax at the places ids [count] (ALL: at every place), and its highest chance."""
+    """A row of logits [size] -> its softmax at the places ids [count] (ALL: everywhere); its highest probability."""
     row = tl.program_id(0)
     logits = logits_ptr + row.to(tl.int64) * size
     column = tl.arange(0, BLOCK)
@@ -42,7 +42,7 @@ def _law(logits_ptr, ids_ptr, law_ptr, best_ptr, size, count, ALL: tl.constexpr,
 
 
 def law(logits: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
-    """[n, vocab] -> the chances of the tokens `ids` (None: of all) [n, ids], and the highest of all [n]."""
+    """[n, vocab] -> the probabilities of the tokens `ids` (None: of all) [n, ids], and the highest of all [n]."""
     rows, size = logits.shape
     count = size if ids is None else len(ids)
     found = torch.empty(rows, count, device=logits.device)

@@ -15,7 +15,7 @@ from outrider.models.tokenizer import Tokenizer
 from outrider.train import eagle, medusa
 from outrider.train.draft_model import DraftNet
 from outrider.train.job import TrainingJob
-from outrider.train.objective import Figures, Lesson
+from outrider.train.objective import Figures, TeacherBatch
 from outrider.train.teacher import Target
 
 CHAIN, TREE = 5, 16  # nodes of the drafts that are measured, as in docs/benchmarks
@@ -42,26 +42,20 @@ def fresh(job: TrainingJob, target: Target, draft_ids: Tensor | None, longest: i
     return eagle.fresh(target, draft_ids, job.reads, layers)
 
 
-def loss(student: nn.Module, lesson: Lesson, steps: int) -> tuple[Tensor, Figures]:
+def loss(student: nn.Module, batch: TeacherBatch, steps: int) -> tuple[Tensor, Figures]:
     """Over `steps` draft steps."""
     if isinstance(student, EagleHead):
-        return eagle.loss(student, lesson, steps)
+        return eagle.loss(student, batch, steps)
     if isinstance(student, MedusaHead):
-        return medusa.loss(student, lesson, steps)
+        return medusa.loss(student, batch, steps)
     assert isinstance(student, DraftNet)
-    return student.loss(lesson, steps)
+    return student.loss(batch, steps)
 
 
-@torch.no_grad()
-def calibrate(student: nn.Module, lesson: Lesson) -> None:
-    """Scale what an EAGLE head's layers add to the size of the state they add it to: that is normalised, while the
-    target's own layers write for residuals many times as large."""
+def prepare(student: nn.Module, batch: TeacherBatch) -> None:
+    """Once, before the first step, with its batch."""
     if isinstance(student, EagleHead):
-        residuals = lesson.hidden[lesson.mask][:, -1].float()  # [tokens, hidden] after the last block that it reads
-        size = residuals.square().mean(-1).sqrt().median()
-        for layer in student.decoder:
-            layer.self_attn.o_proj.weight /= size
-            layer.mlp.down_proj.weight /= size
+        eagle.calibrate(student, batch)
 
 
 def write(student: nn.Module, out: Path, destination: Destination) -> None:

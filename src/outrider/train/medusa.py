@@ -7,7 +7,7 @@ from torch import Tensor
 
 from outrider.drafters.medusa.head import MedusaConfig, MedusaHead
 from outrider.models.base import Readable
-from outrider.train.objective import FADE, Figures, Laws, Lesson, distance
+from outrider.train.objective import STEP_DECAY, Figures, Laws, TeacherBatch, distance
 
 
 def fresh(target: Readable, draft_ids: Tensor | None = None, num_heads: int = 4, depth: int = 1) -> MedusaHead:
@@ -21,17 +21,17 @@ def fresh(target: Readable, draft_ids: Tensor | None = None, num_heads: int = 4,
     return head
 
 
-def loss(head: MedusaHead, lesson: Lesson, steps: int = 0) -> tuple[Tensor, Figures]:
+def loss(head: MedusaHead, batch: TeacherBatch, steps: int = 0) -> tuple[Tensor, Figures]:
     """Distillation of every head (`steps`: of the first few); figures as those of EAGLE. Head j at place s guesses
     token s + 2 + j."""
-    answers, ids = lesson.answers(), None if head.writes_all else head.draft_ids
-    laws, last, figures = Laws.of(lesson, answers, ids), lesson.last.flatten(0, 1), {}
-    total = torch.zeros((), device=lesson.last.device)
-    for step, block in enumerate(head.blocks[: min(steps or len(head.blocks), lesson.tokens.shape[1] - 2)]):
+    answers, ids = batch.answers(), None if head.writes_all else head.draft_ids
+    laws, last, figures = Laws.of(batch, answers, ids), batch.last.flatten(0, 1), {}
+    total = torch.zeros((), device=batch.last.device)
+    for step, block in enumerate(head.blocks[: min(steps or len(head.blocks), batch.tokens.shape[1] - 2)]):
         places, counts = answers.before(2 + step)
-        state, output = block(last[places]), _output_matrix(head, step, lesson.output)
+        state, output = block(last[places]), _output_matrix(head, step, batch.output)
         part, figures[f"keep{step + 1}"], figures[f"hit{step + 1}"] = distance(state, output, laws, counts)
-        total = total + FADE**step * part
+        total = total + STEP_DECAY**step * part
     figures["loss"] = total.detach()
     return total, figures
 

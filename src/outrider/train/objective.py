@@ -1,4 +1,4 @@
-"""What a head learns from: a text, the target's states along it, and the law that the target would have drawn from.
+"""What a head learns from (texts, the target's states and laws along them), and its distance from those laws.
 
 Token i + 1 is drawn from the target's law after place i: softmax(last[:, i] @ output.T). Laws are large, so they are
 computed for tokens of answers alone.
@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-FADE = 0.8  # what a draft step weighs beside the one before it
-NEARNESS = 0.7  # what the total-variation term weighs beside the cross-entropy
+STEP_DECAY = 0.8  # weight of a draft step's loss against the step before it: later steps are reached less often
+VARIATION_WEIGHT = 0.7  # of the total variation against the cross-entropy
 
 Figures = dict[str, Tensor]  # 0-dim, on the device: reading one waits for the device, so do it rarely
 
 
 @dataclass(frozen=True, eq=False)
-class Lesson:
-    """A batch of texts, padded on the right; what is padding is not in `mask`."""
+class TeacherBatch:
+    """A batch of texts that the target has read, padded on the right; the padding is not in `mask`."""
 
     tokens: Tensor  # [b, t] int64
     hidden: Tensor  # [b, t, layers, hidden] the target's residuals after the blocks `head.layers`
@@ -28,12 +28,12 @@ class Lesson:
     mask: Tensor  # [b, t] bool: tokens of an answer, whose prediction counts
     output: Tensor  # [vocab, hidden] the target's output matrix, frozen
     embedding: Tensor  # [vocab, hidden] the target's embedding, frozen
-    # [n] where the mask is true in the flattened batch, if somebody knows without asking the device; padded with 0
+    # [n] where the mask is true in the flattened batch, padded with 0; given by the host, no step waits for the device
     known: Tensor | None = None
 
-    def answers(self) -> Answers:
+    def answers(self) -> AnswerTokens:
         known = self.mask.flatten().nonzero().squeeze(1) if self.known is None else self.known
-        return Answers(known, known % self.tokens.shape[1])
+        return AnswerTokens(known, known % self.tokens.shape[1])
 
     def logits(self, places: Tensor) -> Tensor:
         """[n, vocab] the target's after each place of the flattened batch."""
@@ -43,14 +43,14 @@ class Lesson:
 
 
 @dataclass(frozen=True, eq=False)
-class Answers:
+class AnswerTokens:
     """Tokens of answers: their places in the flattened batch, and in their own texts."""
 
     places: Tensor  # [n]
     within: Tensor  # [n]
 
     def before(self, count: int) -> tuple[Tensor, Tensor]:
-        """[n] the places so many tokens before, and [n] whether they are in the same text."""
+        """[n] the places `count` tokens before, and [n] whether they are in the same text."""
         return (self.places - count).clamp(min=0), self.within >= count
 
 
@@ -58,13 +58,13 @@ class Answers:
 class Laws:
     """The target's laws of the tokens of answers, as far as a head can write them."""
 
-    law: Tensor  # [n, draft vocabulary]; need not add up to 1: what the head has no token for is lost to it
-    best: Tensor  # [n] the chance of the likeliest token, of all
+    law: Tensor  # [n, draft vocabulary]; need not sum to 1: tokens that the head cannot write are left out
+    best: Tensor  # [n] the probability of the likeliest token of the whole vocabulary
 
     @classmethod
-    def of(cls, lesson: Lesson, answers: Answers, ids: Tensor | None = None) -> Laws:
+    def of(cls, batch: TeacherBatch, answers: AnswerTokens, ids: Tensor | None = None) -> Laws:
         """`ids`: the tokens that the head can write; None: all."""
-        logits = lesson.logits(answers.before(1)[0])
+        logits = batch.logits(answers.before(1)[0])
         if logits.is_cuda:
             from outrider.train.kernels import law
 
@@ -74,15 +74,18 @@ class Laws:
 
 
 def distance(states: Tensor, output: Tensor, laws: Laws, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy of the head's law q (of states [n, hidden] through its output matrix) against the target's p, plus
-    NEARNESS * (1 - sum min(p, q)), averaged where `counts` [n]; sum min(p, q), the share that rejection keeps; and how
-    often the head's likeliest token is the target's."""
+    """The loss, the share of draws that rejection keeps, and how often the head's likeliest token is the target's.
+
+    The loss is the cross-entropy of the head's law q (of states [n, hidden] through its output matrix) against the
+    target's p, plus VARIATION_WEIGHT * (1 - sum min(p, q)); rejection keeps sum min(p, q). All are averaged over the
+    rows where `counts` [n] is true.
+    """
     weight = counts / counts.sum().clamp(min=1)
     if states.is_cuda:
         from outrider.train.kernels import distance as fused
 
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else states.dtype
-        loss, kept, hit = fused(states.to(dtype), output.to(dtype), laws.law, laws.best, weight, NEARNESS)
+        loss, kept, hit = fused(states.to(dtype), output.to(dtype), laws.law, laws.best, weight, VARIATION_WEIGHT)
     else:
         rows, kept, hit = measures(F.linear(states, output.to(states.dtype)), laws)
         loss = (rows * weight).sum()
@@ -95,4 +98,4 @@ def measures(logits: Tensor, laws: Laws) -> tuple[Tensor, Tensor, Tensor]:
     entropy = -(laws.law * log_q).sum(-1)
     kept = torch.minimum(laws.law, log_q.exp()).sum(-1)
     chosen = laws.law.gather(-1, logits.argmax(-1, keepdim=True)).squeeze(-1)
-    return entropy + NEARNESS * (1.0 - kept), kept.detach(), (chosen >= laws.best).float()
+    return entropy + VARIATION_WEIGHT * (1.0 - kept), kept.detach(), (chosen >= laws.best).float()

@@ -172,7 +172,7 @@ class _TrainingRun:
         order = BatchOrder(corpus, self._job.batch_tokens, self._teacher.longest, self._job.seed, self._device)
         self._plan(order)
         if not state.step:
-            kinds.calibrate(student, self._teacher.lesson(next(order.batches(0))))
+            kinds.prepare(student, self._teacher.read(next(order.batches(0))))
         log = LossLog(self._out, state.step)
         loop = TrainingLoop(student, self._teacher, order, optimiser, self._job.unroll)
         seconds, reserve = self._times(student)

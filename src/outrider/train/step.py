@@ -83,7 +83,7 @@ class GradientStep:
 
     def _gradients(self, batch: TextBatch) -> Figures:
         with self._autocast():
-            loss, figures = kinds.loss(self._student, self._teacher.lesson(batch), self._unroll)
+            loss, figures = kinds.loss(self._student, self._teacher.read(batch), self._unroll)
         loss.backward()
         return figures
 

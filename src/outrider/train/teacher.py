@@ -14,7 +14,7 @@ from outrider.models.linear import Dense
 from outrider.models.llama import LlamaConfig, Weights
 from outrider.train.data.batches import TextBatch
 from outrider.train.forward import block, can_fuse, fused_blocks, norm
-from outrider.train.objective import Lesson
+from outrider.train.objective import TeacherBatch
 
 
 class Target(Model, Readable, Protocol):
@@ -41,12 +41,12 @@ class Teacher:
         cos, sin = weights.rope.tables(longest)
         self._cos, self._sin = (part.to(self.model.device, self.model.dtype) for part in (cos, sin))
 
-    def lesson(self, batch: TextBatch) -> Lesson:
-        hidden, last = self._read(batch.tokens)
-        return Lesson(batch.tokens, hidden, last, batch.mask, self.output, self.embedding, batch.known)
+    def read(self, batch: TextBatch) -> TeacherBatch:
+        hidden, last = self._states(batch.tokens)
+        return TeacherBatch(batch.tokens, hidden, last, batch.mask, self.output, self.embedding, batch.known)
 
     @torch.no_grad()
-    def _read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def _states(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """[b, t] -> residuals [b, t, layers, hidden] and the final normalised state [b, t, hidden]."""
         kept = {}
         for index, x in enumerate(self._blocks(self._weights.embedding.rows(tokens))):

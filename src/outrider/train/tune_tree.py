@@ -23,7 +23,7 @@ from outrider.train.atomic import write_text
 from outrider.train.data.batches import BatchOrder
 from outrider.train.data.writer import MEAN_TOKENS, CorpusWriter, Show
 from outrider.train.job import TrainingJob
-from outrider.train.objective import Lesson
+from outrider.train.objective import TeacherBatch
 from outrider.train.teacher import Teacher
 
 LONGEST, BATCH = 1024, 4096  # tokens of a text, and of a batch: as in training
@@ -53,15 +53,15 @@ def tune(
     medusa = heads.read(head, teacher.model)
     if not isinstance(medusa, MedusaHead):
         raise OutriderError(f"{head} holds an EAGLE head, which grows its trees as it writes; tune-tree is for medusa")
-    found = rates(medusa.to(where.device), _lessons(loaded, teacher, where, tokens, prompts, show))
+    found = rates(medusa.to(where.device), _batches(loaded, teacher, where, tokens, prompts, show))
     tuned = TunedTree(found, grow_paths(found, nodes))
     _keep(head, tuned.paths)
     return tuned
 
 
-def _lessons(
+def _batches(
     loaded: Loaded, teacher: Teacher, where: Place, tokens: int, prompts: Sequence[str], show: Show
-) -> Iterator[Lesson]:
+) -> Iterator[TeacherBatch]:
     """From conversations that the target writes now."""
     kind = where.device.type
     writer = CorpusWriter(loaded, TrainingJob("medusa", tokens=tokens, seed=SEED), kind, prompts)
@@ -69,7 +69,7 @@ def _lessons(
     conversations = max(1, tokens // MEAN_TOKENS)
     corpus = writer.wave(0, conversations, lambda count: show("the target writes", next(done) if count else 0, None))
     order = BatchOrder(corpus, BATCH, teacher.longest, 0, where.device)
-    return (teacher.lesson(batch) for batch in itertools.islice(order.batches(0), order.per_epoch))
+    return (teacher.read(batch) for batch in itertools.islice(order.batches(0), order.per_epoch))
 
 
 def _keep(head: Path, paths: Paths) -> None:
@@ -78,24 +78,24 @@ def _keep(head: Path, paths: Paths) -> None:
 
 
 @torch.no_grad()
-def rates(head: MedusaHead, lessons: Iterable[Lesson]) -> list[list[float]]:
+def rates(head: MedusaHead, batches: Iterable[TeacherBatch]) -> list[list[float]]:
     """[heads][ranks]: against the token that the target finds likeliest, on the tokens of answers."""
     ranks = min(RANKS, len(head.draft_ids))
     found, counted = torch.zeros(head.config.num_heads, ranks), torch.zeros(head.config.num_heads, 1)
-    for lesson in lessons:
-        right = (lesson.last @ lesson.output.to(lesson.last.dtype).T).argmax(-1)  # [b, t]: the token after each place
+    for batch in batches:
+        right = (batch.last @ batch.output.to(batch.last.dtype).T).argmax(-1)  # [b, t]: the token after each place
         for index in range(head.config.num_heads):
-            hit, counts = _hits(head, index, lesson, right, ranks)
+            hit, counts = _hits(head, index, batch, right, ranks)
             found[index] += hit[counts].sum(0).cpu()
             counted[index] += counts.sum().cpu()
     return [[round(share, 5) for share in row] for row in (found / counted.clamp(min=1)).tolist()]
 
 
-def _hits(head: MedusaHead, index: int, lesson: Lesson, right: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+def _hits(head: MedusaHead, index: int, batch: TeacherBatch, right: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
     """[b, places, ranks] whether each rank of one head is right, and [b, places] which places count."""
-    until = lesson.tokens.shape[1] - 2 - index
-    state = head.blocks[index](lesson.last[:, :until].to(next(head.parameters()).dtype))
-    own = head.outputs[index].weight if head.config.own_output else lesson.output[head.draft_ids]
+    until = batch.tokens.shape[1] - 2 - index
+    state = head.blocks[index](batch.last[:, :until].to(next(head.parameters()).dtype))
+    own = head.outputs[index].weight if head.config.own_output else batch.output[head.draft_ids]
     logits = F.linear(state, own.to(state.dtype))
     truth = right[:, 1 + index : 1 + index + until]
-    return head.draft_ids[logits.topk(ranks).indices] == truth.unsqueeze(-1), lesson.mask[:, 2 + index :]
+    return head.draft_ids[logits.topk(ranks).indices] == truth.unsqueeze(-1), batch.mask[:, 2 + index :]

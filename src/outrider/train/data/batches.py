@@ -19,7 +19,7 @@ ANSWER_MULTIPLE = 1024  # tokens: on a GPU a batch's answer tokens are padded to
 class TextBatch:
     tokens: Tensor  # [b, t] int64, padded on the right
     mask: Tensor  # [b, t] bool: tokens of answers
-    known: Tensor | None = None  # [n] where the mask is true, as Lesson has it
+    known: Tensor | None = None  # [n] where the mask is true, as TeacherBatch has it
 
 
 class BatchOrder:
