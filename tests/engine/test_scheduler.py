@@ -141,6 +141,21 @@ def test_memory_is_counted_to_the_end():
     assert (made.reserved, len(made.waiting), dict(made._held)) == (0, 0, {})
 
 
+def test_a_paused_sequence_goes_on_while_another_waits_for_its_memory():
+    made = scheduler(batch=2, capacity=100)
+    many, small, large = samples(0, 2, 0, tokens=28), samples(100, 1, 100), samples(200, 1, 200, tokens=48)
+    add(made, many)
+    made.admit()  # 60 of 100
+    add(made, small)
+    assert made.admit() == small
+    end(made, *small)
+    add(made, large)
+    assert made.admit() == []
+    assert made.running == many
+    end(made, *many)
+    assert made.admit() == large
+
+
 def test_prompts_are_taken_in_by_turns():
     """Eight samples with a long prompt each, and one request with a short one: it does not wait for all of them."""
     made, many, small = scheduler(batch=9, chunk=10), samples(0, 8, 0, prompt=6), samples(100, 1, 100, prompt=3)
@@ -179,16 +194,19 @@ def test_a_paused_sequence_can_be_cancelled():
     st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6), st.integers(1, 9)), min_size=1, max_size=5),
     st.integers(1, 5),
     st.integers(1, 12),
+    st.integers(20, 70),
 )
-def test_any_requests_at_any_time_write_the_same(requests, batch, chunk):
+def test_any_requests_at_any_time_write_the_same(requests, batch, chunk, capacity):
     """(step at which it comes, samples, tokens of each)"""
     model = Markov(seed=2)
-    engine = new_engine(model, Drafter(Drafter.Options(), None), Limits(batch, chunk))
+    model.capacity = capacity
+    engine = new_engine(model, Drafter(Drafter.Options(), None), Limits(batch, chunk, budget=2))
     groups = [(at, samples(100 * i, n, 100 * i, tokens, prompt=1 + i)) for i, (at, n, tokens) in enumerate(requests)]
     for step in range(13):
         add(engine, *(seqs for at, seqs in groups if at == step))
         engine.step()
         assert len(engine.scheduler.running) <= batch
+        assert engine.scheduler.reserved <= capacity
     drain(engine)
     every = [seq for _, seqs in groups for seq in seqs]
     assert outputs(every) == outputs(plainly(Markov(seed=2), seq.tokens[: seq.prompt], seq.params) for seq in every)

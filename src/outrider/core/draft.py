@@ -23,7 +23,7 @@ class Draft:
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     probs: Tensor | None = None  # [n, vocab] the law tokens[i] was drawn from; None: guessed, not drawn
-    sources: tuple[str, ...] = ()  # who guessed each node; "", or empty for all: the drafter that was asked
+    sources: tuple[str, ...] = ()  # the drafter of each node; "", or empty for all: the drafter that was asked
     acceptance: tuple[float, ...] = ()  # probability that each node is kept if its parent is; empty: not known
     # Nodes are dropped by their acceptance, so a drawn node's must not depend on the token that was drawn: a law of
     # which only the likely draws are shown is another law, and rejection would no longer be exact.
@@ -59,7 +59,7 @@ class Draft:
         return bool(self.sources) and all(self.sources)
 
     def named(self, drafter: str) -> tuple[str, ...]:
-        """Who guessed each node, by name; `drafter` was asked."""
+        """The drafter of each node, by name; `drafter` was asked."""
         return tuple(source or drafter for source in self.sources) if self.sources else (drafter,) * len(self)
 
     @property

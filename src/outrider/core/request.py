@@ -44,7 +44,7 @@ class Result:
     logprobs: list[dict[int, float]] | None  # per token: its own log-probability first, then the likeliest others
     stats: Stats
     prompt_token_ids: list[int]
-    tokens: tuple[Token, ...] = ()  # the same tokens with who wrote each
+    tokens: tuple[Token, ...] = ()  # the same tokens, each with the drafter that guessed it
     error: str = ""  # why finish_reason is "error"
     others: tuple[Result, ...] = field(default=(), repr=False)
 

@@ -25,7 +25,7 @@ class Token:
     """A committed token and where it came from."""
 
     id: int
-    drafter: str | None = None  # who guessed it; None: the target wrote it
+    drafter: str | None = None  # the drafter that guessed it; None: the target wrote it
     depth: int = 0  # how deep in the draft it hung; 0: the target's own
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()  # the likeliest alternatives: (token id, log-probability)

@@ -12,7 +12,7 @@ from outrider.core.errors import one_line
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext, Drafter, Step
 from outrider.engine.policy import DraftingPolicy, PassSize
-from outrider.engine.scheduler import Plan
+from outrider.engine.scheduler import FeedPlan
 from outrider.models.base import Model
 
 log = logging.getLogger("outrider")
@@ -33,7 +33,7 @@ class DrafterPool:
     def of(self, seq: Sequence) -> Drafter:
         return self._plain if seq.id in self._undrafted else self.drafters[seq.draft]
 
-    def layers(self, plans: Seq[Plan]) -> list[int]:
+    def layers(self, plans: Seq[FeedPlan]) -> list[int]:
         """The hidden layers that any drafter of this step wants."""
         return sorted({layer for plan in plans for layer in self.of(plan.seq).layers})
 
@@ -45,7 +45,7 @@ class DrafterPool:
         self._failed.discard(id(drafter))
         return id(drafter)
 
-    def propose(self, plans: Seq[Plan], policy: DraftingPolicy | None) -> list[Draft]:
+    def propose(self, plans: Seq[FeedPlan], policy: DraftingPolicy | None) -> list[Draft]:
         """A draft for each plan; every drafter is asked once, for all its sequences that have something to judge."""
         asked: dict[int, list[int]] = {}  # the drafter's key -> places of its sequences
         for place, plan in enumerate(plans):
@@ -62,7 +62,7 @@ class DrafterPool:
                 drafts[place] = draft
         return drafts
 
-    def _ask(self, plans: Seq[Plan], size: PassSize, policy: DraftingPolicy | None) -> list[Draft]:
+    def _ask(self, plans: Seq[FeedPlan], size: PassSize, policy: DraftingPolicy | None) -> list[Draft]:
         """One drafter's drafts, none if it fails."""
         seqs, budgets = [plan.seq for plan in plans], [plan.budget for plan in plans]
         drafter = self.of(seqs[0])

@@ -18,7 +18,7 @@ from outrider.drafters.base import Drafter, Step
 from outrider.engine import bulk, judge
 from outrider.engine.drafting import DrafterPool
 from outrider.engine.policy import DraftingPolicy
-from outrider.engine.scheduler import Limits, Plan, Scheduler
+from outrider.engine.scheduler import FeedPlan, Limits, Scheduler
 from outrider.engine.throughput import ThroughputTrial
 from outrider.models.base import Feed, Model, Output, Outputs, Paged
 
@@ -79,7 +79,7 @@ class Engine:
     def step(self) -> list[Sequence]:
         """One pass of the target, or several of a large plain batch; the sequences that ended with it."""
         for seq in self.scheduler.admit():
-            if self._paged is not None and not self._pool.of(seq).layers:  # who reads states needs those of all tokens
+            if self._paged is not None and not self._pool.of(seq).layers:  # a shared prefix brings no states
                 self._paged.begin(seq.id, seq.tokens)
         running = self.scheduler.running
         if not self._measures_drafting(running):
@@ -102,7 +102,7 @@ class Engine:
         _share([("target", perf_counter() - begin)], running)
         return self.sweep()
 
-    def _pass(self, plans: Seq[Plan], drafting: bool) -> list[Sequence]:
+    def _pass(self, plans: Seq[FeedPlan], drafting: bool) -> list[Sequence]:
         if not plans:
             assert not self.scheduler.running, "a running sequence has nothing to feed"
             return []
@@ -130,7 +130,7 @@ class Engine:
 
     def _judge(
         self,
-        plan: Plan,
+        plan: FeedPlan,
         draft: Draft,
         verdict: Verdict | Exception | None,
         outputs: Seq[Output],
@@ -160,7 +160,7 @@ class Engine:
             return False
         return any(self._pool.of(seq).drafts for seq in running)
 
-    def _learn_cost(self, plans: Seq[Plan], drafts: Seq[Draft], outputs: Seq[Output], seconds: float) -> None:
+    def _learn_cost(self, plans: Seq[FeedPlan], drafts: Seq[Draft], outputs: Seq[Output], seconds: float) -> None:
         """Passes without a prompt in them show what a row costs; the first of a shape also compiles."""
         first = isinstance(outputs, Outputs) and outputs.first
         if self.policy is not None and not first and all(len(plan.tokens) == 1 for plan in plans):

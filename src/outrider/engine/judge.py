@@ -12,11 +12,11 @@ from outrider.core.errors import one_line
 from outrider.core.sequence import Sequence, Token, logprobs, plain_token
 from outrider.core.verify import Verdict, verify_each
 from outrider.core.verify_batch import Case, choose, verify_batch
-from outrider.engine.scheduler import Plan
+from outrider.engine.scheduler import FeedPlan
 from outrider.models.base import Output, Outputs
 
 
-def verdicts(plans: Seq[Plan], drafts: Seq[Draft], outputs: Seq[Output]) -> list[Verdict | Exception | None]:
+def verdicts(plans: Seq[FeedPlan], drafts: Seq[Draft], outputs: Seq[Output]) -> list[Verdict | Exception | None]:
     """What becomes of each draft; None where there is nothing to judge yet."""
     last = [place for place, plan in enumerate(plans) if plan.last]
     if isinstance(outputs, Outputs):
@@ -33,7 +33,7 @@ def verdicts(plans: Seq[Plan], drafts: Seq[Draft], outputs: Seq[Output]) -> list
 def commit(seq: Sequence, draft: Draft, verdict: Verdict, logits: Tensor | None, drafter: str) -> Verdict:
     """Append the kept tokens and the target's own; what comes after the end of the sequence is not kept.
 
-    `logits` [1 + nodes, vocab]: where log-probabilities are wanted. `drafter`: the name of the one that was asked.
+    `logits` [1 + nodes, vocab]: where log-probabilities are wanted. `drafter`: the name of the drafter that was asked.
     """
     parent, written = ROOT, 0
     sources = draft.named(drafter)
@@ -73,7 +73,7 @@ def of_layers(hidden: Tensor | None, layers: Seq[int], wanted: Seq[int]) -> Tens
 
 
 def _token(seq: Sequence, id: int, drafter: str | None, depth: int, logits: Tensor | None) -> Token:
-    """The committed token; `logits` [vocab] are those that it was chosen from."""
+    """The committed token; `logits` [vocab]: the ones it was chosen from."""
     if seq.params.logprobs is None or logits is None:
         return plain_token(id, drafter, depth)
     logprob, top = logprobs(logits, id, seq.params.logprobs)

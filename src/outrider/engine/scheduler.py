@@ -23,7 +23,9 @@ class Limits:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class FeedPlan:
+    """What one sequence brings to the next pass."""
+
     seq: Sequence
     tokens: list[int]  # committed tokens to feed
     budget: int  # nodes that its draft may have
@@ -135,7 +137,7 @@ class Scheduler:
             self.running = [*self.running, seq]
         return False
 
-    def plan(self, length: Callable[[int], int], seqs: Iterable[Sequence] | None = None) -> list[Plan]:
+    def plan(self, length: Callable[[int], int], seqs: Iterable[Sequence] | None = None) -> list[FeedPlan]:
         """What each running sequence (or those of `seqs`) feeds next. `length` tells what the cache has seen."""
         widest = self.limits.budget if len(self.running) <= (self.limits.drafting or len(self.running)) else 0
         unseen = [(seq, seq.tokens[length(seq.id) :]) for seq in (self.running if seqs is None else seqs)]
@@ -145,7 +147,7 @@ class Scheduler:
             count = counts.get(seq.id, len(tokens))
             if count:
                 last = count == len(tokens)
-                plans.append(Plan(seq, tokens[:count], min(widest, seq.left - 1) if last else 0, last))
+                plans.append(FeedPlan(seq, tokens[:count], min(widest, seq.left - 1) if last else 0, last))
         return plans
 
     def _chunks(self, prompts: Seq[tuple[Sequence, int]]) -> dict[int, int]:
@@ -172,10 +174,10 @@ class Scheduler:
         return ended
 
     def admit(self) -> list[Sequence]:
-        """Start waiting sequences, or let them go on, as far as they fit; those that start."""
+        """Start waiting sequences, or let paused ones go on, as far as they fit. Returns the sequences that start."""
         begun: list[Sequence] = []
         counts = Counter(seq.request for seq in self.running) if self.waiting else Counter[int]()
-        while (seq := self.waiting.next(counts, self._within_share)) is not None and self._fits(seq):
+        while (seq := self._next(counts)) is not None:
             if len(self.running) >= self.limits.batch and not self._make_way(seq, counts):
                 break
             self.waiting.take(seq)
@@ -187,6 +189,14 @@ class Scheduler:
                 self._reserve(seq, 1)
                 begun.append(seq)
         return begun
+
+    def _next(self, counts: Counter[int]) -> Sequence | None:
+        """The next to start or to go on. One that waits for memory is not overtaken, but for paused sequences: they
+        hold theirs already, and may hold what it waits for."""
+        seq = self.waiting.next(counts, self._within_share)
+        if seq is None or self._fits(seq):
+            return seq
+        return self.waiting.next(counts, lambda other: other.id in self._paused)
 
     def _make_way(self, seq: Sequence, counts: Counter[int]) -> bool:
         """Pause the newest sequence of the request that runs most, if that still leaves it no fewer than the other."""

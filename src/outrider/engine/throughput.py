@@ -17,8 +17,8 @@ from statistics import median
 FIRST_STEPS = 16
 # Steps with drafts that count: drafts bring many tokens in few steps, so fewer say too little.
 COUNTED_STEPS = 64
-# How many times as long as the quickest quarter a step may take: one that captures a graph takes far longer, and is no
-# measure of the steps to come.
+# How many times as long as the lower quartile a step may count: a step that captures a graph takes far longer, and is
+# no measure of the steps to come.
 LONGEST_STEP = 1.5
 # Times as fast as plain steps that drafting has to be: measurements are noisy, and not to draft is never far wrong.
 MARGIN = 1.03

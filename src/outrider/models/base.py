@@ -92,7 +92,7 @@ class Model(Protocol):
 class Paged(Protocol):
     """A model whose cache is made of pages, and which can write by itself."""
 
-    page: int  # tokens: a sequence takes memory for a multiple of so many
+    page: int  # tokens: a sequence takes memory for a multiple of this number
 
     def begin(self, id: int, tokens: Sequence[int]) -> None:
         """A sequence is about to be fed: what the cache has of its beginning, from others, counts as seen."""
