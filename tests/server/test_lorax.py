@@ -9,7 +9,7 @@ import pytest
 from foreign import lorax
 
 from outrider import LLM, SamplingParams
-from outrider.server.faces.lorax_bodies import Parameters
+from outrider.server.faces.lorax_bodies import LoraxParameters
 from outrider.server.options import ServerOptions
 
 DRAFT = "layer_skip:layers=2,length=3"
@@ -112,7 +112,7 @@ def test_the_root_answers_in_a_list_or_as_a_stream(url):
     ],
 )
 def test_what_asks_for_sampling(given, samples):
-    assert Parameters(**given).samples is samples
+    assert LoraxParameters(**given).samples is samples
 
 
 def test_sampling_is_ours_and_its_seed_gives_it_again(url, library):

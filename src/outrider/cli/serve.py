@@ -50,7 +50,7 @@ class LaunchOptions:
 
 @dataclass(frozen=True)
 class ListenOptions:
-    host: str = option("127.0.0.1", "0.0.0.0: everybody who can reach us.", panel=SERVER)
+    host: str = option("", "0.0.0.0: everybody who can reach us.", shown="127.0.0.1", panel=SERVER)
     port: int = option(8000, "0: any free one.", least=0, most=65535, panel=SERVER)
     state: Path | None = option(None, "Launched models are kept here, and launched again.", shown=False, panel=SERVER)
     registry: Path | None = option(None, "More models by name, in YAML.", shown="registry.yaml", panel=SERVER)
@@ -106,6 +106,8 @@ def serve(
     [dim]$[/] outrider serve --ray --replicas 2 --threads 1
     """
     _check_ray(ray, launch, listen)
+    if launch.no_model and server.no_launch and listen.state is None:
+        raise OutriderError("--no-model and --no-launch together serve nothing; leave out one of them, or add --state")
     from outrider.server.log import configure
     from outrider.server.run import ServePlan, run
 
@@ -114,15 +116,16 @@ def serve(
     settings = spec.settings
     if not launch.no_model:
         options.pull_known(settings.model)
-    if listen.host not in LOCAL and not server.api_key:
-        note(f"everybody who can reach {listen.host} may ask; --api-key keeps strangers out")
+    host = listen.host or LOCAL[0]
+    if host not in LOCAL and not server.api_key:
+        note(f"everybody who can reach {host} may ask; --api-key keeps strangers out")
     configure(listen.log_level)
     defaults = {name: getattr(settings, name) for name in (*LAUNCH_DEFAULTS, *VLLM_DEFAULTS)}
     plan = ServePlan(
-        listen.host,
+        host,
         listen.port,
         [] if launch.no_model else [spec],
-        replace(server, defaults=defaults),
+        replace(server, defaults=defaults, hosts=() if listen.host else LOCAL),
         limits,
         known,
         listen.state,

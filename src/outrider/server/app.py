@@ -11,10 +11,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from outrider.core.errors import OutriderError
+from outrider.core.errors import QUOTED, OutriderError
 from outrider.server.access import Access
 from outrider.server.context import VERSION, ServerContext, server_of
-from outrider.server.errors import Bad, ServerError, body_of, lorax_shape, shape_of
+from outrider.server.errors import LONGEST_MESSAGE, Bad, ServerError, body_of, lorax_shape, shape_of
 from outrider.server.faces import lorax, openai, playground, xinference
 from outrider.server.fleet.fleet import Fleet
 from outrider.server.middleware import RequestGuard, RequestLog
@@ -50,6 +50,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     await app.state.server.fleet.close()
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", tags=["server"])
 async def health(request: HttpRequest) -> Response:
     """200 while every launched model is ready, else 503; the body says which is not, and why."""
@@ -72,14 +73,16 @@ async def _answer_error(request: HttpRequest, error: Exception) -> Response:
     elif isinstance(error, HTTPException):
         error = _with_status(error)
     status, body, headers = body_of(request.url.path, error)
-    request.state.refused = str(error)
+    request.state.refused = str(error)[:LONGEST_MESSAGE]
     return JSONResponse(body, status, headers)
 
 
 def _bad(error: RequestValidationError) -> Bad:
-    """What is wrong with the body, in one line; of several possible shapes the one that fitted furthest tells."""
-    first = max(error.errors(), key=lambda each: len(each["loc"]))
-    place = ".".join(str(part) for part in first["loc"][1:] if isinstance(part, int) or FIELD.fullmatch(part))
+    """What is wrong with the body, in one line; of several possible shapes the one that fitted furthest tells, and one
+    that is only too long fitted."""
+    first = max(error.errors(), key=lambda each: (each["type"].endswith("too_long"), len(each["loc"])))
+    parts = (str(part) for part in first["loc"][1:] if isinstance(part, int) or FIELD.fullmatch(part))
+    place = ".".join(parts)[:QUOTED]
     if first["type"] == "json_invalid":
         return Bad(f"the body is not valid JSON: {first['ctx']['error']}")
     if first["type"] == "extra_forbidden":

@@ -7,6 +7,8 @@ from typing import Any
 
 from outrider.core.errors import OutriderError
 
+LONGEST_MESSAGE = 2000  # characters of an error: a line of ours is shorter, what it repeats may not be
+
 
 class ServerError(OutriderError):
     """An error with an HTTP status. A plain OutriderError is a 400: the request asks for what cannot be."""
@@ -45,6 +47,16 @@ class Timeout(ServerError):
 
 class Exists(ServerError):
     status, kind, code = 409, "invalid_request_error", "already_launched"
+
+
+class TooManyModels(ServerError):
+    status, kind, code = 409, "invalid_request_error", "too_many_models"
+
+
+class WrongHost(ServerError):
+    """The request is for another host than this one: a page whose name was bound to our address asks."""
+
+    status, kind, code = 421, "permission_error", "wrong_host"
 
 
 class TooLarge(ServerError):
@@ -87,7 +99,7 @@ def lorax_shape(status: int, kind: str, code: str | None, param: str | None, mes
     return {"error": message, "error_type": LORAX_TYPES.get(status, "generation")}
 
 
-LORAX_TYPES = {**dict.fromkeys((400, 403, 404, 413, 422), "validation"), 429: "overloaded"}
+LORAX_TYPES = {**dict.fromkeys((400, 403, 404, 413, 421, 422), "validation"), 429: "overloaded"}
 LORAX_PATHS = ("/", "/generate", "/generate_stream", "/info", "/tokenize")
 
 
@@ -98,10 +110,10 @@ def shape_of(path: str) -> Shape:
 
 def body_of(path: str, error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Status, body and headers of the answer to a request that failed; also the data of an error event in a stream."""
+    line = str(error)[:LONGEST_MESSAGE]
     if isinstance(error, ServerError):
-        shaped = shape_of(path)(error.status, error.kind, error.code, error.param, str(error))
-        return error.status, shaped, error.headers
+        return error.status, shape_of(path)(error.status, error.kind, error.code, error.param, line), error.headers
     if isinstance(error, OutriderError):
-        return 400, shape_of(path)(400, "invalid_request_error", None, None, str(error)), {}
+        return 400, shape_of(path)(400, "invalid_request_error", None, None, line), {}
     reason = "the server failed; the log has the reason under this request id"
     return 500, shape_of(path)(500, "server_error", None, None, reason), {}

@@ -12,22 +12,24 @@ import uuid
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.server.errors import TooLarge, Unauthorised, body_of
+from outrider.core.errors import quoted
+from outrider.server.errors import ServerError, Timeout, TooLarge, Unauthorised, WrongHost, body_of
 from outrider.server.fleet.fleet import Fleet
 from outrider.server.log import log
 from outrider.server.options import ServerOptions
 from outrider.server.responses import ClientGone
 
 OPEN = ("/health", "/", "/favicon.ico", "/v1/cluster/auth")  # what one may GET without a key, and /static/ all
+LONGEST_PATH = 500  # characters of a path that the log repeats: ours are shorter
 REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 
 
 class RequestGuard:
-    """Lets in who has the key, and bodies of a bearable size."""
+    """Lets requests in that have the key, are meant for this host, and have a body of a bearable size in time."""
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
-        self._app, self._most = app, options.max_body
-        self._key = options.api_key.encode()
+        self._app, self._most, self._seconds = app, options.max_body, options.timeout
+        self._key, self._hosts = options.api_key.encode(), options.hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -35,16 +37,24 @@ class RequestGuard:
             return
         headers = dict(scope["headers"])
         try:
+            self._check_host(headers)
             self._check_key(scope, headers)
             self._check_length(headers)
-            receive = await self._read(receive)
+            receive = await self._read_in_time(receive, scope["state"]["begun"])
         except ClientGone:
             return
-        except (Unauthorised, TooLarge) as error:
+        except ServerError as error:
             status, body, more = body_of(scope["path"], error)
             await JSONResponse(body, status, {**more, "connection": "close"})(scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+    def _check_host(self, headers: dict[bytes, bytes]) -> None:
+        """A page from elsewhere can have its own name bound to 127.0.0.1, and then its browser lets it read us."""
+        host = _host_of(headers.get(b"host", b""))
+        if self._hosts and host and host not in self._hosts and not host.endswith(".localhost"):
+            names = ", ".join(self._hosts)
+            raise WrongHost(f"the Host header is {quoted(host)}, and this server is {names} (serve --host says more)")
 
     def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         reads = scope["method"] in ("GET", "HEAD")
@@ -59,6 +69,13 @@ class RequestGuard:
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > self._most:
             raise TooLarge(f"the body has {int(length)} bytes; at most {self._most} are taken (serve --max-body)")
+
+    async def _read_in_time(self, receive: Receive, begun: float) -> Receive:
+        try:
+            async with asyncio.timeout_at(begun + self._seconds):
+                return await self._read(receive)
+        except TimeoutError:
+            raise Timeout(f"the body did not come within {self._seconds:g} s; send it faster") from None
 
     async def _read(self, receive: Receive) -> Receive:
         """The body, counted as it comes: not every client says its length. It is then there for the app to take."""
@@ -114,7 +131,7 @@ class RequestLog:
             log(
                 "request",
                 method=scope["method"],
-                path=scope["path"],
+                path=scope["path"][:LONGEST_PATH],
                 status=status,
                 seconds=seconds,
                 request_id=id,
@@ -125,3 +142,11 @@ class RequestLog:
 def _request_id(scope: Scope) -> str:
     given = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), "")
     return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _host_of(header: bytes) -> str:
+    """ "localhost:8000" -> "localhost", "[::1]:8000" -> "::1" """
+    text = header.decode("latin-1").strip().lower()
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.partition(":")[0].rstrip(".")

@@ -25,4 +25,7 @@ class ServerOptions:
         (), "Requests may open models and heads in here. Repeatable.", flags=("--allow-folder",), panel=ACCESS
     )
     hub: bool = option(False, "Requests may name hub ids.", flags=("--allow-hub",), panel=ACCESS)
+    no_launch: bool = option(False, "Requests may neither launch nor end models.", panel=ACCESS)
+    max_models: int = option(16, "Models that may be launched at once.", least=1, panel=LIMITS)
+    hosts: tuple[str, ...] = ()  # what requests may call the server in their Host header; (): anything
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of launches over REST: device, max_batch, ...

@@ -21,6 +21,7 @@ from outrider.server.fleet.supervisor import ServerStream
 from outrider.server.log import log
 
 T = TypeVar("T")
+CHARACTERS_PER_TOKEN = 32  # of a prompt, more than which it is refused unread
 
 
 class ClientGone(Exception):
@@ -31,9 +32,24 @@ async def submit(
     request: HttpRequest, name: str, asked: Request, pieces: bool = False, clip: bool = False, truncate: int = 0
 ) -> ServerStream:
     """`Fleet.submit`, unless the client goes away or waits too long before the worker has taken the request in."""
+    fleet = server_of(request).fleet
+    _refuse_long(asked, fleet.describe(name).info.get("context", 0))
     async with time_limit(request):
-        work = server_of(request).fleet.submit(name, asked, pieces, clip, truncate)
+        work = fleet.submit(name, asked, pieces, clip, truncate)
         return await _unless_gone(request.receive, work)
+
+
+def _refuse_long(asked: Request, context: int) -> None:
+    """Before a worker tokenises it, which takes the cores from the requests that run. `context`: in tokens; 0: unknown.
+
+    Text of so many characters a token would have to be made up, of spaces say: a token of English has 4 or 5.
+    """
+    texts = [asked.prompt] if isinstance(asked.prompt, str) else [str(each["content"]) for each in asked.messages or ()]
+    length, most = sum(map(len, texts)), context * CHARACTERS_PER_TOKEN
+    if 0 < most < length:
+        raise OutriderError(
+            f"the prompt has {length} characters, and at most {most} are read: the context is {context} tokens"
+        )
 
 
 async def result_of(request: HttpRequest, stream: ServerStream) -> Result:

@@ -19,6 +19,7 @@ from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.fleet.spec import LaunchSpec
 from outrider.server.log import log
 from outrider.server.options import ServerOptions
+from outrider.server.protocol import HTTP
 from outrider.server.registry import BUILT_IN, Registry
 from outrider.server.state import State
 
@@ -90,7 +91,9 @@ async def _run(plan: ServePlan, sock: socket.socket) -> None:
     fleet = Fleet(plan.limits)
     state = None if plan.state is None else State(plan.state, fleet)
     app = create_app(fleet, plan.options, plan.registry)
-    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=5, server_header=False)
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, timeout_graceful_shutdown=5, server_header=False, http=HTTP
+    )
     listener = Listener(config, fleet, plan.grace)
     serving = asyncio.create_task(listener.serve_until_told(sock))
     launching = asyncio.create_task(_launch(plan, fleet, state, _url(sock)))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider import drafters
-from outrider.core.errors import OutriderError
+from outrider.core.errors import OutriderError, quoted
 from outrider.models import sources
 from outrider.server.access import Access
 from outrider.server.errors import Bad, Forbidden, Unknown
@@ -52,7 +52,9 @@ async def draft_of(id: str | None, source: str | None, access: Access) -> str:
     place = access.source(id)
     here = place.startswith("/")
     if (source == "local" and not here) or (source == "hub" and here and place == id):
-        raise BadAdapter(f"the adapter {id!r} is {'a folder' if here else 'a hub id'}, and adapter_source is {source}")
+        raise BadAdapter(
+            f"the adapter {quoted(id)} is {'a folder' if here else 'a hub id'}, and adapter_source is {source}"
+        )
     folder = await asyncio.to_thread(_folder, id, place)
     return drafters.from_values(_kind(id, folder), {"head": str(folder)}).text()
 
@@ -60,9 +62,9 @@ async def draft_of(id: str | None, source: str | None, access: Access) -> str:
 def _folder(id: str, place: str) -> Path:
     folder = sources.resolve(place)
     if not folder.is_dir():
-        raise BadAdapter(f"the adapter {id!r} is not a folder")
+        raise BadAdapter(f"the adapter {quoted(id)} is not a folder")
     if "," in str(folder):
-        raise BadAdapter(f"the path of the adapter {id!r} has a comma; rename the folder")
+        raise BadAdapter(f"the path of the adapter {quoted(id)} has a comma; rename the folder")
     return folder
 
 
@@ -72,19 +74,19 @@ def _kind(id: str, folder: Path) -> str:
     if peft is not None:
         kind = str(peft.get("peft_type", "PEFT"))
         raise BadAdapter(
-            f"the adapter {id!r} is a {kind} adapter, and those are not served yet; give an EAGLE or Medusa head"
+            f"the adapter {quoted(id)} is a {kind} adapter, and those are not served yet; give an EAGLE or Medusa head"
         )
     config = _read(folder / "config.json")
     if config is None:
-        raise BadAdapter(f"the adapter {id!r} has no config.json, so it is no head; give the folder of a head")
+        raise BadAdapter(f"the adapter {quoted(id)} has no config.json, so it is no head; give the folder of a head")
     return "medusa" if config.get("model_type") == "medusa" or any("medusa" in key for key in config) else "eagle"
 
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise OutriderError(f"{path.name} of the adapter cannot be read: {error}") from error
-    return said if isinstance(said, dict) else {}
+    return content if isinstance(content, dict) else {}

@@ -17,7 +17,7 @@ from outrider.core.sequence import Token
 from outrider.server.context import VERSION, ServerContext, server_of
 from outrider.server.errors import Bad, ServerError
 from outrider.server.faces.adapters import draft_of
-from outrider.server.faces.lorax_bodies import MAX_BEST_OF, MAX_STOP, Body, Invalid, StreamableBody
+from outrider.server.faces.lorax_bodies import MAX_BEST_OF, MAX_STOP, LoraxBody, LoraxStreamableBody, Unprocessable
 from outrider.server.fleet.fleet import Description
 from outrider.server.fleet.supervisor import ServerStream
 from outrider.server.responses import EventStream, checked, result_of, submit
@@ -28,24 +28,24 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Call:
+class LoraxCall:
     """A request under way."""
 
-    body: Body
+    body: LoraxBody
     stream: ServerStream
     model: str
     seed: int | None
 
 
 @router.post("/generate")
-async def generate(request: HttpRequest, body: Body) -> Response:
+async def generate(request: HttpRequest, body: LoraxBody) -> Response:
     """The whole answer."""
     answer, headers = await _generate(request, body)
     return JSONResponse(answer, headers=headers)
 
 
 @router.post("/generate_stream")
-async def generate_stream(request: HttpRequest, body: Body) -> Response:
+async def generate_stream(request: HttpRequest, body: LoraxBody) -> Response:
     """One event per token; the last has the text and the details."""
     body.asked.refuse_for_streams()
     call = await _start(request, body, stream=True)
@@ -54,7 +54,7 @@ async def generate_stream(request: HttpRequest, body: Body) -> Response:
 
 
 @router.post("/", response_model=None)
-async def compat_generate(request: HttpRequest, body: StreamableBody) -> Response:
+async def compat_generate(request: HttpRequest, body: LoraxStreamableBody) -> Response:
     """Either of the two, by `stream`; the whole answer comes in a list of one."""
     if body.stream:
         return await generate_stream(request, body)
@@ -91,7 +91,7 @@ def _model(server: ServerContext) -> Description:
     return launched[0] if launched else server.fleet.describe()
 
 
-async def _generate(request: HttpRequest, body: Body) -> tuple[Json, dict[str, str]]:
+async def _generate(request: HttpRequest, body: LoraxBody) -> tuple[Json, dict[str, str]]:
     call = await _start(request, body)
     result = await result_of(request, call.stream)
     best, *others = sorted(result.samples, key=_mean_logprob, reverse=True)
@@ -103,7 +103,7 @@ async def _generate(request: HttpRequest, body: Body) -> tuple[Json, dict[str, s
     return answer, _headers(call, best)
 
 
-async def _start(request: HttpRequest, body: Body, stream: bool = False) -> Call:
+async def _start(request: HttpRequest, body: LoraxBody, stream: bool = False) -> LoraxCall:
     server, asked = server_of(request), body.asked
     asked.refuse()
     draft = await draft_of(asked.adapter_id, asked.adapter_source, server.access)
@@ -115,11 +115,11 @@ async def _start(request: HttpRequest, body: Body, stream: bool = False) -> Call
     except ServerError:
         raise
     except OutriderError as error:
-        raise (Bad if draft else Invalid)(str(error)) from error
-    return Call(body, running, model.spec.settings.model, seed if asked.samples else None)
+        raise (Bad if draft else Unprocessable)(str(error)) from error
+    return LoraxCall(body, running, model.spec.settings.model, seed if asked.samples else None)
 
 
-async def _events(call: Call) -> AsyncGenerator[Json]:
+async def _events(call: LoraxCall) -> AsyncGenerator[Json]:
     """An event per token; the last waits for the result."""
     texts, last = _Texts(call), None
     async for chunk in call.stream:
@@ -138,7 +138,7 @@ async def _events(call: Call) -> AsyncGenerator[Json]:
 class _Texts:
     """The text that each token adds: a character that several tokens make up comes with its last."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: LoraxCall) -> None:
         self._call = call
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -146,7 +146,7 @@ class _Texts:
         return self._decoder.decode(self._call.stream.piece(token.id), last)
 
 
-def _token(call: Call, token: Token, text: str) -> Json:
+def _token(call: LoraxCall, token: Token, text: str) -> Json:
     shown: Json = {"id": token.id, "text": text, "logprob": token.logprob, "special": call.stream.special(token.id)}
     if call.body.asked.return_k_alternatives:
         shown["alternative_tokens"] = [
@@ -155,24 +155,24 @@ def _token(call: Call, token: Token, text: str) -> Json:
     return shown
 
 
-def _text(call: Call, id: int) -> str:
+def _text(call: LoraxCall, id: int) -> str:
     return call.stream.piece(id).decode("utf-8", "replace")
 
 
-def _tokens(call: Call, tokens: Sequence[Token], texts: _Texts, over: bool = True) -> list[Json]:
+def _tokens(call: LoraxCall, tokens: Sequence[Token], texts: _Texts, over: bool = True) -> list[Json]:
     """`over`: nothing follows them."""
     ends = len(tokens) - 1 if over else -1
     return [_token(call, token, texts(token, place == ends)) for place, token in enumerate(tokens)]
 
 
-def _finish(call: Call, result: Result) -> str:
+def _finish(call: LoraxCall, result: Result) -> str:
     if result.finish_reason == "stop":
         ended = not call.body.asked.stop or call.stream.special(result.tokens[-1].id)
         return "eos_token" if ended else "stop_sequence"
     return "length"
 
 
-def _whole_text(call: Call, result: Result) -> str:
+def _whole_text(call: LoraxCall, result: Result) -> str:
     """With the stop sequence, as LoRAX gives it, and after the prompt where that is wanted."""
     text = result.text
     if _finish(call, result) == "stop_sequence":
@@ -182,7 +182,7 @@ def _whole_text(call: Call, result: Result) -> str:
     return call.body.inputs + text if call.body.asked.return_full_text else text
 
 
-def _counts(call: Call, result: Result) -> Json:
+def _counts(call: LoraxCall, result: Result) -> Json:
     return {
         "finish_reason": _finish(call, result),
         "prompt_tokens": len(result.prompt_token_ids),
@@ -192,7 +192,7 @@ def _counts(call: Call, result: Result) -> Json:
     }
 
 
-def _details(call: Call, result: Result) -> Json:
+def _details(call: LoraxCall, result: Result) -> Json:
     return {
         **_counts(call, result),
         "prefill": _prefill(call, result),
@@ -200,24 +200,24 @@ def _details(call: Call, result: Result) -> Json:
     }
 
 
-def _prefill(call: Call, result: Result) -> list[Json]:
+def _prefill(call: LoraxCall, result: Result) -> list[Json]:
     """The prompt's tokens. Their log-probabilities are not computed, and null says so."""
     if not call.body.asked.decoder_input_details:
         return []
     return [{"id": id, "text": _text(call, id), "logprob": None} for id in result.prompt_token_ids]
 
 
-def _sequence(call: Call, result: Result) -> Json:
-    said = _details(call, result)
-    del said["prompt_tokens"]
-    return {"generated_text": _whole_text(call, result), **said}
+def _sequence(call: LoraxCall, result: Result) -> Json:
+    details = _details(call, result)
+    del details["prompt_tokens"]
+    return {"generated_text": _whole_text(call, result), **details}
 
 
 def _mean_logprob(result: Result) -> float:
     return sum(token.logprob or 0.0 for token in result.tokens) / max(len(result.tokens), 1)
 
 
-def _headers(call: Call, result: Result) -> dict[str, str]:
+def _headers(call: LoraxCall, result: Result) -> dict[str, str]:
     milliseconds = 1000 * (time.perf_counter() - call.stream.begun)
     prompt, written = len(result.prompt_token_ids), len(result.tokens)
     counts = {
@@ -233,7 +233,7 @@ def _headers(call: Call, result: Result) -> dict[str, str]:
     return _names(call) | {name: str(count) for name, count in counts.items()}
 
 
-def _names(call: Call) -> dict[str, str]:
+def _names(call: LoraxCall) -> dict[str, str]:
     named = {"x-model-id": call.model, "x-adapter-id": call.body.asked.adapter_id}
     return {name: _header(value) for name, value in named.items() if value}
 

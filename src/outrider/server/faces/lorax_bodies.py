@@ -5,38 +5,35 @@ from __future__ import annotations
 import random
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from outrider.core.request import Request
 from outrider.core.sampling import SamplingParams
 from outrider.server.errors import ServerError
+from outrider.server.faces.fields import Name, Repetition, Stop, StrictBody, Temperature, Text
 
-MAX_BEST_OF = 16
-MAX_STOP = 64
-MANY = 2**31 - 1  # tokens: as many as there is room for
+MAX_BEST_OF = 16  # samples of which the best is shown
+MAX_STOP = 64  # stop strings
+MANY = 2**31 - 1  # tokens: as many as the context holds
 Json = dict[str, Any]
 Positive = Annotated[int, Field(gt=0, le=MANY)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 
 
-class Invalid(ServerError):
+class Unprocessable(ServerError):
     """LoRAX's status for a request that cannot be."""
 
     status, kind = 422, "invalid_request_error"
 
 
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class Parameters(Strict):
-    adapter_id: str | None = None
+class LoraxParameters(StrictBody):
+    adapter_id: Name | None = None
     adapter_source: Literal["hub", "local", "s3", "pbase"] | None = None
     merged_adapters: Json | None = None
-    api_token: str | None = None
+    api_token: Name | None = None
     best_of: Annotated[int, Field(gt=0, le=MAX_BEST_OF)] | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    temperature: Temperature | None = None
+    repetition_penalty: Repetition | None = None
     top_k: Positive | None = None
     top_p: Share | None = None
     typical_p: Share | None = None
@@ -44,7 +41,7 @@ class Parameters(Strict):
     max_new_tokens: Positive | None = None
     ignore_eos_token: bool = False
     return_full_text: bool | None = None
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOP)] = []
+    stop: list[Annotated[Stop, Field(min_length=1)]] = Field(default_factory=list, max_length=MAX_STOP)
     truncate: Positive | None = None
     watermark: bool = False
     details: bool = False
@@ -70,7 +67,7 @@ class Parameters(Strict):
 
     def chosen_seed(self) -> int | None:
         """The one that is given, or one that can be told, so that it gives the text again. None for several samples:
-        each has a luck of its own, and no seed would give one of them again."""
+        each has random numbers of its own, and no seed would give one of them again."""
         if self.seed is not None or not self.samples or self.count > 1:
             return self.seed
         return random.getrandbits(63)
@@ -86,13 +83,13 @@ class Parameters(Strict):
             (self.count > 1 and self.seed is not None, "best_of above 1 and a seed exclude each other"),
         ):
             if given:
-                raise Invalid(reason)
+                raise Unprocessable(reason)
 
     def refuse_for_streams(self) -> None:
         if self.count > 1:
-            raise Invalid("best_of above 1 needs all of the text first, so it cannot be streamed; use /generate")
+            raise Unprocessable("best_of above 1 needs all of the text first, so it cannot be streamed; use /generate")
         if self.decoder_input_details:
-            raise Invalid("decoder_input_details is not for streams; use /generate")
+            raise Unprocessable("decoder_input_details is not for streams; use /generate")
 
     def params(self, seed: int | None, stream: bool) -> SamplingParams:
         shown = stream or self.wants_details or self.count > 1
@@ -111,13 +108,13 @@ class Parameters(Strict):
         )
 
 
-class Body(Strict):
-    inputs: Annotated[str, Field(min_length=1)]
-    parameters: Parameters | None = None
+class LoraxBody(StrictBody):
+    inputs: Annotated[Text, Field(min_length=1)]
+    parameters: LoraxParameters | None = None
 
     @property
-    def asked(self) -> Parameters:
-        return self.parameters or Parameters()
+    def asked(self) -> LoraxParameters:
+        return self.parameters or LoraxParameters()
 
     def request(self, seed: int | None, draft: str, stream: bool) -> Request:
         params = self.asked.params(seed, stream)
@@ -126,5 +123,5 @@ class Body(Strict):
         return Request(self.inputs, None, params, draft, stream=stream)
 
 
-class StreamableBody(Body):
+class LoraxStreamableBody(LoraxBody):
     stream: bool = False

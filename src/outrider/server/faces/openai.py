@@ -24,7 +24,7 @@ from outrider.core.stats import Stats
 from outrider.server.access import Access
 from outrider.server.context import VERSION, ServerContext, id_of, server_of
 from outrider.server.faces.adapters import select
-from outrider.server.faces.openai_bodies import Body, ChatBody, CompletionBody
+from outrider.server.faces.openai_bodies import ChatBody, CompletionBody, OpenAIBody
 from outrider.server.fleet.fleet import Description
 from outrider.server.fleet.supervisor import ServerStream
 from outrider.server.responses import EventStream, checked, result_of, submit
@@ -41,7 +41,7 @@ async def chat_completions(request: HttpRequest, body: ChatBody) -> Response:
     asked, clip = body.request(*_drafting(server, model, adapter))
     asked = replace(asked, draft=asked.draft or adapter)
     stream = await submit(request, model.uid, asked, _shows(body, asked), clip)
-    return await _answer(request, body, Chat(request, body, [stream]))
+    return await _answer(request, body, ChatWriter(request, body, [stream]))
 
 
 @router.post("/completions", response_class=JSONResponse)
@@ -58,7 +58,7 @@ async def completions(request: HttpRequest, body: CompletionBody) -> Response:
         for stream in streams:
             stream.cancel()
         raise
-    return await _answer(request, body, Completion(request, body, streams))
+    return await _answer(request, body, CompletionWriter(request, body, streams))
 
 
 def _drafting(server: ServerContext, model: Description, adapter: str) -> tuple[Access, str]:
@@ -67,26 +67,26 @@ def _drafting(server: ServerContext, model: Description, adapter: str) -> tuple[
     return server.access.on(settings.backend), adapter or settings.drafter
 
 
-def _shows(body: Body, asked: Request) -> bool:
+def _shows(body: OpenAIBody, asked: Request) -> bool:
     return body.wants_tokens or asked.params.logprobs is not None
 
 
-async def _answer(request: HttpRequest, body: Body, face: Face) -> Response:
+async def _answer(request: HttpRequest, body: OpenAIBody, writer: AnswerWriter) -> Response:
     if body.stream:
-        return EventStream(request, face, face.events())
+        return EventStream(request, writer, writer.events())
     try:
-        results = await asyncio.gather(*(result_of(request, stream) for stream in face.streams))
+        results = await asyncio.gather(*(result_of(request, stream) for stream in writer.streams))
     finally:
-        face.cancel()
-    return JSONResponse(face.whole(results))
+        writer.cancel()
+    return JSONResponse(writer.whole(results))
 
 
-class Face:
+class AnswerWriter:
     """How an answer is written; chat and completions differ in names and in the shape of a choice."""
 
-    kind = piece_kind = prefix = ""
+    kind = chunk_kind = prefix = ""
 
-    def __init__(self, request: HttpRequest, body: Body, streams: Sequence[ServerStream]) -> None:
+    def __init__(self, request: HttpRequest, body: OpenAIBody, streams: Sequence[ServerStream]) -> None:
         self.streams, self._body = streams, body
         self._head = {
             "id": f"{self.prefix}-{id_of(request)}",
@@ -114,7 +114,7 @@ class Face:
         async for place, item in _merged(self.streams):
             if isinstance(item, Result):
                 results[place] = checked(item)
-            elif choice := self._piece(place, item):
+            elif choice := self._chunk(place, item):
                 yield self._event([choice])
         if self._body.wants_usage:
             yield {**self._event([]), **self._totals([result for result in results if result is not None])}
@@ -122,9 +122,9 @@ class Face:
 
     def _event(self, choices: list[Json]) -> Json:
         usage = {"usage": None} if self._body.wants_usage else {}
-        return {**self._head, "object": self.piece_kind, "choices": choices, **usage}
+        return {**self._head, "object": self.chunk_kind, "choices": choices, **usage}
 
-    def _piece(self, place: int, chunk: Chunk) -> Json | None:
+    def _chunk(self, place: int, chunk: Chunk) -> Json | None:
         """A chunk as a choice; None when there is nothing to say yet."""
         stream = self.streams[place]
         index = sum(other.samples for other in self.streams[:place]) + chunk.index
@@ -165,8 +165,8 @@ class Face:
         raise NotImplementedError
 
 
-class Chat(Face):
-    kind, piece_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+class ChatWriter(AnswerWriter):
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def opening(self, index: int) -> Iterable[Json]:
         delta = {"role": "assistant", "content": ""}
@@ -194,8 +194,8 @@ class Chat(Face):
         return {"content": [_with_logprob(token, stream) for token in tokens if not stream.special(token.id)]}
 
 
-class Completion(Face):
-    kind = piece_kind = "text_completion"
+class CompletionWriter(AnswerWriter):
+    kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
     def choice(self, index: int, sample: Result, stream: ServerStream) -> Json:

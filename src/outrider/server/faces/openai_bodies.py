@@ -7,127 +7,130 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field
 
 from outrider import drafters
 from outrider.core.request import Message, Prompt, Request
 from outrider.core.sampling import SamplingParams
 from outrider.server.access import Access
 from outrider.server.errors import Bad
+from outrider.server.faces.fields import (
+    MOST_ALLOWED,
+    MOST_LISTED,
+    MOST_WORDS,
+    Ignored,
+    Name,
+    Penalty,
+    Repetition,
+    Stop,
+    StrictBody,
+    Temperature,
+    Text,
+    TokenId,
+    TokenIds,
+    Word,
+)
 
 MOST_TOKENS = 2048  # of a chat answer that says no limit, if the context has the room
-MOST_SAMPLES, MOST_PROMPTS, MOST_STOPS, MOST_TOP = 128, 256, 16, 20
-MOST_WORDS, MOST_BIASES, MOST_EXPECTED = (
-    256,
-    1024,
-    100_000,
-)  # looked through for every token; characters of a prediction
+MOST_SAMPLES = 128  # choices for a prompt
+MOST_PROMPTS = 256  # prompts of a request, and their samples share one place in the queue
+MOST_MESSAGES = 10_000  # of a conversation
+MOST_PARTS = 1000  # texts of a message
+MOST_STOPS, MOST_TOP = 16, 20  # stop strings; alternatives shown beside a token
+MOST_EXPECTED = 100_000  # characters of a prediction
+MOST_OPTIONS = 32  # of a drafter
+TOKEN_DIGITS = 10  # of a token's id as text
 
 
-def _encodable(text: str) -> str:
-    """JSON can write half of a surrogate pair, which is no character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("holds half of a surrogate pair, which is not text") from None
-    return text
-
-
-Text = Annotated[str, StringConstraints(strict=True), AfterValidator(_encodable)]
-Stop = Annotated[Text, Field(max_length=1000)]
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class TextPart(Strict):
+class TextPart(StrictBody):
     type: Literal["text"]
     text: Text
 
 
-class ChatMessage(Strict):
-    role: Text
-    content: Text | list[TextPart] | None = None
-    name: Text | None = None
+Parts = Annotated[list[TextPart], Field(max_length=MOST_PARTS)]
+
+
+class ChatMessage(StrictBody):
+    role: Word
+    content: Text | Parts | None = None
+    name: Word | None = None
     refusal: None = None
     tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: None = None
     audio: None = None
-    annotations: Any = None
+    annotations: Ignored = None
 
     def as_message(self) -> Message:
         """`developer` is OpenAI's newer word for `system`."""
         role = "system" if self.role == "developer" else self.role
-        said: dict[str, Any] = {"role": role, "content": _joined(self.content)}
-        return {**said, "name": self.name} if self.name is not None else said
+        message: dict[str, Any] = {"role": role, "content": _joined(self.content)}
+        return {**message, "name": self.name} if self.name is not None else message
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictBody):
     include_usage: bool = False
     include_obfuscation: bool | None = None
 
 
-class Prediction(Strict):
+class PredictionField(StrictBody):
     """The output that the caller expects; it is drafted as it stands."""
 
     type: Literal["content"]
-    content: Text | list[TextPart]
+    content: Text | Parts
 
 
-class Speculative(BaseModel):
+class SpeculativeField(BaseModel):
     """Who drafts for this request: `method` and its options as in --draft, or `off`."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    method: Text | None = None
+    method: Word | None = None
     off: bool = False
 
 
-class Extras(Strict):
+class OutriderField(StrictBody):
     """Ours: `tokens` adds to each streamed chunk who wrote each token."""
 
     tokens: bool = False
 
 
-class Body(Strict):
+class OpenAIBody(StrictBody):
     """What chat and completions share."""
 
-    model: Text = ""
+    model: Name = ""
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
-    temperature: float | None = Field(None, ge=0)
+    temperature: Temperature | None = None
     top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, le=MOST_SAMPLES)
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MOST_BIASES)] | None = None
-    speculative: Speculative | None = None
-    prediction: Prediction | None = None
-    outrider: Extras | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MOST_LISTED)] | None = None
+    speculative: SpeculativeField | None = None
+    prediction: PredictionField | None = None
+    outrider: OutriderField | None = None
     # As vLLM has them:
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
     min_p: float | None = Field(None, ge=0, le=1)
     typical_p: float | None = Field(None, gt=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0)
-    min_tokens: int | None = Field(None, ge=0)
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST_BIASES)] | None = None
-    allowed_token_ids: list[TokenId] | None = None
+    repetition_penalty: Repetition | None = None
+    min_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST_LISTED)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(max_length=MOST_ALLOWED)] | None = None
     ignore_eos: bool | None = None
-    bad_words: Annotated[list[Text], Field(max_length=MOST_WORDS)] | None = None
+    bad_words: Annotated[list[Stop], Field(max_length=MOST_WORDS)] | None = None
     gamma: int | None = Field(None, ge=1, le=64)  # Xinference's: the length of a draft
     # Harmless: they cannot change the answer.
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
+    user: Ignored = None
+    metadata: Ignored = None
+    store: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
 
     def params(self, logprobs: int | None, max_tokens: int) -> SamplingParams:
         """OpenAI's default temperature is 1. A number that is left out is ours."""
@@ -184,6 +187,8 @@ class Body(Strict):
         if asked is None or (asked.method is None and not asked.off and not asked.model_extra):
             return _for_prediction(access, own) if expects else ""
         options = dict(asked.model_extra or {})
+        if len(options) > MOST_OPTIONS:
+            raise Bad(f"speculative: at most {MOST_OPTIONS} options are read, not {len(options)}", param="speculative")
         if asked.off:
             return _refuse_off(asked.method, options, expects)
         method = asked.method or ("prediction" if expects else own.partition(":")[0])
@@ -209,8 +214,8 @@ class Body(Strict):
             raise Bad("outrider.tokens is for streams; add stream: true or leave it out", param="outrider")
 
 
-class ChatBody(Body):
-    messages: list[ChatMessage] = Field(min_length=1)
+class ChatBody(OpenAIBody):
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
@@ -240,12 +245,12 @@ class ChatBody(Body):
         return Request(None, messages, params, draft, self.expected(), stream), most is None
 
 
-class CompletionBody(Body):
+class CompletionBody(OpenAIBody):
     prompt: (
         Text
-        | Annotated[list[TokenId], Field(min_length=1)]
+        | TokenIds
         | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)]
     )
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
     echo: Any = None
@@ -295,7 +300,7 @@ def _joined(content: str | list[TextPart] | None) -> str:
 def _bias(given: dict[str, float] | None) -> dict[int, float]:
     bias = {}
     for token, value in (given or {}).items():
-        if not (token.isascii() and token.isdigit()) or not -100 <= value <= 100:
+        if not (token.isascii() and token.isdigit() and len(token) <= TOKEN_DIGITS) or not -100 <= value <= 100:
             raise Bad("logit_bias maps token ids to numbers from -100 to 100", param="logit_bias")
         bias[int(token)] = value
     return bias

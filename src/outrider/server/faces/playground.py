@@ -96,8 +96,8 @@ def _drafter(name: str) -> dict[str, Any]:
 
 def _about(kind: type[drafters.Drafter]) -> str:
     """The first sentence of what its author wrote, without the papers."""
-    said = kind.__doc__ or inspect.getdoc(inspect.getmodule(kind)) or ""
-    return _SENTENCE.split(_PAPERS.sub("", " ".join(said.split())))[0].rstrip(".") + "."
+    text = kind.__doc__ or inspect.getdoc(inspect.getmodule(kind)) or ""
+    return _SENTENCE.split(_PAPERS.sub("", " ".join(text.split())))[0].rstrip(".") + "."
 
 
 _PAPERS = re.compile(r" \([^()]*\d{4}[^()]*\)")

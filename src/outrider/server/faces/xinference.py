@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request as HttpRequest
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
 
-from outrider import drafters
+from outrider import build, drafters
 from outrider.models import sources
 from outrider.server.context import ServerContext, server_of
-from outrider.server.errors import Bad
+from outrider.server.errors import Bad, Forbidden, TooManyModels, Unknown
+from outrider.server.faces.fields import MOST_LISTED, Ignored, Name, Text, Word
 from outrider.server.fleet.fleet import Description
 from outrider.server.fleet.spec import LaunchSpec
 from outrider.server.registry import Choice
@@ -22,8 +24,15 @@ router = APIRouter(tags=["Xinference"])
 GAMMA = 4  # tokens of a draft, unless a request says otherwise
 ENGINES = {"outrider": "local", "local": "local", "vllm": "vllm"}
 Json = dict[str, Any]
-Size = float | str | None
-Uid = Annotated[str, Field(max_length=128)]
+Size = float | Word | None
+Uid = Annotated[Text, Field(max_length=128)]
+DeviceIndex = Annotated[StrictInt, Field(ge=0, lt=1024)]
+
+# How large a model may be run that a request launches.
+CORES = os.cpu_count() or 1  # threads
+MOST_SEQUENCES = 4096  # that run at once: each has its state in memory, and a pass of more than this pays nowhere
+MOST_MEMORY = 1024.0  # GiB for keys and values, where it is a GPU's; a CPU's is what the machine has
+GIB = 1 << 30
 
 # What Xinference can be asked for and is not offered here; None, False and the default are fine.
 NOT_OFFERED = {
@@ -41,52 +50,52 @@ NOT_OFFERED = {
 }
 
 
-class Place(BaseModel):
+class Placement(BaseModel):
     """Where a model is to run."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     model_uid: Uid | None = None
     n_gpu: StrictInt | Literal["auto"] | None = "auto"
 
 
-class Launch(Place):
-    model_name: str
+class LaunchBody(Placement):
+    model_name: Name
     model_type: Literal["LLM"] | None = "LLM"
-    model_engine: str | None = None
+    model_engine: Word | None = None
     model_size_in_billions: Size = None
-    model_format: str | None = None
-    quantization: str | None = None
-    model_path: str | None = None
-    gpu_idx: StrictInt | list[StrictInt] | None = None
+    model_format: Word | None = None
+    quantization: Word | None = None
+    model_path: Name | None = None
+    gpu_idx: DeviceIndex | Annotated[list[DeviceIndex], Field(max_length=MOST_LISTED)] | None = None
     replica: StrictInt | None = 1
     n_worker: StrictInt | None = 1
-    peft_model_config: Json | None = None
+    peft_model_config: Ignored | None = None
     request_limits: StrictInt | None = None
-    worker_ip: str | None = None
-    replica_config: list[Json] | None = None
+    worker_ip: Word | None = None
+    replica_config: Ignored | None = None
     enable_thinking: StrictBool | None = None
     enable_virtual_env: StrictBool | None = None
-    virtual_env_packages: list[str] | None = None
-    virtual_env_find_links: list[str] | None = None
-    envs: dict[str, str] | None = None
+    virtual_env_packages: Ignored | None = None
+    virtual_env_find_links: Ignored | None = None
+    envs: Ignored | None = None
     # Ours: how the model is run.
-    draft: str | None = None
-    dtype: str | None = None
-    rule: str | None = None
+    draft: Name | None = None
+    dtype: Word | None = None
+    rule: Word | None = None
     pace: StrictBool | None = None
-    max_batch: StrictInt | None = None
-    cache_memory: float | None = None
-    threads: StrictInt | None = None
+    max_batch: Annotated[StrictInt, Field(ge=1, le=MOST_SEQUENCES)] | None = None
+    cache_memory: Annotated[float, Field(ge=0, le=MOST_MEMORY)] | None = None
+    threads: Annotated[StrictInt, Field(ge=0, le=CORES)] | None = None
 
 
-class Pair(Place):
-    model_name: str
+class PairBody(Placement):
+    model_name: Name
     model_size_in_billions: Size = None
-    quantization: str | None = None
-    draft_model_name: str
+    quantization: Word | None = None
+    draft_model_name: Name
     draft_model_size_in_billions: Size = None
-    draft_quantization: str | None = None
+    draft_quantization: Word | None = None
 
 
 @router.get("/v1/models")
@@ -96,7 +105,7 @@ async def list_models(request: HttpRequest) -> Json:
 
 
 @router.post("/v1/models")
-async def launch_model(request: HttpRequest, body: Launch, wait_ready: Annotated[bool, Query()] = True) -> Json:
+async def launch_model(request: HttpRequest, body: LaunchBody, wait_ready: Annotated[bool, Query()] = True) -> Json:
     """Launch a model; the answer comes when it is ready."""
     server = server_of(request)
     if not wait_ready:
@@ -109,13 +118,15 @@ async def launch_model(request: HttpRequest, body: Launch, wait_ready: Annotated
     for field in ("dtype", "rule", "pace", "max_batch", "cache_memory", "threads"):
         if (value := getattr(body, field)) is not None:
             settings[field] = value
+    if body.cache_memory:
+        _check_memory(body.cache_memory, settings)
     if body.draft is not None:
         settings["draft"] = server.access.on(settings["backend"]).draft_of_text(body.draft)
     return await _launch(server, body, settings, choice, body.model_name)
 
 
 @router.post("/experimental/speculative_llms")
-async def launch_speculative_llm(request: HttpRequest, body: Pair) -> Json:
+async def launch_speculative_llm(request: HttpRequest, body: PairBody) -> Json:
     """Launch a model together with a smaller one that drafts for it."""
     server = server_of(request)
     choice = _choose(server, body.model_name, body.model_size_in_billions, body.quantization)
@@ -149,7 +160,11 @@ async def describe_model(request: HttpRequest, uid: str) -> Json:
 @router.delete("/v1/models/{uid:path}")
 async def terminate_model(request: HttpRequest, uid: str) -> Json:
     """End a model's worker. What it is answering ends with an error."""
-    await server_of(request).fleet.terminate(uid)
+    server = server_of(request)
+    _refuse_changes(server)
+    if not uid:
+        raise Unknown("name the model to end: DELETE /v1/models/UID", param="model_uid")
+    await server.fleet.terminate(uid)
     return {}
 
 
@@ -192,10 +207,26 @@ def shown(model: Description) -> Json:
     }
 
 
-async def _launch(server: ServerContext, body: Place, settings: Json, choice: Choice, name: str, **family: Any) -> Json:
-    said = {**choice.family(), "model_name": name, **family}
-    spec = LaunchSpec(from_mapping(settings), body.model_uid or "", (name,), said)
+async def _launch(
+    server: ServerContext, body: Placement, settings: Json, choice: Choice, name: str, **family: Any
+) -> Json:
+    shown_as = {**choice.family(), "model_name": name, **family}
+    spec = LaunchSpec(from_mapping(settings), body.model_uid or "", (name,), shown_as)
+    _refuse_more(server)
     return {"model_uid": await server.fleet.launch(spec)}
+
+
+def _refuse_more(server: ServerContext) -> None:
+    """Where requests may launch nothing, or nothing more. Called right before a launch, which then counts at once."""
+    _refuse_changes(server)
+    count, most = len(server.fleet.list()), server.options.max_models
+    if count >= most:
+        raise TooManyModels(f"{count} models are launched, and at most {most} may be (serve --max-models); end one")
+
+
+def _refuse_changes(server: ServerContext) -> None:
+    if server.options.no_launch:
+        raise Forbidden("requests may neither launch nor end models here (serve --no-launch)")
 
 
 def _choose(server: ServerContext, name: str, size: Size, quantization: str | None) -> Choice:
@@ -213,10 +244,17 @@ def _without(settings: Json, names: tuple[str, ...]) -> Json:
     return {name: value for name, value in settings.items() if name not in names}
 
 
-def _refuse(body: Launch) -> None:
+def _refuse(body: LaunchBody) -> None:
     for field, reason in NOT_OFFERED.items():
-        if getattr(body, field) not in (None, False, Launch.model_fields[field].default):
+        if getattr(body, field) not in (None, False, LaunchBody.model_fields[field].default):
             raise Bad(f"{field} cannot be chosen: {reason}; leave it out", param=field)
+
+
+def _check_memory(cache_memory: float, settings: Json) -> None:
+    """A CPU's must be there; it is reserved at once."""
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    if cache_memory > there and build.device(settings.get("device", "auto")).type == "cpu":
+        raise Bad(f"cache_memory is {cache_memory:g} GiB, and the machine has {there:.1f}", param="cache_memory")
 
 
 def _device(n_gpu: int | str | None, index: int | list[int] | None = None) -> str | None:
@@ -238,10 +276,10 @@ def _backend(engine: str | None) -> str | None:
     raise Bad(f"there is no engine {engine[:80]!r} here; leave it out, or say outrider or vllm", param="model_engine")
 
 
-def _check_format(choice: Choice, said: str | None) -> None:
-    if said is not None and said.lower().startswith(("gguf", "ggml")) != _is_gguf(choice.source):
+def _check_format(choice: Choice, format: str | None) -> None:
+    if format is not None and format.lower().startswith(("gguf", "ggml")) != _is_gguf(choice.source):
         kind = "a GGUF file" if _is_gguf(choice.source) else "safetensors"
-        raise Bad(f"{choice.name} is {kind}, not {said[:80]}; leave out model_format", param="model_format")
+        raise Bad(f"{choice.name} is {kind}, not {format[:80]}; leave out model_format", param="model_format")
 
 
 def _is_gguf(source: str) -> bool:

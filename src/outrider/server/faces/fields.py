@@ -1,0 +1,64 @@
+"""Types of the fields that the bodies of the APIs share: every text and every list has a bound."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+
+from outrider.core.params import (
+    HIGHEST_REPETITION,
+    HIGHEST_TEMPERATURE,
+    LARGEST_PENALTY,
+    LOWEST_REPETITION,
+    LOWEST_TEMPERATURE,
+)
+
+LONGEST_NAME = 4096  # characters of a model's name: it may be a path, and Linux has none longer
+LONGEST_WORD = 256  # characters of what is a word or two: a role, a format, a quantization
+LONGEST_STOP = 1000  # characters of a stop string or a banned word: they are looked for at every token
+LARGEST_IGNORED = 16_384  # characters, as JSON, of a field that is taken and not used: OpenAI's `metadata` fits
+MOST_TOKEN_IDS = 1 << 20  # ids of a prompt: no context is longer
+MOST_LISTED = 1024  # ids that stop or are biased: looked through at every token
+MOST_ALLOWED = 16_384  # ids that alone may be written: half a millisecond of every token goes into so many
+MOST_WORDS = 256  # banned words: looked for at every token
+
+
+def _encodable(text: str) -> str:
+    """JSON can write half of a surrogate pair, which is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half of a surrogate pair, which is not text") from None
+    return text
+
+
+def _small(value: Any) -> Any:
+    if len(json.dumps(value)) > LARGEST_IGNORED:
+        raise ValueError(f"has more than {LARGEST_IGNORED} characters; it is not used, so leave it out")
+    return value
+
+
+def _temperature(value: float) -> float:
+    if value and not LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE:
+        raise ValueError(f"must be 0 (greedy) or between {LOWEST_TEMPERATURE:g} and {HIGHEST_TEMPERATURE:g}")
+    return value
+
+
+Text = Annotated[str, StringConstraints(strict=True), AfterValidator(_encodable)]
+Name = Annotated[Text, Field(max_length=LONGEST_NAME)]
+Word = Annotated[Text, Field(max_length=LONGEST_WORD)]
+Stop = Annotated[Text, Field(max_length=LONGEST_STOP)]
+Ignored = Annotated[Any, AfterValidator(_small)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MOST_TOKEN_IDS)]
+Temperature = Annotated[float, Field(ge=0), AfterValidator(_temperature)]
+Penalty = Annotated[float, Field(ge=-LARGEST_PENALTY, le=LARGEST_PENALTY)]
+Repetition = Annotated[float, Field(ge=LOWEST_REPETITION, le=HIGHEST_REPETITION)]
+
+
+class StrictBody(BaseModel):
+    """Unknown fields are refused, and no value is converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
