@@ -9,17 +9,15 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from outrider import drafters
 from outrider.core.errors import OutriderError, quoted
 from outrider.models import sources
 from outrider.server.access import Access
+from outrider.server.context import ServerContext
 from outrider.server.errors import Bad, Forbidden, Unknown
-
-if TYPE_CHECKING:
-    from outrider.server.context import ServerContext
-    from outrider.server.fleet.fleet import Description
+from outrider.server.fleet.fleet import Description
 
 BASE = ("", "__base_model__")  # LoRAX's ids of the model without an adapter
 OWN = ("eagle", "medusa")  # the heads that come with a model
