@@ -3,6 +3,7 @@
 Nothing is allowed here but the model `tiny`: no folder, no hub, two models at most.
 """
 
+import asyncio
 import json
 import socket
 import struct
@@ -12,6 +13,12 @@ import httpx
 import pytest
 
 from outrider.server import protocol
+from outrider.server.access import Access
+from outrider.server.errors import Failed
+from outrider.server.faces.lorax_bodies import LoraxParameters
+from outrider.server.faces.openai_bodies import CompletionBody
+from outrider.server.fleet import wire
+from outrider.server.fleet.supervisor import Process
 from outrider.server.options import ServerOptions
 from outrider.server.protocol import LARGEST_HEAD
 from outrider.server.responses import CHARACTERS_PER_TOKEN
@@ -230,6 +237,16 @@ def test_a_seed_keeps_all_of_its_bits(server):
     assert texts[2**53]["choices"][0]["text"] != texts[2**53 + 1]["choices"][0]["text"]
 
 
+@pytest.mark.parametrize("seed", [2**53 + 1, -(2**53) - 1, 2**63 - 1])
+def test_a_seed_comes_through_bodies_and_wire_as_it_is(server, seed):
+    body = CompletionBody.model_validate_json(json.dumps({**ASK, "seed": seed}))
+    (asked,) = body.requests(Access(), "none")
+    assert asked.params.seed == seed
+    assert wire.request_from_json(json.loads(json.dumps(wire.request_to_json(asked)))).params.seed == seed
+    if seed > 0:
+        assert LoraxParameters(seed=seed, do_sample=True).params(seed, False).seed == seed
+
+
 class TestLaunches:
     def test_an_empty_uid_ends_nothing(self, server):
         for path in ("/v1/models/", "/v1/models"):
@@ -240,6 +257,18 @@ class TestLaunches:
         refused(server, *launch(), 409, "at most 2 may be (serve --max-models)")
         answer = httpx.delete(f"{server.url}/v1/models/second", headers=KEY)
         assert answer.status_code == 200
+
+    def test_a_worker_killed_while_it_loads_is_no_fault_of_the_request(self, tiny_folder):
+        async def killed():
+            process = await Process.spawn("x", {"model": str(tiny_folder)})
+            process.kill()
+            try:
+                await process.ready(60)
+            finally:
+                await process.close()
+
+        with pytest.raises(Failed, match="ended while it loaded: killed by signal 9"):
+            asyncio.run(killed())
 
     def test_where_requests_change_nothing(self, serve):
         closed = serve(ServerOptions(no_launch=True))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.core.errors import OutriderError
+from outrider.core.errors import OutriderError, quoted
 from outrider.core.request import Request
 from outrider.server.errors import Exists, Gone, Unknown
 from outrider.server.fleet.limits import WorkerLimits
@@ -127,8 +127,8 @@ class Fleet:
             return found[0]
         known = ", ".join(self._workers) or "none"
         if found:
-            raise Unknown(f"{name!r} means several launched models; name one by its uid: {known}", param="model")
-        raise Unknown(f"no model {name!r} is launched; launched: {known}", param="model")
+            raise Unknown(f"{quoted(name)} means several launched models; name one by its uid: {known}", param="model")
+        raise Unknown(f"no model {quoted(name)} is launched; launched: {known}", param="model")
 
     def _new_uid(self, spec: LaunchSpec) -> str:
         if not spec.uid:

@@ -159,9 +159,9 @@ class Process:
         try:
             said = await asyncio.wait_for(self.receive(), timeout)
         except TimeoutError:
-            raise OutriderError(f"{self.uid} was not loaded within {timeout:g} s") from None
+            raise Failed(f"{self.uid} was not loaded within {timeout:g} s") from None
         if said is None:
-            raise OutriderError(f"the worker of {self.uid} ended while it loaded: {await self.how_it_ended()}")
+            raise Failed(f"the worker of {self.uid} ended while it loaded: {await self.how_it_ended()}")
         if "ready" not in said:
             raise OutriderError(said.get("failed", "its worker sent something else than ready or failed first"))
         return dict(said["ready"])
