@@ -230,6 +230,15 @@ def test_the_bounds_leave_room_for_what_clients_send(server):
         assert answer.status_code == 200, answer.text
 
 
+def test_what_is_nested_is_taken_or_refused_at_any_depth(server):
+    """Where reading it ends and checking it still goes on depends on the depth of our own calls."""
+    headers = {**KEY, "content-type": "application/json"}
+    with httpx.Client(base_url=server.url, headers=headers, timeout=60) as client:
+        for depth in (*range(800, 1000, 7), 2000, 20_000):
+            body = json.dumps({**ASK, "prompt": [], "user": 0}).replace("0}", "[" * depth + "]" * depth + "}")
+            assert client.post("/v1/completions", content=body).status_code == 400
+
+
 def test_a_seed_keeps_all_of_its_bits(server):
     """As a float, 2^53 and 2^53 + 1 are one number."""
     given = {"prompt": "a b c", "max_tokens": 32, "temperature": 2.0}

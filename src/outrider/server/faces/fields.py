@@ -35,7 +35,11 @@ def _encodable(text: str) -> str:
 
 
 def _small(value: Any) -> Any:
-    if len(json.dumps(value)) > LARGEST_IGNORED:
+    try:
+        length = len(json.dumps(value))
+    except RecursionError:
+        raise ValueError("is nested too deeply; it is not used, so leave it out") from None
+    if length > LARGEST_IGNORED:
         raise ValueError(f"has more than {LARGEST_IGNORED} characters; it is not used, so leave it out")
     return value
 
