@@ -22,7 +22,7 @@ def make_plan(tiny_folder, tmp_path, monkeypatch):
     def make(*modes, one_process=False, engines=("fake",), **changes):
         fake = Fake("fake", "fake.py", "pip install fake", "plain", modes, "any", one_process)
         monkeypatch.setitem(peers.TABLE, "fake", fake)
-        return plan.make(**options(engines=engines, output=tmp_path / "out") | changes)
+        return plan.BenchRequest(**options(engines=engines, output=tmp_path / "out") | changes).plan()
 
     def options(**changes):
         said = dict(model=str(tiny_folder), drafts=[], prompts=None, kinds=["chat"], limit=2, rounds=1, max_tokens=16)

@@ -27,7 +27,7 @@ def make(tmp_path, **given):
         draft_model=None,
         output=tmp_path / "out",
     )
-    return plans.make(**{**usual, **given})
+    return plans.BenchRequest(**{**usual, **given}).plan()
 
 
 def test_both_have_the_drafters_that_are_asked_for(tmp_path):

@@ -5,10 +5,11 @@ from tiny import Markov
 
 from outrider import LLM
 from outrider.bench import profile
-from outrider.bench.profile import ACCEPTANCES, DEFAULT, WRITTEN, Costs, Plan, Point, parse_rows
+from outrider.bench.costs import Costs, Point
+from outrider.bench.profile import ACCEPTANCES, DEFAULT, WRITTEN, ProfilePlan, parse_rows
 from outrider.core.errors import OutriderError
 
-QUICK = Plan(context=32, rows=(1, 2, 4), rounds=2)
+QUICK = ProfilePlan(context=32, rows=(1, 2, 4), rounds=2)
 
 
 def costs(curve, draft_ms=0.0):
@@ -88,7 +89,7 @@ def test_percentiles():
 
 
 def test_rows_are_sorted_and_begin_with_one_and_two():
-    assert Plan(rows=(8, 4, 8)).rows == (1, 2, 4, 8)
+    assert ProfilePlan(rows=(8, 4, 8)).rows == (1, 2, 4, 8)
     assert parse_rows("1, 2,16") == (1, 2, 16)
 
 
@@ -101,17 +102,17 @@ def test_rows_that_are_no_numbers(text):
 @pytest.mark.parametrize("wrong", [{"rows": (0, 1)}, {"rows": ()}, {"context": 0}, {"rounds": 0}])
 def test_numbers_below_one(wrong):
     with pytest.raises(OutriderError, match=f"{next(iter(wrong))} must be at least 1, not 0"):
-        Plan(**wrong)
+        ProfilePlan(**wrong)
 
 
 def test_a_context_that_the_model_cannot_hold():
     model = Markov()
     model.context = 200
-    Plan(context=200 - WRITTEN).check(model)
+    ProfilePlan(context=200 - WRITTEN).check(model)
     with pytest.raises(OutriderError, match=f"use a context of at most {200 - WRITTEN}"):
-        Plan(context=201 - WRITTEN).check(model)
+        ProfilePlan(context=201 - WRITTEN).check(model)
     with pytest.raises(OutriderError, match="use fewer rows"):
-        Plan(context=1, rows=(300,)).check(model)
+        ProfilePlan(context=1, rows=(300,)).check(model)
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +156,7 @@ def test_a_context_of_one_token_and_one_of_several_chunks(tiny_folder, monkeypat
     monkeypatch.setattr(profile, "CHUNK", 16)
     with LLM(str(tiny_folder), draft="layer_skip") as llm:
         for context in (1, 40):
-            found = profile.profile(llm, Plan(context=context, rows=(1,), rounds=1))
+            found = profile.profile(llm, ProfilePlan(context=context, rows=(1,), rounds=1))
             assert [point.size for point in found.drafts] == [1, 2, 3]
 
 

@@ -15,7 +15,7 @@ from serving import outrider_serve
 
 from outrider.bench import serve_report as reports
 from outrider.bench.load import Load
-from outrider.bench.serve import Outcome, Plan, asked, body, parse_streams, speculative
+from outrider.bench.serve import LoadPlan, LoadResult, asked, body, parse_streams, speculative
 from outrider.bench.workloads import BenchPrompt
 from outrider.cli import main
 
@@ -178,7 +178,7 @@ def plan(**changes):
     prompts = (BenchPrompt("a", "copy", "A"), BenchPrompt("b", "copy", "B"))
     said = dict(model="m", url="", key="", drafts=("ngram",), streams=(1,), prompts=prompts, rounds=1, max_tokens=8)
     said |= dict(temperature=0.0, threads=1, seed=7, timeout=1.0, output=None)
-    return Plan(**said | changes)
+    return LoadPlan(**said | changes)
 
 
 def test_streams_are_counted_up():
@@ -330,7 +330,7 @@ def test_another_text_voids_the_speed_up():
 
 def test_a_text_that_changes_with_company_is_noted():
     runs = [run(), run(streams=4, text="other"), run(streams=4, prompt="a #2")]
-    outcome = Outcome()
+    outcome = LoadResult()
     report = reports.assemble(plan(streams=(1, 4)), outcome, "outrider bench serve")
     report["summary"] = reports.summarise([wave(), wave(streams=4)], runs, ["none"])
     assert reports.notes(report) == ["4 at once, none: 1 of 2 texts are not those of the same prompt run alone."]
@@ -346,7 +346,7 @@ def test_waiting_is_told_in_milliseconds():
 
 
 def test_nothing_measured_is_still_a_report(tmp_path):
-    report = reports.assemble(plan(), Outcome(interrupted=True), "outrider bench serve")
+    report = reports.assemble(plan(), LoadResult(interrupted=True), "outrider bench serve")
     reports.write(report, tmp_path)
     assert "partial report" in (tmp_path / "report.md").read_text()
     assert json.loads((tmp_path / "report.json").read_text())["interrupted"]

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from outrider.bench.profile import DEFAULT, Costs, Plan, Point, Profile
+from outrider.bench.costs import Costs, Point
+from outrider.bench.profile import DEFAULT, Profile, ProfilePlan
 from outrider.cli import profile as cli
 
 QUICK = ("--context", 16, "--rows", "1,2,4", "--rounds", 2, "--threads", 1)
@@ -21,7 +22,7 @@ def known(base=8.0, slope=1.0, spread=0.0, draft_ms=2.0, **changes):
         dtype="auto",
         quantize="int4",
         threads=2,
-        plan=Plan(),
+        plan=ProfilePlan(),
         costs=Costs(passes, draft_ms),
         drafts=drafts,
         plain_tokens_per_second=100.0,

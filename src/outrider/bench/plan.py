@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from outrider import drafters
@@ -21,7 +20,7 @@ from outrider.settings import BACKENDS, Settings
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     model: str
     peers: tuple[Peer, ...]
     prompts: tuple[BenchPrompt, ...]
@@ -44,51 +43,58 @@ class Plan:
             raise OutriderError(f"timeout must be more than 0 seconds, not {self.timeout:g}")
 
 
-def make(
-    *,
-    model: str,
-    engines: Sequence[str],
-    drafts: Sequence[str],
-    prompts: str | None,
-    kinds: Sequence[str],
-    limit: int | None,
-    rounds: int,
-    max_tokens: int,
-    threads: int,
-    seed: int,
-    timeout: float,
-    python: Sequence[str],
-    draft_model: str | None,
-    output: Path,
-    own: Mapping[str, Any] = MappingProxyType({}),
-    backends: Sequence[str] = (),
-) -> Plan:
-    for spec in drafts:
-        drafters.parse(spec)
-    engines = [*engines, *(engine for engine in map(_engine, backends) if engine not in engines)]
-    ours = any(spec in (OURS, "all") for spec in engines)
-    unheard = [*(["draft"] if drafts and "vllm" not in backends else []), *own]
-    if unheard and not ours:
-        raise OutriderError(f"{', '.join(unheard)}: only for our own engine; add --engine {OURS} or leave it out")
-    wanted = drafts or default_drafts()
-    known = workloads.built_in() if prompts is None else workloads.read_jsonl(prompts)
-    plan = Plan(
-        model=model,
-        peers=tuple(_as_drafted(choose(engines, wanted, draft_model), wanted if "vllm" in backends else ())),
-        prompts=tuple(workloads.select(known, kinds, limit)),
-        output=output,
-        rounds=rounds,
-        max_tokens=max_tokens,
-        threads=threads or machine.physical_cores(),
-        seed=seed,
-        timeout=timeout,
-        python=_interpreters(python),
-        draft_model=draft_model,
-        own=dict(own),
-        speculation=_speculation(wanted) if "vllm" in backends else {},
-    )
-    claim(output)
-    return plan
+@dataclass(frozen=True, kw_only=True)
+class BenchRequest:
+    """What a user asks for; `plan` refuses mistakes."""
+
+    model: str
+    engines: Sequence[str]
+    drafts: Sequence[str]
+    prompts: str | None  # a JSONL file; None: our own
+    kinds: Sequence[str]
+    limit: int | None  # prompts of each kind
+    rounds: int
+    max_tokens: int
+    threads: int  # 0: one per core
+    seed: int
+    timeout: float
+    python: Sequence[str]  # ENGINE=PATH
+    draft_model: str | None
+    output: Path
+    own: Mapping[str, Any] = field(default_factory=dict)  # settings of our own engine
+    backends: Sequence[str] = ()
+
+    def plan(self) -> BenchPlan:
+        for spec in self.drafts:
+            drafters.parse(spec)
+        plan = BenchPlan(
+            model=self.model,
+            peers=tuple(self._peers()),
+            prompts=workloads.chosen(self.prompts, self.kinds, self.limit),
+            output=self.output,
+            rounds=self.rounds,
+            max_tokens=self.max_tokens,
+            threads=self.threads or machine.physical_cores(),
+            seed=self.seed,
+            timeout=self.timeout,
+            python=_interpreters(self.python),
+            draft_model=self.draft_model,
+            own=dict(self.own),
+            speculation=_speculation(self._wanted()) if "vllm" in self.backends else {},
+        )
+        check_writable(self.output)
+        return plan
+
+    def _wanted(self) -> Sequence[str]:
+        return self.drafts or default_drafts()
+
+    def _peers(self) -> list[Peer]:
+        engines = [*self.engines, *(name for name in map(_engine, self.backends) if name not in self.engines)]
+        unused = [*(["draft"] if self.drafts and "vllm" not in self.backends else []), *self.own]
+        if unused and not any(spec in (OURS, "all") for spec in engines):
+            raise OutriderError(f"{', '.join(unused)}: only for our own engine; add --engine {OURS} or leave it out")
+        wanted = self._wanted()
+        return _as_drafted(choose(engines, wanted, self.draft_model), wanted if "vllm" in self.backends else ())
 
 
 def default_drafts() -> list[str]:
@@ -130,7 +136,7 @@ def _interpreters(given: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def claim(folder: Path) -> None:
+def check_writable(folder: Path) -> None:
     """An output that cannot be written is refused before anything is measured."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

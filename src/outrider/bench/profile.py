@@ -1,9 +1,4 @@
-"""What a pass costs on this machine, and which draft length pays at which acceptance.
-
-A pass of r rows verifies a chain of r - 1 guesses: one committed token and its draft, with logits for every row. If
-each guess is kept with probability p when the one before it was, a chain of k brings (1 - p^(k+1)) / (1 - p) tokens
-for the cost of a pass of 1 + k rows and of drafting k tokens; plain decoding brings one token for a pass of one row.
-"""
+"""What a pass costs on this machine, and which draft length pays at which acceptance."""
 
 from __future__ import annotations
 
@@ -20,6 +15,7 @@ import numpy as np
 import torch
 
 from outrider.bench import gpu_peaks, machine
+from outrider.bench.costs import BestLength, Costs, Point
 from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError
 from outrider.core.sampling import SamplingParams
@@ -49,7 +45,7 @@ Progress = Callable[[str, int, int], None]  # (what is being done, steps done, s
 
 
 @dataclass(frozen=True)
-class Plan:
+class ProfilePlan:
     """What to measure. Passes of one row and of two always are: everything is compared with them."""
 
     context: int = 256  # tokens already in the cache
@@ -73,7 +69,7 @@ class Plan:
             )
 
 
-DEFAULT = Plan()
+DEFAULT = ProfilePlan()
 
 
 def parse_rows(text: str) -> tuple[int, ...]:
@@ -85,74 +81,7 @@ def parse_rows(text: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Point:
-    """How long something of this size takes: the median, and between what one finds 8 of 10."""
-
-    size: int  # rows of a pass, or tokens of a draft
-    ms: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
-class Line:
-    """ms = base + slope * rows"""
-
-    base: float
-    slope: float
-
-
-@dataclass(frozen=True)
-class Choice:
-    acceptance: float
-    length: int  # 0: plain decoding is the fastest
-    speed_up: float
-
-
-@dataclass(frozen=True)
-class Costs:
-    passes: tuple[Point, ...]  # by rows, from one on
-    draft_ms: float = 0.0  # per drafted token
-
-    @property
-    def longest(self) -> int:
-        """The longest draft whose pass was measured."""
-        return self.passes[-1].size - 1
-
-    def pass_ms(self, rows: int) -> float:
-        """Measured, or on the straight line between its neighbours."""
-        return float(np.interp(rows, [point.size for point in self.passes], [point.ms for point in self.passes]))
-
-    def speed_up(self, acceptance: float, length: int) -> float:
-        """Expected, over plain decoding, of a chain each of whose tokens is kept with this probability."""
-        tokens = sum(acceptance**depth for depth in range(length + 1))
-        return tokens * self.pass_ms(1) / (self.pass_ms(1 + length) + length * self.draft_ms)
-
-    def best(self, acceptance: float) -> Choice:
-        length = max(range(1, self.longest + 1), key=lambda length: self.speed_up(acceptance, length))
-        speed_up = self.speed_up(acceptance, length)
-        return Choice(acceptance, length, speed_up) if speed_up > 1 else Choice(acceptance, 0, 1.0)
-
-    @property
-    def break_even(self) -> float | None:
-        """The acceptance from which on a draft of one token pays; None: it never does."""
-        needed = (self.pass_ms(2) + self.draft_ms) / self.pass_ms(1) - 1
-        return max(needed, 0.0) if needed < 1 else None
-
-    @property
-    def spread(self) -> float:
-        """How far apart 8 of 10 passes of one size lie, as a share of the median; of the typical size."""
-        return statistics.median((point.high - point.low) / point.ms for point in self.passes)
-
-    @property
-    def line(self) -> Line:
-        """Least squares through the medians."""
-        slope, base = np.polyfit([point.size for point in self.passes], [point.ms for point in self.passes], 1)
-        return Line(float(base), float(slope))
-
-
-@dataclass(frozen=True)
-class OnCard:
+class GpuPasses:
     """Passes on a GPU: what the device itself takes, against what it could do at best."""
 
     card: gpu_peaks.GpuPeaks
@@ -171,7 +100,7 @@ class Profile:
     dtype: str  # as it was asked for
     quantize: str
     threads: int
-    plan: Plan
+    plan: ProfilePlan
     costs: Costs
     drafts: tuple[Point, ...]  # by length; empty: nothing was drafted
     plain_tokens_per_second: float
@@ -180,11 +109,11 @@ class Profile:
     weight_bytes: int | None  # as stored
     kv_bytes_per_token: int | None
     seconds: float
-    on_card: OnCard | None = None  # None: no GPU
+    on_card: GpuPasses | None = None  # None: no GPU
     machine: dict[str, Any] = field(default_factory=machine.describe)
 
     @property
-    def best(self) -> tuple[Choice, ...]:
+    def best(self) -> tuple[BestLength, ...]:
         return tuple(map(self.costs.best, ACCEPTANCES))
 
     def as_dict(self) -> dict[str, Any]:
@@ -194,7 +123,7 @@ class Profile:
         return _rounded({**fields, "best": [asdict(choice) for choice in self.best]})
 
 
-def profile(llm: LLM, plan: Plan = DEFAULT, progress: Progress | None = None) -> Profile:
+def profile(llm: LLM, plan: ProfilePlan = DEFAULT, progress: Progress | None = None) -> Profile:
     """Measure the model and its drafter; `plan` is refused before anything is run if it does not fit the model."""
     engine, settings = llm.engine, llm.settings
     plan.check(engine.model)
@@ -235,7 +164,7 @@ class _ProgressCounter:
             self.progress(what, self.done, self.total)
 
 
-def _time_passes(model: Model, plan: Plan, counter: _ProgressCounter) -> tuple[Point, ...]:
+def _time_passes(model: Model, plan: ProfilePlan, counter: _ProgressCounter) -> tuple[Point, ...]:
     """All sizes take turns, in another order each round, so that a slow moment of the machine hits all alike."""
     samples, order = _Samples(), random.Random(0)
     turns = [order.sample(plan.rows, len(plan.rows)) for _ in range(WARM_UP + plan.rounds)]
@@ -250,7 +179,7 @@ def _time_passes(model: Model, plan: Plan, counter: _ProgressCounter) -> tuple[P
 
 
 @contextmanager
-def _prompted(model: Model, plan: Plan) -> Iterator[Callable[[int], Feed]]:
+def _prompted(model: Model, plan: ProfilePlan) -> Iterator[Callable[[int], Feed]]:
     """A sequence of the planned context; yields a function that makes the feed of a pass of some rows after it."""
     text = _text(model.vocab_size, plan.context + plan.rows[-1])
 
@@ -265,7 +194,7 @@ def _prompted(model: Model, plan: Plan) -> Iterator[Callable[[int], Feed]]:
 
 
 def _time_drafts(
-    model: Model, drafter: Drafter, plan: Plan, counter: _ProgressCounter
+    model: Model, drafter: Drafter, plan: ProfilePlan, counter: _ProgressCounter
 ) -> tuple[tuple[Point, ...], float]:
     """By length, and per token. The target takes its turn after each draft, so caches are as cold as in real life."""
     if drafter.name == Drafter.name:
@@ -317,7 +246,7 @@ def _time_prefill(model: Model, counter: _ProgressCounter) -> tuple[int, float]:
     return len(text), 1e3 * len(text) / statistics.median(took)
 
 
-def _time_plain(llm: LLM, plan: Plan, counter: _ProgressCounter) -> float:
+def _time_plain(llm: LLM, plan: ProfilePlan, counter: _ProgressCounter) -> float:
     """Tokens per second as a user gets them, after the first."""
     prompt = _text(llm.engine.model.vocab_size, plan.context)
     stream = llm.stream(prompt, SamplingParams(max_tokens=DECODED, ignore_eos=True), draft="none")
@@ -330,7 +259,7 @@ def _time_plain(llm: LLM, plan: Plan, counter: _ProgressCounter) -> float:
     return (len(times) - 1) / (times[-1] - times[0])
 
 
-def _on_card(model: Model, plan: Plan) -> OnCard | None:
+def _on_card(model: Model, plan: ProfilePlan) -> GpuPasses | None:
     replay, read = getattr(model, "replay", None), getattr(model, "pass_bytes", None)
     if replay is None or read is None:
         return None
@@ -340,7 +269,7 @@ def _on_card(model: Model, plan: Plan) -> OnCard | None:
             model.forward([chain(rows)])
             model.crop(PASSES, plan.context)
             found.append((rows, gpu_peaks.device_ms(replay)))
-    return OnCard(gpu_peaks.measure(torch.device("cuda")), read, tuple(found))
+    return GpuPasses(gpu_peaks.measure(torch.device("cuda")), read, tuple(found))
 
 
 class _Samples:

@@ -12,7 +12,7 @@ import numpy as np
 SHORTEST = 8  # decoded tokens: a shorter run says nothing about speed
 RESAMPLES = 4000  # draws of the bootstrap; some thousand are usual for a 95 % interval
 ALL = "all"
-Run = Mapping[str, Any]
+Run = Mapping[str, Any]  # a measurement as the report holds it
 Key = tuple[str, int]  # prompt, round
 
 

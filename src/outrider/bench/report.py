@@ -13,7 +13,7 @@ from typing import Any
 
 from outrider.bench import machine
 from outrider.bench.peers import OURS, TABLE
-from outrider.bench.plan import Plan
+from outrider.bench.plan import BenchPlan
 from outrider.bench.ratios import ALL, summarise
 from outrider.bench.run import BenchResult
 
@@ -29,7 +29,7 @@ class ReportTable:
     texts: int  # how many columns at the left are text; the others are numbers
 
 
-def assemble(plan: Plan, outcome: BenchResult, command: str) -> Report:
+def assemble(plan: BenchPlan, outcome: BenchResult, command: str) -> Report:
     engines = {peer.name: {"plain": peer.plain, "modes": peer.modes} for peer in plan.peers}
     runs = [asdict(run) for run in outcome.runs]
     return {

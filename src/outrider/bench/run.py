@@ -13,7 +13,7 @@ from typing import Any
 
 from outrider.bench import prepare
 from outrider.bench.peers import Peer
-from outrider.bench.plan import Plan
+from outrider.bench.plan import BenchPlan
 from outrider.bench.process import EngineProcess, Missing, WorkerError
 from outrider.core.errors import OutriderError
 from outrider.models import sources
@@ -62,7 +62,7 @@ class BenchResult:
 
 
 class BenchRunner:
-    def __init__(self, plan: Plan, scratch: Path, show: Show) -> None:
+    def __init__(self, plan: BenchPlan, scratch: Path, show: Show) -> None:
         self._plan, self._scratch, self._show = plan, scratch, show
         self._ready: list[ReadyMode] = []
         self.outcome = BenchResult()
@@ -206,7 +206,7 @@ def _take_in(run: Measurement, answer: dict[str, Any]) -> None:
         raise WorkerError(f"answered without what was asked for: {error!r}") from error
 
 
-def run(plan: Plan, show: Show) -> BenchResult:
+def run(plan: BenchPlan, show: Show) -> BenchResult:
     """Run the plan. Ctrl-C ends it early and keeps what was measured."""
     with TemporaryDirectory(prefix="outrider-bench-") as scratch:
         bench = BenchRunner(plan, Path(scratch), show)

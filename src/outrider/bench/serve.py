@@ -1,4 +1,4 @@
-"""What speculation does to a server under load: the same prompts with and without it, so many streams at once."""
+"""What speculation does to a server under load: the same prompts with and without it, in several streams."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from outrider import drafters
 from outrider.bench import workloads
 from outrider.bench.load import Answer, Load
 from outrider.bench.own_server import OwnServer
-from outrider.bench.plan import claim
+from outrider.bench.plan import check_writable
 from outrider.bench.workloads import BenchPrompt
 from outrider.core.errors import OutriderError
 
 PLAIN = "none"
-WARM_UP_TOKENS = 16
-MOST_STREAMS = 1024
+WARM_UP_TOKENS = 16  # enough for every mode to draft at least once
+MOST_STREAMS = 1024  # each is a thread of this process
 Show = Callable[[str, int, int], None]  # (what, done, of how many)
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoadPlan:
     model: str  # with a url: the name that requests carry, "" where there is only one
     url: str  # "": a server of our own
     key: str
@@ -53,7 +53,7 @@ class Plan:
 
 
 @dataclass
-class Run:
+class StreamMeasurement:
     """One answer to one client. `prompt` and `round` pair it with the same request in another mode."""
 
     streams: int
@@ -84,53 +84,46 @@ class Wave:
 
 
 @dataclass
-class Outcome:
+class LoadResult:
     waves: list[Wave] = field(default_factory=list)
-    runs: list[Run] = field(default_factory=list)
+    runs: list[StreamMeasurement] = field(default_factory=list)
     interrupted: bool = False
 
 
-def make(
-    *,
-    model: str,
-    url: str,
-    key: str,
-    drafts: Sequence[str],
-    streams: str,
-    prompts: str | None,
-    kinds: Sequence[str],
-    limit: int | None,
-    rounds: int,
-    max_tokens: int,
-    temperature: float,
-    threads: int,
-    seed: int,
-    timeout: float,
-    output: Path,
-) -> Plan:
-    """Everything that a user can get wrong is refused here."""
-    for spec in drafts:
-        drafters.parse(spec)
-    known = workloads.built_in() if prompts is None else workloads.read_jsonl(prompts)
-    plan = Plan(
-        model=model,
-        url=url,
-        key=key,
-        drafts=tuple(dict.fromkeys(spec for spec in drafts if spec != PLAIN)),
-        streams=parse_streams(streams),
-        prompts=tuple(workloads.select(known, kinds, limit)),
-        rounds=rounds,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        threads=threads,
-        seed=seed,
-        timeout=timeout,
-        output=output,
-    )
-    if url:
-        Load(url)
-    claim(output)
-    return plan
+@dataclass(frozen=True, kw_only=True)
+class LoadRequest:
+    """What a user asks for; `plan` refuses mistakes."""
+
+    model: str
+    url: str
+    key: str
+    drafts: Sequence[str]
+    streams: str  # "1,4,16"
+    prompts: str | None  # a JSONL file; None: our own
+    kinds: Sequence[str]
+    limit: int | None  # prompts of each kind
+    rounds: int
+    max_tokens: int
+    temperature: float
+    threads: int
+    seed: int
+    timeout: float
+    output: Path
+
+    def plan(self) -> LoadPlan:
+        for spec in self.drafts:
+            drafters.parse(spec)
+        same = ("model", "url", "key", "rounds", "max_tokens", "temperature", "threads", "seed", "timeout", "output")
+        plan = LoadPlan(
+            drafts=tuple(dict.fromkeys(spec for spec in self.drafts if spec != PLAIN)),
+            streams=parse_streams(self.streams),
+            prompts=workloads.chosen(self.prompts, self.kinds, self.limit),
+            **{name: getattr(self, name) for name in same},
+        )
+        if self.url:
+            Load(self.url)
+        check_writable(self.output)
+        return plan
 
 
 def parse_streams(text: str) -> tuple[int, ...]:
@@ -152,9 +145,9 @@ def speculative(mode: str) -> dict[str, Any]:
     return {"method": name, **{key: getattr(options, key) for key in drafters.split(mode)[1]}}
 
 
-def run(plan: Plan, show: Show) -> Outcome:
-    """Run the plan. Ctrl-C ends it early and keeps the waves that were complete."""
-    outcome = Outcome()
+def run(plan: LoadPlan, show: Show) -> LoadResult:
+    """StreamMeasurement the plan. Ctrl-C ends it early and keeps the waves that were complete."""
+    outcome = LoadResult()
     try:
         if plan.url:
             _measure(plan, plan.url, outcome, show)
@@ -168,7 +161,7 @@ def run(plan: Plan, show: Show) -> Outcome:
     return outcome
 
 
-def _measure(plan: Plan, url: str, outcome: Outcome, show: Show) -> None:
+def _measure(plan: LoadPlan, url: str, outcome: LoadResult, show: Show) -> None:
     load = Load(url, plan.key, plan.timeout)
     load.get("/v1/models")
     _warm_up(plan, load, show)
@@ -184,7 +177,7 @@ def _tick(show: Show, what: str, done: Iterator[int], total: int) -> None:
     show(what, next(done), total)
 
 
-def _warm_up(plan: Plan, load: Load, show: Show) -> None:
+def _warm_up(plan: LoadPlan, load: Load, show: Show) -> None:
     for number, mode in enumerate(plan.modes):
         show(f"warming up {mode}", number, len(plan.modes))
         answer = load.ask({**body(plan, mode, 0), "max_completion_tokens": WARM_UP_TOKENS})
@@ -192,25 +185,25 @@ def _warm_up(plan: Plan, load: Load, show: Show) -> None:
             raise OutriderError(f"the server refused a request with the drafter {mode}: {answer.error}")
 
 
-def asked(plan: Plan, streams: int) -> list[int]:
+def asked(plan: LoadPlan, streams: int) -> list[int]:
     """Which prompts a wave asks: each once, and from the first on again until every stream has one."""
     return [index % len(plan.prompts) for index in range(max(len(plan.prompts), streams))]
 
 
-def body(plan: Plan, mode: str, index: int) -> dict[str, Any]:
-    said = {
+def body(plan: LoadPlan, mode: str, index: int) -> dict[str, Any]:
+    fields = {
         "model": plan.model if plan.url else "",
         "messages": [{"role": "user", "content": plan.prompts[index].text}],
         "max_completion_tokens": plan.max_tokens,
         "temperature": plan.temperature,
         "speculative": speculative(mode),
     }
-    # with a seed of its own each answer is the same whoever drafts
-    return {**said, "seed": plan.seed + index} if plan.temperature > 0 else said
+    # with a seed of its own each answer is the same with any drafter
+    return {**fields, "seed": plan.seed + index} if plan.temperature > 0 else fields
 
 
 def _wave(
-    plan: Plan, load: Load, streams: int, mode: str, number: int, outcome: Outcome, done: Callable[[], None]
+    plan: LoadPlan, load: Load, streams: int, mode: str, number: int, outcome: LoadResult, done: Callable[[], None]
 ) -> None:
     places = asked(plan, streams)
     answers, seconds = load.wave([body(plan, mode, place) for place in places], streams, done)
@@ -222,6 +215,6 @@ def _wave(
         outcome.runs.append(_run(plan.prompts[place], copy, streams, mode, number, answer))
 
 
-def _run(prompt: BenchPrompt, copy: int, streams: int, mode: str, number: int, answer: Answer) -> Run:
+def _run(prompt: BenchPrompt, copy: int, streams: int, mode: str, number: int, answer: Answer) -> StreamMeasurement:
     name = prompt.id if copy == 1 else f"{prompt.id} #{copy}"
-    return Run(streams, mode, name, prompt.id, prompt.kind, number, **asdict(answer))
+    return StreamMeasurement(streams, mode, name, prompt.id, prompt.kind, number, **asdict(answer))

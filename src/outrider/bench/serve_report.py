@@ -15,12 +15,12 @@ import numpy as np
 from outrider.bench import machine, report as reports
 from outrider.bench.ratios import ALL, differing, ratio
 from outrider.bench.report import Report, ReportTable
-from outrider.bench.serve import PLAIN, Outcome, Plan
+from outrider.bench.serve import PLAIN, LoadPlan, LoadResult
 
 Rows = Sequence[dict[str, Any]]
 
 
-def assemble(plan: Plan, outcome: Outcome, command: str) -> Report:
+def assemble(plan: LoadPlan, outcome: LoadResult, command: str) -> Report:
     waves, runs = [asdict(wave) for wave in outcome.waves], [asdict(run) for run in outcome.runs]
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),

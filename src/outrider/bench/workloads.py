@@ -60,6 +60,11 @@ def _parse(path: str | Path, number: int, line: str) -> BenchPrompt:
     return BenchPrompt(str(record["question_id"]), str(record["category"]), turns[0])
 
 
+def chosen(path: str | None, kinds: Sequence[str], limit: int | None) -> tuple[BenchPrompt, ...]:
+    """The prompts of a file, or our own, as `select` has them."""
+    return tuple(select(built_in() if path is None else read_jsonl(path), kinds, limit))
+
+
 def select(prompts: Sequence[BenchPrompt], kinds: Sequence[str] = (), limit: int | None = None) -> list[BenchPrompt]:
     """The prompts of these kinds (all when none is named), at most `limit` of each."""
     known = list(dict.fromkeys(prompt.kind for prompt in prompts))

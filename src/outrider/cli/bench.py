@@ -123,9 +123,9 @@ def bench(
     raise typer.Exit(130 if outcome.interrupted else 0)
 
 
-def _plan(own: BenchOptions, settings: Settings) -> plans.Plan:
+def _plan(own: BenchOptions, settings: Settings) -> plans.BenchPlan:
     changed = {name: getattr(settings, name) for name in OWN if getattr(settings, name) != getattr(DEFAULT, name)}
-    return plans.make(
+    request = plans.BenchRequest(
         model=settings.model,
         engines=own.engine or ([] if own.backend else ["outrider"]),
         backends=own.backend,
@@ -143,6 +143,7 @@ def _plan(own: BenchOptions, settings: Settings) -> plans.Plan:
         own=changed if settings.backend == "local" else {},
         output=own.output or bench_serve.dated_folder("outrider-bench"),
     )
+    return request.plan()
 
 
 def _refuse_options(ctx: typer.Context) -> None:

@@ -62,9 +62,9 @@ class BenchServeOptions(WorkloadOptions):
     timeout: float = option(120.0, "Seconds of silence after which a request is lost.")
     output: Path | None = option(None, "Folder.", flags=("--output", "-o"), shown="./outrider-bench-serve-DATE")
 
-    def plan(self) -> serving.Plan:
+    def plan(self) -> serving.LoadPlan:
         same = ("url", "streams", "prompts", "limit", "rounds", "max_tokens", "temperature", "threads", "seed")
-        return serving.make(
+        request = serving.LoadRequest(
             model=self.model or ("" if self.url else DEFAULT.model),
             key=self.api_key,
             drafts=self.draft or default_drafts(),
@@ -73,6 +73,7 @@ class BenchServeOptions(WorkloadOptions):
             output=self.output or dated_folder("outrider-bench-serve"),
             **{name: getattr(self, name) for name in same},
         )
+        return request.plan()
 
 
 def dated_folder(name: str) -> Path:

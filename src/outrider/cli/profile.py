@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from outrider import build
-from outrider.bench.plan import claim
+from outrider.bench.costs import BestLength, Point
+from outrider.bench.plan import check_writable
 from outrider.bench.profile import (
     DEFAULT as PLAN,
     GPU_ROWS,
-    Choice,
-    OnCard,
-    Plan,
-    Point,
+    GpuPasses,
     Profile,
+    ProfilePlan,
     parse_rows,
     profile as run,
 )
@@ -66,9 +65,9 @@ def profile(
     """
     gpu = build.device(settings.device).type == "cuda"
     rows = (GPU_ROWS if gpu else PLAN.rows) if own.rows is None else parse_rows(own.rows)
-    plan = Plan(own.context, rows, own.rounds)
+    plan = ProfilePlan(own.context, rows, own.rounds)
     if own.output is not None:
-        claim(own.output)
+        check_writable(own.output)
     with options.opened(settings) as llm, bar("{task.completed:.0f}/{task.total:.0f}") as progress:
         found = run(llm, plan, progress)
     if own.as_json:
@@ -104,7 +103,7 @@ def tables(found: Profile) -> list[ProfileTable]:
     return [table for table in made if table.rows]
 
 
-def _card(card: OnCard, found: Profile) -> ProfileTable:
+def _card(card: GpuPasses, found: Profile) -> ProfileTable:
     """The device alone, and what is left over for the host."""
     walls, one = {point.size: point.ms for point in found.costs.passes}, card.device_ms[0][1]
     rows = [
@@ -136,7 +135,7 @@ def facts(found: Profile) -> list[str]:
     return lines
 
 
-def _best(card: OnCard) -> str:
+def _best(card: GpuPasses) -> str:
     return (
         f"The card copies {card.card.copy_tb_s:.2f} TB/s and multiplies {card.card.matrix_tflop_s:.0f} TFLOP/s in "
         f"bfloat16; a pass reads {card.pass_bytes / 1e6:.1f} MB of weights."
@@ -247,7 +246,7 @@ def _break_even(found: Profile) -> str:
     return f"A draft of one token pays from an acceptance of {rate:.2f} on."
 
 
-def _length(found: Profile, choice: Choice) -> str:
+def _length(found: Profile, choice: BestLength) -> str:
     if choice.length == 0:
         return "none"
     return f"{choice.length}{' or more' if choice.length == found.costs.longest else ''}"
