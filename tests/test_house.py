@@ -142,7 +142,9 @@ DRAFTER_WORDS: dict[str, set[str]] = {
     "backends/speculation.py": {"ngram", "draft_model", "medusa", "eagle"},  # vLLM's own words for its methods
     "compat/autogluon.py": {"ngram", "draft_model", "layer_skip"},  # what AutoGluon's settings mean here
     "server/faces/openai_bodies.py": {"prediction"},  # the field of OpenAI's API
+    "cli/config.py": {"draft_model"},  # vLLM's own word
     "settings.py": {"ngram"},  # the default
+    "llm.py": {"ngram", "prediction"},  # the same default, and the argument of that name
     "train/": {"eagle", "medusa", "draft_model"},  # what is trained
     "bench/": {"none", "ngram", "draft_model", "oracle"},  # what is measured, here and at other engines
 }

@@ -106,7 +106,7 @@ class Report:
 
 def default_drafts(llm: LLM) -> list[str]:
     """Every drafter that runs beside this model without arguments, except the one it is all compared with."""
-    return [name for name in drafters.names() if name != "none" and _runs_alone(llm, name)]
+    return [name for name in drafters.names() if name != drafters.PLAIN and _runs_alone(llm, name)]
 
 
 def audit(

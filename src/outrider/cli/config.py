@@ -76,7 +76,7 @@ def _engine(settings: Settings) -> str:
 
 def _drafter(settings: Settings) -> str:
     spec, model = settings.drafter, _draft_model(settings)
-    if spec == "none":
+    if spec == drafters.PLAIN:
         return "none: plain decoding"
     return spec if model is None else f"{spec} ({_where(model)})"
 

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from outrider import drafters
 from outrider.backends.base import Stream
 from outrider.cli import answers, options
 from outrider.cli.answers import Query
@@ -110,11 +111,11 @@ def _result(stream: Stream, live: bool) -> Result:
 
 
 def _with_drafter(settings: Settings, draft: str, prediction: str | None) -> Settings:
-    predicts = settings.draft.partition(":")[0] == "prediction"
+    predicts = settings.draft.partition(":")[0] == drafters.PREDICTION
     if prediction is not None and draft and not predicts:
         raise OutriderError(f"--prediction is for the drafter prediction, not for {draft}; leave out one of the two")
     if prediction is not None:
-        return settings if predicts else replace(settings, draft="prediction", speculative_config=None)
+        return settings if predicts else replace(settings, draft=drafters.PREDICTION, speculative_config=None)
     if predicts:
         raise OutriderError("the drafter prediction needs the text you expect; give it with --prediction")
     return settings

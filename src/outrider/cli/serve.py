@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from outrider import build
+from outrider import build, drafters
 from outrider.cli import options
 from outrider.cli.fields import Given, command, fields
 from outrider.cli.options import DEFAULT
@@ -204,7 +204,7 @@ def _only_one(**given: object) -> object:
 def _draft(own: str, launch: LaunchOptions, access: Access) -> str:
     """The default drafter: the one that was named, prompt lookup of a number of tokens, or a head."""
     if launch.speculative_tokens:
-        return f"ngram:length={launch.speculative_tokens}"
+        return f"{drafters.LOOKUP}:length={launch.speculative_tokens}"
     if launch.adapter_id:
         from outrider.server.faces.adapters import draft_of
 

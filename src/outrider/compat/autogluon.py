@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from outrider import drafters
 from outrider.backends import speculation
 from outrider.core.errors import OutriderError
 from outrider.core.params import SamplingParams
@@ -401,7 +402,7 @@ def _vllm(args: Values, gpus: int | None, notes: list[str]) -> _Chosen:
         init.setdefault("tensor_parallel_size", gpus)
         notes.append(f"num_gpus: {gpus} is vLLM's tensor_parallel_size")
     config = init.pop("speculative_config", None)
-    settings |= {"speculative_config": config} if config else {"draft": "none"}
+    settings |= {"speculative_config": config} if config else {"draft": drafters.PLAIN}
     settings |= {key: init.pop(key) for key in _SETTINGS_OF_VLLM if key in init}
     return _Chosen({**settings, "engine_args": init}, sampling)
 

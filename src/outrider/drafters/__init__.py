@@ -15,12 +15,16 @@ from typing import Any, NamedTuple
 from outrider.core.errors import OutriderError, quoted
 from outrider.drafters.base import BuildContext, Drafter
 
-PLAIN = "none"  # the drafter that drafts nothing
+# Drafters that other packages mean by what they do.
+PLAIN = "none"  # drafts nothing
+LOOKUP = "ngram"  # copies from the text; needs nothing else, so it is the default
+PREDICTION = "prediction"  # drafts the text that the caller expects
+DRAFT_MODEL = "draft_model"  # a smaller model that the caller names
 TABLE = {
     PLAIN: "outrider.drafters.base:Drafter",
-    "ngram": "outrider.drafters.ngram:Ngram",
-    "draft_model": "outrider.drafters.draft_model:DraftModel",
-    "prediction": "outrider.drafters.prediction:Prediction",
+    LOOKUP: "outrider.drafters.ngram:Ngram",
+    DRAFT_MODEL: "outrider.drafters.draft_model:DraftModel",
+    PREDICTION: "outrider.drafters.prediction:Prediction",
     "layer_skip": "outrider.drafters.layer_skip:LayerSkip",
     "eagle": "outrider.drafters.eagle.drafter:Eagle",
     "medusa": "outrider.drafters.medusa.drafter:Medusa",

@@ -292,4 +292,4 @@ def _is_path(source: str) -> bool:
 
 def _pair(draft: Choice) -> str:
     options = {"model": draft.source, "length": GAMMA, "quantize": draft.quantize}
-    return drafters.from_values("draft_model", options).text()
+    return drafters.from_values(drafters.DRAFT_MODEL, options).text()
