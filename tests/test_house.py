@@ -566,7 +566,7 @@ TABLE = 'PLAIN = "none"\nTABLE = {PLAIN: "a:A", "ngram": "b:B", "eagle": "c:C"}'
 )
 def test_a_drafter_named_outside_the_table_is_seen(tmp_path, code):
     src = house(tmp_path, "drafters/__init__.py", TABLE)
-    (src / "llm.py").write_text(code)
+    (src / "models/llama.py").write_text(code)
     assert len(named_drafters(src)) == 1
 
 
@@ -583,7 +583,7 @@ def test_a_drafter_named_outside_the_table_is_seen(tmp_path, code):
 )
 def test_other_words_are_not_drafters(tmp_path, code):
     src = house(tmp_path, "drafters/__init__.py", TABLE)
-    (src / "llm.py").write_text(code)
+    (src / "models/llama.py").write_text(code)
     assert named_drafters(src) == []
 
 
