@@ -50,7 +50,7 @@ class Access:
         return self._hub_id(name) if sources.HUB_ID.fullmatch(name) and not here else str(self.path(name))
 
     def path(self, name: str) -> Path:
-        """A path inside an allowed folder, links followed. Nothing is said of what lies outside."""
+        """A path inside an allowed folder, links followed. An error tells nothing of what lies outside."""
         path = _resolved(name)
         if path is None or not self._allows(path):
             raise Forbidden(

@@ -1,4 +1,4 @@
-"""The app: what every request passes through, and the faces."""
+"""The app: what every request passes through, and the routes of the APIs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def create_app(fleet: Fleet, options: ServerOptions = ServerOptions(), registry:
     app = FastAPI(title="Outrider", version=VERSION, lifespan=_lifespan, redoc_url=None)
     app.state.fleet = fleet
     app.state.server = ServerContext(fleet, options, Access(options.folders, registry.sources(), options.hub), registry)
-    for face in (router, openai.router, xinference.router, lorax.router, playground.router):
-        app.include_router(face)
+    for routes in (router, openai.router, xinference.router, lorax.router, playground.router):
+        app.include_router(routes)
     for kind in (OutriderError, RequestValidationError, HTTPException, ClientGone):
         app.add_exception_handler(kind, _answer_error)
     app.add_middleware(RequestGuard, options=options)

@@ -1,4 +1,4 @@
-"""What goes wrong in the server, as a status and a line; each face says it in its own shape."""
+"""What goes wrong in the server, as a status and a line; each API writes it in its own shape."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ LORAX_PATHS = ("/", "/generate", "/generate_stream", "/info", "/tokenize")
 
 
 def shape_of(path: str) -> Shape:
-    """The face that a path belongs to says how errors look."""
+    """The API that a path belongs to says how errors look."""
     return lorax_shape if path in LORAX_PATHS else openai_shape
 
 

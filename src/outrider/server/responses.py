@@ -42,7 +42,7 @@ async def submit(
 def _refuse_long(asked: Request, context: int) -> None:
     """Before a worker tokenises it, which takes the cores from the requests that run. `context`: in tokens; 0: unknown.
 
-    Text of so many characters a token would have to be made up, of spaces say: a token of English has 4 or 5.
+    A token of English has 4 or 5 characters on average, of code 3; only made-up text, of spaces say, has 32.
     """
     texts = [asked.prompt] if isinstance(asked.prompt, str) else [str(each["content"]) for each in asked.messages or ()]
     length, most = sum(map(len, texts)), context * CHARACTERS_PER_TOKEN
@@ -76,7 +76,7 @@ class Cancellable(Protocol):
 class EventStream(Response):
     """Server-sent events: each item is the data of one, as text or as an object. `stream` ends with the client.
 
-    What goes wrong on the way becomes an event in the shape of the path's face, and the last one.
+    What goes wrong on the way becomes an event in the shape of the path's API, and the last one.
     """
 
     media_type = "text/event-stream"

@@ -21,7 +21,7 @@ LONGEST_STOP = 1000  # characters of a stop string or a banned word: they are lo
 LARGEST_IGNORED = 16_384  # characters, as JSON, of a field that is taken and not used: OpenAI's `metadata` fits
 MOST_TOKEN_IDS = 1 << 20  # ids of a prompt: no context is longer
 MOST_LISTED = 1024  # ids that stop or are biased: looked through at every token
-MOST_ALLOWED = 16_384  # ids that alone may be written: half a millisecond of every token goes into so many
+MOST_ALLOWED = 16_384  # ids to which an answer can be limited: 16,384 add half a millisecond to every token
 MOST_WORDS = 256  # banned words: looked for at every token
 
 

@@ -1,4 +1,4 @@
-"""LoRAX's face: one model, and an adapter that each request chooses. Here an adapter is a head that drafts."""
+"""LoRAX's API: one model, and an adapter that each request chooses. Here an adapter is a head that drafts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies of the LoRAX face, and what they mean to the engine."""
+"""Bodies of LoRAX's API, and what they mean to the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The OpenAI face: chat and completions, whole or as a stream of events.
+"""OpenAI's API: chat and completions, whole or as a stream of events.
 
 Beside OpenAI's own fields a request may say who drafts for it (`speculative`), and an answer says what became of the
 drafts (`metrics`). With `"outrider": {"tokens": true}` each choice of each streamed chunk carries

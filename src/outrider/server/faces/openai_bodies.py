@@ -1,4 +1,4 @@
-"""Bodies of the OpenAI face, and what they mean to the engine.
+"""Bodies of OpenAI's API, and what they mean to the engine.
 
 Every field is honoured, refused with the reason, or harmless (it cannot change the answer). Unknown ones are refused.
 """
@@ -31,7 +31,7 @@ from outrider.server.faces.fields import (
     Word,
 )
 
-MOST_TOKENS = 2048  # of a chat answer that says no limit, if the context has the room
+MOST_TOKENS = 2048  # of a chat answer without a limit of its own, if the context holds them
 MOST_SAMPLES = 128  # choices for a prompt
 MOST_PROMPTS = 256  # prompts of a request, and their samples share one place in the queue
 MOST_MESSAGES = 10_000  # of a conversation

@@ -1,4 +1,4 @@
-"""Xinference's face: models and speculative pairs, launched, listed and terminated over REST."""
+"""Xinference's API: models and speculative pairs, launched, listed and terminated over REST."""
 
 from __future__ import annotations
 
