@@ -34,6 +34,7 @@ from outrider.drafters.base import BuildContext, Drafter
 from outrider.drafters.eagle.drafter import Eagle
 from outrider.drafters.eagle.native_runner import PackedRunner
 from outrider.drafters.eagle.torch_runner import DenseRunner
+from outrider.drafters.heads.chooser import Chooser
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Feed
 from outrider.train import eagle
@@ -526,7 +527,7 @@ def test_a_long_prompt_is_taken_in_piece_by_piece(monkeypatch):
     tokens = torch.randint(40, (90,), generator=torch.Generator().manual_seed(1)).tolist()
     drafts = []
     for piece in (512, 7):
-        monkeypatch.setattr("outrider.drafters.eagle.drafter.PIECE", piece)
+        monkeypatch.setattr("outrider.drafters.eagle.drafter.PENDING", piece)
         drafter = drafters.build("eagle:head=eagle,length=5", parts("llama"))
         with begun(drafter, [Sequence(0, list(tokens), SamplingParams(max_tokens=20))], 9, Limits(chunk=11)) as seqs:
             assert seqs[0].output
@@ -608,6 +609,158 @@ def test_quantised_heads_beside_a_dense_target():
         Eagle.Options(head="own", quantize="int8"), BuildContext(packable, None, heads={"own": eagle_head(packable)})
     )
     assert isinstance(drafter._runner, PackedRunner)
+
+
+EXTREME = [  # values that a request can no longer have; a processor can still bring such logits about
+    dict(temperature=1e39),
+    dict(temperature=1e308),
+    dict(temperature=5e-324),
+    dict(repetition_penalty=1e-38),
+    dict(presence_penalty=-1e39),
+    dict(frequency_penalty=-1e38),
+]
+
+
+def extreme(values, temperature):
+    params = SamplingParams(max_tokens=10, temperature=temperature)
+    for name, value in values.items():
+        object.__setattr__(params, name, value)  # past the bounds
+    return params
+
+
+class TestOverflow:
+    """Numbers that overflow give no draft, and nothing else: neither an error nor another's draft."""
+
+    SPECS = (
+        "eagle:head=eagle,length=3",
+        "eagle:head=eagle,length=4,tree=9,width=3",
+        "eagle:head=eagle_cut,length=4,lookup=2",
+        "medusa:head=medusa,nodes=9,length=3",
+    )
+
+    @pytest.mark.parametrize("values", EXTREME, ids=str)
+    @pytest.mark.parametrize("spec", SPECS)
+    def test_extreme_values(self, spec, values):
+        for temperature, rule in ((0.0, "coupled"), (1.0, "coupled"), (1.0, "rejection")):
+            drafter = drafters.build(spec, parts("llama"))
+            asked = [
+                Sequence(0, [1, 2, 3] * 3, extreme(values, temperature), dice=Dice(0), rule=rule),
+                Sequence(1, [1, 2, 3] * 3, SamplingParams(max_tokens=10)),
+            ]
+            with begun(drafter, asked) as seqs:
+                _, other = drafter.propose(seqs, [4, 4])
+                assert other
+                assert all(0.0 < p < 1.0 for p in other.acceptance)
+            with begun(drafter, [Sequence(2, [1, 2, 3] * 3, SamplingParams(max_tokens=10))]) as seqs:
+                assert drafter.propose(seqs, [4])[0].tokens == other.tokens
+
+    @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
+    @pytest.mark.parametrize("spec", SPECS)
+    @pytest.mark.parametrize(("temperature", "rule"), [(0.0, "coupled"), (1.0, "coupled"), (1.0, "rejection")])
+    def test_a_head_whose_logits_overflow_drafts_nothing(self, spec, wrong, temperature, rule):
+        drafter = drafters.build(spec.replace(",lookup=2", ""), parts("llama"))
+        params = SamplingParams(max_tokens=10, temperature=temperature)
+        with begun(drafter, [Sequence(0, list(TEXTS[0]), params, dice=Dice(1), rule=rule)]) as seqs:
+            broken(drafter, wrong)
+            assert len(drafter.propose(seqs, [4])[0]) == 0
+
+    def test_a_slot_that_held_a_nan_is_clean_for_the_next_sequence(self):
+        own, runner = head("eagle-3"), DenseRunner(head("eagle-3"), model())
+        hidden = torch.randn(5, len(own.config.layers), model().anatomy.hidden_size)
+        runner.extend([0], [[1, 2, 3, 4, 5, 6]], torch.full((6, *hidden.shape[1:]), float("nan")))
+        runner.free(0)
+        runner.extend([1], [[1, 2]], hidden[:2])
+        runner.extend([2], [[1, 2, 3]], hidden[:3])
+        both = runner.extend([1, 2], [[7], [7]], hidden[3:])  # the longer one's mask covers the end of the other's slot
+        assert both.logits.isfinite().all()
+
+
+def broken(drafter, wrong):
+    """Its output matrix gives logits that are all `wrong`."""
+    if isinstance(drafter, Eagle):
+        output = drafter._runner._output
+        drafter._runner._output = lambda x, *more: torch.full_like(output(x, *more), wrong)
+    else:
+        drafter._outputs = [lambda x, one=one: torch.full_like(one(x), wrong) for one in drafter._outputs]
+
+
+class TestMemory:
+    """The head's keys: as many as the budget allows, and gone with their sequences."""
+
+    def hidden(self, rows):
+        return torch.randn(rows, len(head("eagle-3").config.layers), model().anatomy.hidden_size)
+
+    def test_slots_shrink_when_sequences_end(self):
+        runner = DenseRunner(head("eagle-3"), model())
+        before = runner._slots.keys.nbytes
+        for id in range(24):
+            runner.extend([id], [list(range(40)) * (1 + 20 * (id == 5))], self.hidden(40 * (1 + 20 * (id == 5))))
+        most = runner._slots.keys.nbytes
+        assert most >= 24 * 4 * before
+        for id in range(23):
+            runner.free(id)
+        assert runner._slots.keys.nbytes <= 8 * before
+        assert runner._slots.lengths == {23: 40}
+        runner.free(23)
+        assert runner._slots.keys.nbytes == before
+
+    def test_what_is_left_is_moved_whole(self):
+        """A sequence goes on as it would have, had there been no others."""
+        torch.manual_seed(0)
+        alone, runner = (DenseRunner(head("eagle-3"), model()) for _ in range(2))
+        first, more = self.hidden(30), self.hidden(1)
+        for id in range(16):
+            runner.extend([id], [list(range(30))], first if id == 11 else self.hidden(30))
+        for id in range(16):
+            if id != 11:
+                runner.free(id)
+        assert runner._slots.keys.shape[1] < 16
+        alone.extend([11], [list(range(30))], first)
+        torch.testing.assert_close(
+            runner.extend([11], [[3]], more).logits, alone.extend([11], [[3]], more).logits, atol=1e-5, rtol=1e-5
+        )
+
+    def test_a_sequence_that_outgrows_its_share_begins_anew(self):
+        """What is written is the same, and drafts go on."""
+        target = Markov(seed=1)
+        target.capacity = 60  # for the head alone: the scheduler would let fewer run
+        wanted = outputs([plainly(Markov(seed=1), [0, 1, 2], SamplingParams(max_tokens=50))])
+        drafter = Recording(
+            drafters.build("eagle:head=eagle,length=3", BuildContext(target, None, heads=random_heads(target)))
+        )
+        held, drafted = [], []
+        inner = drafter.inner
+
+        def observe(step):
+            Recording.observe(drafter, step)
+            inner._restart_long()
+            held.append([state.taken + state.waiting for state in inner._states.values()])
+            drafted.append(any(map(len, drafter.last)))
+
+        drafter.observe = observe
+        target.capacity = Markov.capacity
+        seqs = [Sequence(i, [0, 1, 2], SamplingParams(max_tokens=50)) for i in range(3)]
+        run(target, drafter, seqs)
+        assert outputs(seqs) == wanted * 3
+        assert all(max(lengths, default=0) <= 60 // max(len(lengths), 1) for lengths in held[:-6])
+        assert max(map(max, filter(None, held))) > 15
+        assert any(drafted[-30:])
+
+
+def test_a_blind_chain_runs_no_more_steps_than_the_widest_budget_needs():
+    drafter = drafters.build("eagle:head=eagle,length=6", parts("llama"))
+    asked = [Sequence(i, tokens, SamplingParams(max_tokens=20)) for i, tokens in enumerate(prompts(3))]
+    with begun(drafter, asked) as seqs:
+        expected = [draft.tokens for draft in drafter.propose(seqs, [1, 3, 2])]
+    drafter = drafters.build("eagle:head=eagle,length=6", parts("llama"))
+    asked = [Sequence(i, tokens, SamplingParams(max_tokens=20)) for i, tokens in enumerate(prompts(3))]
+    with begun(drafter, asked) as seqs:
+        step, calls = drafter._runner.step, []
+        drafter._runner.step = lambda *given: calls.append(given) or step(*given)
+        choosers = [Chooser(seq, budget, False) for seq, budget in zip(seqs, [1, 3, 2], strict=True)]
+        drafter._blind_chains(choosers, drafter._catch_up(seqs))
+    assert [tuple(chooser.tokens) for chooser in choosers] == expected
+    assert len(calls) == 2
 
 
 class TestLoss:

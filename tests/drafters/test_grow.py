@@ -9,7 +9,6 @@ from tiny import eagle_head, family
 
 from outrider.drafters.eagle.torch_runner import DenseRunner
 from outrider.drafters.eagle.tree import grow
-from outrider.drafters.trust import Trust
 from outrider.models.base import Feed
 
 TEXT = [3, 17, 5, 22, 9, 31, 2]
@@ -106,24 +105,6 @@ def test_a_node_that_is_unlikely_to_be_reached_is_left_out(work):
     (grown,) = grow(runner, [0], root(), offers(head, WORDS), DEPTH, [50], 0.2)
     runner.free(0)
     assert set(paths_of(grown, head)) == {path for path in reach if path and reach[path] >= math.log(0.2)}
-
-
-class TestTrust:
-    def test_without_experience_the_head_is_believed(self):
-        assert Trust().chance(0.73) == pytest.approx(0.73)
-
-    def test_one_that_is_too_sure_is_believed_less(self):
-        trust = Trust()
-        for i in range(400):
-            trust.learn(0.75, i % 4 == 0)
-        assert trust.chance(0.75) == pytest.approx(0.25, abs=0.1)
-        assert trust.chance(0.15) == pytest.approx(0.15)  # of which nothing was learned
-
-    def test_one_that_is_too_shy_is_believed_more(self):
-        trust = Trust()
-        for _ in range(400):
-            trust.learn(0.5, True)
-        assert 0.9 < trust.chance(0.5) < 1.0
 
 
 def test_it_ends_where_no_deeper_node_can_be_among_the_best(work):

@@ -132,7 +132,7 @@ def test_nothing_is_left_of_a_sequence_that_ended():
     drafter = drafters.build("medusa:head=medusa", parts("llama"))
     run(model(), drafter, [Sequence(i, tokens, SamplingParams(max_tokens=9)) for i, tokens in enumerate(prompts(8))])
     assert drafter._last == {}
-    assert drafter._said == {}
+    assert drafter._drafted == {}
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from outrider import drafters
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence, Token
 from outrider.drafters.base import BuildContext
+from outrider.drafters.confidence import AGREED, ALONE, DIFFERED, LONGEST
 from outrider.drafters.ngram import Recent
-from outrider.drafters.odds import AGREED, ALONE, DIFFERED, MOST
 
 
 def build(spec, target=None, **models):
@@ -78,7 +78,7 @@ class TestNgram:
         store = Recent(2, 3)
         store.learn(text[: min(known, len(text))])
         store.learn(text)
-        assert [sort // (MOST + 1) for _, sort in store.guess(text, 2)] == others
+        assert [sort // (LONGEST + 1) for _, sort in store.guess(text, 2)] == others
 
     def test_it_learns_from_the_output(self):
         drafter, seq = build("ngram:length=2"), Sequence(0, [1, 2])

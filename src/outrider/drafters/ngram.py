@@ -20,11 +20,11 @@ from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext, Drafter, Step
-from outrider.drafters.odds import AGREED, ALONE, DIFFERED, MOST, Odds, kind
+from outrider.drafters.confidence import AGREED, ALONE, DIFFERED, LONGEST, MatchCalibration, judged_chain, match_kind
 
-HOPELESS = 0.02  # a node with less chance is worth no row, however cheap
-FEW = 16  # tokens of which n-grams are cut out one by one; those of a prompt come column by column
-Guess = list[tuple[int, int]]  # tokens, each with its kind of odds
+HOPELESS = 0.02  # probability: a node that is reached less often than this is worth no row, however cheap
+FEW = 16  # new tokens up to which n-grams are cut out one by one; for more (a prompt) zipped columns are faster
+Guess = list[tuple[int, int]]  # tokens, each with its kind of match (`match_kind`)
 
 
 class Ngram(Drafter):
@@ -44,8 +44,8 @@ class Ngram(Drafter):
         if options.length < 1:
             raise OutriderError(f"ngram:length must be at least 1, not {options.length}")
         self._options = options
-        self._odds = Odds()  # of all sequences
-        self._states: dict[int, _State] = {}
+        self._calibration = MatchCalibration()  # over all sequences
+        self._states: dict[int, _NgramState] = {}
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         return [self._propose(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
@@ -54,40 +54,38 @@ class Ngram(Drafter):
         state = self._states.get(seq.id)
         if state is None:
             store = (Recent if self._options.store == "recent" else Adaptive)(self._options.min_n, self._options.max_n)
-            state = self._states[seq.id] = _State(store, Odds(self._odds))
+            state = self._states[seq.id] = _NgramState(store, MatchCalibration(self._calibration))
         state.store.learn(seq.tokens)
         state.guess, state.length = state.store.guess(seq.tokens, self._options.length), len(seq.tokens)
         tokens: list[int] = []
-        chances: list[float] = []
+        acceptance: list[float] = []
         reach = 1.0
-        for token, sort in state.guess[:budget]:
-            chance = state.odds.chance(sort)
+        for token, kind in state.guess[:budget]:
             tokens.append(token)
-            chances.append(chance)
-            reach *= chance
+            acceptance.append(state.calibration.probability(kind))
+            reach *= acceptance[-1]
             if reach < HOPELESS:
                 break
-        return Draft.chain(tokens, acceptance=chances) if tokens else EMPTY
+        return Draft.chain(tokens, acceptance=acceptance) if tokens else EMPTY
 
     def observe(self, step: Step) -> None:
         state = self._states.get(step.seq.id)
         if state is None or step.verdict is None:
             return
-        for (token, sort), written in zip(state.guess, step.seq.tokens[state.length :], strict=False):
-            state.odds.learn(sort, token == written)
-            if token != written:
-                break
+        guessed = [token for token, _ in state.guess]
+        for place, kept in judged_chain(guessed, step.seq.tokens[state.length :]):
+            state.calibration.learn(state.guess[place][1], kept)
 
     def forget(self, id: int) -> None:
         self._states.pop(id, None)
 
 
 @dataclass(eq=False)
-class _State:
+class _NgramState:
     """What is known of one sequence."""
 
     store: Recent | Adaptive
-    odds: Odds
+    calibration: MatchCalibration
     guess: Guess = field(default_factory=list)  # the last one, in full
     length: int = 0  # tokens that were committed then
 
@@ -137,16 +135,16 @@ def _copied(tokens: list[int], end: int, older: int | None, matched: int, length
     for i in range(length):
         token = tokens[end + i % period]
         if older is not None and older + i < len(tokens) and tokens[older + i] != token:
-            guessed.append((token, kind(matched + i, DIFFERED)))
+            guessed.append((token, match_kind(matched + i, DIFFERED)))
             older, others = None, ALONE
         else:
-            guessed.append((token, kind(matched + i, others)))
+            guessed.append((token, match_kind(matched + i, others)))
     return guessed
 
 
 def _matched(tokens: list[int], end: int, n: int) -> int:
     """How many tokens before `end` are the last tokens; n of them are known to be."""
-    while n < min(end, MOST) and tokens[end - 1 - n] == tokens[-1 - n]:
+    while n < min(end, LONGEST) and tokens[end - 1 - n] == tokens[-1 - n]:
         n += 1
     return n
 
@@ -181,5 +179,5 @@ class Adaptive:
         for n in self._sizes:
             counts = self._next.get(tuple(tail[-n:])) if n <= len(tail) else None
             if counts:
-                return counts.most_common(1)[0][0], kind(n)
+                return counts.most_common(1)[0][0], match_kind(n)
         return None

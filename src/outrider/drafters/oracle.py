@@ -30,7 +30,9 @@ class Oracle(Drafter):
         if options.length < 1:
             raise OutriderError(f"oracle:length must be at least 1, not {options.length}")
         self._options, self._vocab = options, context.target.vocab_size
-        self._said: dict[int, list[int]] = {}  # by sequence: the answer with its errors, so that asking costs nothing
+        self._answers: dict[
+            int, list[int]
+        ] = {}  # by sequence: the answer with its errors, so that asking costs nothing
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         return [
@@ -39,13 +41,13 @@ class Oracle(Drafter):
 
     def _propose(self, seq: Sequence, length: int) -> Draft:
         at = len(seq.tokens) - seq.prompt
-        if seq.id not in self._said:
-            self._said[seq.id] = [self._guess(seq, place, token) for place, token in enumerate(seq.prediction)]
-        said = self._said[seq.id][at : at + length]
-        return Draft.chain(said) if said else EMPTY
+        if seq.id not in self._answers:
+            self._answers[seq.id] = [self._guess(seq, place, token) for place, token in enumerate(seq.prediction)]
+        guessed = self._answers[seq.id][at : at + length]
+        return Draft.chain(guessed) if guessed else EMPTY
 
     def forget(self, id: int) -> None:
-        self._said.pop(id, None)
+        self._answers.pop(id, None)
 
     def _guess(self, seq: Sequence, place: int, token: int) -> int:
         """A place has a random number of its own, however often and from wherever it is guessed."""

@@ -9,13 +9,13 @@ from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext, Drafter, Step
-from outrider.drafters.odds import Odds, kind
+from outrider.drafters.confidence import MatchCalibration, judged_chain, match_kind
 
-TRUST = 8  # a prediction is believed from its first token on as if so many had matched
+TRUST = 8  # tokens: a prediction is believed from its first token on as if this many had matched before it
 
 
 @dataclass(frozen=True)
-class _Place:
+class _PredictionPlace:
     read: int = 0  # output tokens that were looked at
     at: int = 0  # the place in the prediction that comes next
     matched: int = TRUST  # tokens that agree before it; 0: the output has departed, and this is where it would stand
@@ -40,8 +40,8 @@ class Prediction(Drafter):
                 f"prediction needs 1 <= least <= overlap, not least={options.least}, overlap={options.overlap}"
             )
         self._options = options
-        self._odds = Odds()
-        self._places: dict[int, _Place] = {}
+        self._calibration = MatchCalibration()
+        self._places: dict[int, _PredictionPlace] = {}
         self._found: dict[int, tuple[dict[int, int], list[int]]] = {}  # by sequence, once it has departed: see _ends
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
@@ -52,11 +52,12 @@ class Prediction(Drafter):
     def _propose(self, seq: Sequence, length: int) -> Draft:
         if not seq.prediction:
             return EMPTY
-        place = self._places[seq.id] = self._follow(seq, self._places.get(seq.id, _Place()))
+        place = self._places[seq.id] = self._follow(seq, self._places.get(seq.id, _PredictionPlace()))
         if not place.matched:
             return EMPTY
         tokens = seq.prediction[place.at : place.at + length]
-        return Draft.chain(tokens, acceptance=[self._odds.chance(kind(place.matched + i)) for i in range(len(tokens))])
+        acceptance = [self._calibration.probability(match_kind(place.matched + i)) for i in range(len(tokens))]
+        return Draft.chain(tokens, acceptance=acceptance)
 
     def observe(self, step: Step) -> None:
         """Learn how far the prediction can be trusted from what was written, drafted or not."""
@@ -65,21 +66,21 @@ class Prediction(Drafter):
             return
         written = step.seq.tokens[step.seq.prompt + place.read :]
         expected = step.seq.prediction[place.at : place.at + len(written)]
-        for i, (token, came) in enumerate(zip(expected, written, strict=False)):
-            self._odds.learn(kind(place.matched + i), token == came)
-            if token != came:
-                break
+        for i, kept in judged_chain(expected, written):
+            self._calibration.learn(match_kind(place.matched + i), kept)
 
-    def _follow(self, seq: Sequence, last: _Place) -> _Place:
+    def _follow(self, seq: Sequence, last: _PredictionPlace) -> _PredictionPlace:
         """Where in the prediction the output stands now."""
         fresh = tuple(seq.tokens[seq.prompt + last.read :])
         read, at = last.read + len(fresh), last.at + len(fresh)
         if last.matched and seq.prediction[last.at : at] == fresh:
-            return _Place(read, at, last.matched + len(fresh))
+            return _PredictionPlace(read, at, last.matched + len(fresh))
         tail = seq.tokens[max(seq.prompt, len(seq.tokens) - self._options.overlap) :]
         found = [(_shared(tail, seq.prediction, end), -abs(end - at), -end) for end in self._ends(seq, tail)]
         size, _, end = max(found, default=(0, 0, 0))
-        return _Place(read, at, matched=0) if size < self._options.least else _Place(read, -end, size)
+        return (
+            _PredictionPlace(read, at, matched=0) if size < self._options.least else _PredictionPlace(read, -end, size)
+        )
 
     def _ends(self, seq: Sequence, tail: list[int]) -> Iterator[int]:
         """Where the last tokens of the output, as few as will do, may end in the prediction. It is searched once;

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.drafters.eagle.runner import Shown
+from outrider.drafters.eagle.runner import ShownStates
 from outrider.models.cache import Slot
 from outrider.models.native import structs
 from outrider.models.native.library import library
@@ -19,7 +19,7 @@ from outrider.models.stack import Layer, StackConfig
 
 
 @dataclass(frozen=True, eq=False)
-class Beside:
+class HeadWeights:
     """What a head has beside its layers; norms are float32. A chain needs output and embedding packed."""
 
     fc: Packed
@@ -51,10 +51,10 @@ class Beside:
 
 
 class NativeHead(NativeStack):
-    def __init__(self, config: StackConfig, layers: Sequence[Layer], beside: Beside) -> None:
-        super().__init__(config, layers, beside.fc.inputs)
-        self._beside = beside  # what the structure points into
-        self._head = beside.struct(config.hidden_size)
+    def __init__(self, config: StackConfig, layers: Sequence[Layer], weights: HeadWeights) -> None:
+        super().__init__(config, layers, weights.fc.inputs)
+        self._weights = weights  # what the structure points into
+        self._head = weights.struct(config.hidden_size)
         kernels = library()
         self._states, self._normed = kernels.outrider_states, kernels.outrider_normed
         self._chain = kernels.outrider_chain
@@ -62,7 +62,7 @@ class NativeHead(NativeStack):
     @property
     def chains(self) -> bool:
         """Whether it has all that a chain needs."""
-        return self._beside.output is not None and self._beside.embedding is not None
+        return self._weights.output is not None and self._weights.embedding is not None
 
     def states(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] what the layers read of the target's own, [rows, blocks, hidden]."""
@@ -97,20 +97,20 @@ class NativeHead(NativeStack):
         slot: Slot,
         start: int,
         tokens: Sequence[int],
-        shown: Sequence[Shown],
+        shown: Sequence[ShownStates],
         turns: tuple[Tensor, Tensor],
         length: int,
         stop: float,
         head: structs.Head | None = None,
     ) -> list[tuple[int, float]]:
         """Take in tokens that begin at `start`, each with the target's states before it, and write up to `length` more
-        with their chances, until all of them together have less than `stop`. `turns`: cos and sin of all positions;
+        with their probabilities, until their product is below `stop`. `turns`: cos and sin of all positions;
         `head`: one of `writing`."""
         rows, shown = len(tokens), [(hidden.float(), chosen) for hidden, chosen in shown]
         assert start + rows + length - 1 <= slot.size
         work = self._workspace(rows, start + rows + length)
         span = self._place(slot, start, slice(0, rows))
-        written, chances = (ctypes.c_int64 * length)(), (ctypes.c_float * length)()
+        written, stated = (ctypes.c_int64 * length)(), (ctypes.c_float * length)()
         use_torch_threads()
         count = self._chain(
             ctypes.byref(self._shape),
@@ -124,15 +124,15 @@ class NativeHead(NativeStack):
             ctypes.c_int64(length),
             ctypes.c_double(stop),
             written,
-            chances,
+            stated,
             ctypes.byref(work.struct),
         )
         if count < 0:
             raise IndexError("a token that the embedding does not have")
-        return list(zip(written[:count], chances[:count], strict=True))
+        return list(zip(written[:count], stated[:count], strict=True))
 
 
-def _places(shown: Sequence[Shown]) -> ctypes.Array[ctypes.c_void_p]:
+def _places(shown: Sequence[ShownStates]) -> ctypes.Array[ctypes.c_void_p]:
     """Where each state of each row lies, [rows][blocks]; float32, each without gaps."""
     places: list[int] = []
     for hidden, rows in shown:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.eagle.head import EagleHead, EagleLayer
-from outrider.drafters.eagle.native_head import Beside, NativeHead
-from outrider.drafters.eagle.runner import Ahead, Shown
+from outrider.drafters.eagle.native_head import HeadWeights, NativeHead
+from outrider.drafters.eagle.runner import HeadOutput, ShownStates
 from outrider.drafters.eagle.vocabulary import Lexicon, Words
 from outrider.drafters.heads.output import Output, pack
 from outrider.models.base import Readable
@@ -50,7 +50,7 @@ class PackedRunner:
             return NativeStack(_sizes(head), layers)
         output, embedding = self._output.linear, getattr(getattr(target, "weights", None), "embedding", None)
         shared = isinstance(embedding, Packed) and not self.config.own_embedding
-        beside = Beside(
+        weights = HeadWeights(
             fc=self._fc,
             output=output if isinstance(output, Packed) else None,
             embedding=embedding if shared else None,
@@ -62,7 +62,7 @@ class PackedRunner:
             norm_residual=self.config.norm_residual,
             norm_output=self.config.norm_output,
         )
-        return NativeHead(_sizes(head), layers, beside)
+        return NativeHead(_sizes(head), layers, weights)
 
     def _words_of(self, head: EagleHead, target: Readable, bits: int, common: int) -> Lexicon | None:
         """None where a chain is written with all tokens."""
@@ -81,7 +81,7 @@ class PackedRunner:
         self._words.pop(id, None)
 
     @torch.inference_mode()
-    def extend(self, ids: Seq[int], tokens: Seq[Seq[int]], hidden: Tensor) -> Ahead:
+    def extend(self, ids: Seq[int], tokens: Seq[Seq[int]], hidden: Tensor) -> HeadOutput:
         positions: list[int] = []
         parents: list[int] = []
         slots, ends = [], []
@@ -101,7 +101,7 @@ class PackedRunner:
         return self._ahead(x if len(ends) == len(x) else x[ends])
 
     @torch.inference_mode()
-    def step(self, ids: Seq[int], tokens: Tensor, states: Tensor, trails: Tensor) -> Ahead:
+    def step(self, ids: Seq[int], tokens: Tensor, states: Tensor, trails: Tensor) -> HeadOutput:
         count, depth = len(tokens) // len(ids), trails.shape[1]
         slots = [self._cache.extend(id, count) for id in ids]
         lengths = [self._lengths[id] for id in ids]
@@ -118,9 +118,11 @@ class PackedRunner:
         return isinstance(self._stack, NativeHead) and self._stack.chains
 
     @torch.inference_mode()
-    def chain(self, id: int, tokens: Seq[int], shown: Seq[Shown], length: int, stop: float) -> list[tuple[int, float]]:
-        """As `extend` of one sequence, then its likeliest tokens with their chances, up to `length` of them and until
-        all together have less than `stop`; these are forgotten again."""
+    def chain(
+        self, id: int, tokens: Seq[int], shown: Seq[ShownStates], length: int, stop: float
+    ) -> list[tuple[int, float]]:
+        """As `extend` of one sequence, then its likeliest tokens with their probabilities, up to `length` of them and
+        until their product is below `stop`; these are forgotten again."""
         assert isinstance(self._stack, NativeHead)
         begin = self._lengths.get(id, 0)
         end = begin + len(tokens)
@@ -174,13 +176,13 @@ class PackedRunner:
             self._cos, self._sin = self._head.rope.tables(2 * count + _POSITIONS)
         return self._cos, self._sin
 
-    def _ahead(self, x: Tensor) -> Ahead:
+    def _ahead(self, x: Tensor) -> HeadOutput:
         if self._norm is None:
-            return Ahead(x, self._output(x))
+            return HeadOutput(x, self._output(x))
         logits = self._output(x, self._norm, self.config.norm_eps)
         if self.config.norm_output and isinstance(self._stack, NativeHead):
             x = self._stack.normed(x)
-        return Ahead(x, logits)
+        return HeadOutput(x, logits)
 
 
 class _Own:

@@ -10,17 +10,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.drafters.eagle.head import EagleHead, Norm
-from outrider.drafters.eagle.runner import Ahead
+from outrider.drafters.eagle.runner import HeadOutput
 from outrider.drafters.heads.output import Output
 from outrider.models.base import Readable
 from outrider.models.rope import rotate
 
-FEW = 16  # rows up to which sequences are padded to share a pass
-_SIZE, _POSITIONS = 256, 1024  # places of a slot and positions of the rotary tables, to begin with
+FEW = 16  # new rows of a sequence up to which it is padded to share a pass; more cost less in a pass of their own
+_SIZE = 256  # tokens that a slot holds to begin with: most chats fit after one doubling
+_POSITIONS = 1024  # of the rotary tables to begin with
 
 
 class Slots:
-    """Keys and values of all sequences in one tensor each, [layers, slots, kv_heads, size, head_dim]."""
+    """Keys and values of all sequences in one tensor each, [layers, slots, kv_heads, size, head_dim].
+
+    Slots and their size double when there are too few or too short ones, and are cut when sequences have ended, as soon
+    as a quarter of the memory would do. How long sequences get in all is the drafter's to bound.
+    """
 
     def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         self._shape, self._free = shape, [0]
@@ -30,7 +35,7 @@ class Slots:
         self.keys, self.values = (self._new(1, _SIZE, dtype, device) for _ in range(2))
 
     def reserve(self, ids: Seq[int], places: int) -> list[int]:
-        """The sequences' slots, each of at least so many places."""
+        """The sequences' slots, each of at least this many places."""
         for id in ids:
             if id not in self._of:
                 self._of[id], self.lengths[id], self.drafted[id] = self._take(), 0, 0
@@ -42,13 +47,29 @@ class Slots:
         if id in self._of:
             self._free.append(self._of.pop(id))
             del self.lengths[id], self.drafted[id]
+            self._shrink()
 
     def _take(self) -> int:
         if not self._free:
             slots = self.keys.shape[1]
             self._free = list(range(2 * slots - 1, slots - 1, -1))
             self._grow(2 * slots, self.keys.shape[3])
-        return self._free.pop()
+        slot = self._free.pop()
+        for each in (self.keys, self.values):  # a NaN of the sequence before must not be multiplied by 0
+            each[:, slot] = 0
+        return slot
+
+    def _shrink(self) -> None:
+        longest = max((self.lengths[id] + self.drafted[id] for id in self._of), default=0)
+        slots, size = max(2 * len(self._of), 1), max(2 * longest, _SIZE)
+        if self.keys.shape[1] * self.keys.shape[3] <= 4 * slots * size:
+            return
+        old, held, kept = (self.keys, self.values), list(self._of.values()), min(size, self.keys.shape[3])
+        self.keys, self.values = (self._new(slots, size, was.dtype, was.device) for was in old)
+        for new, was in zip((self.keys, self.values), old, strict=True):
+            new[:, : len(held), :, :kept] = was[:, held][..., :kept, :]
+        self._of = {id: slot for slot, id in enumerate(self._of)}
+        self._free = list(range(slots - 1, len(held) - 1, -1))
 
     def _grow(self, slots: int, size: int) -> None:
         old = self.keys, self.values
@@ -95,7 +116,7 @@ class DenseRunner:
         self._slots.free(id)
 
     @torch.inference_mode()
-    def extend(self, ids: Seq[int], tokens: Seq[Seq[int]], hidden: Tensor) -> Ahead:
+    def extend(self, ids: Seq[int], tokens: Seq[Seq[int]], hidden: Tensor) -> HeadOutput:
         states = self._states(hidden).split([len(each) for each in tokens])
         groups = _groups([len(each) for each in tokens])
         if len(groups) == 1:
@@ -107,7 +128,7 @@ class DenseRunner:
         return self._ahead(last)
 
     @torch.inference_mode()
-    def step(self, ids: Seq[int], tokens: Tensor, states: Tensor, trails: Tensor) -> Ahead:
+    def step(self, ids: Seq[int], tokens: Tensor, states: Tensor, trails: Tensor) -> HeadOutput:
         count, depth = len(tokens) // len(ids), trails.shape[1]
         lengths, drafted = [self._slots.lengths[id] for id in ids], self._slots.drafted[ids[0]]
         longest = max(lengths) + drafted + count
@@ -206,9 +227,9 @@ class DenseRunner:
         cos, sin = self._turns[:, positions].unsqueeze(3)
         return cos, sin
 
-    def _ahead(self, x: Tensor) -> Ahead:
+    def _ahead(self, x: Tensor) -> HeadOutput:
         normed = x if self.config.first else _normed(self._head.norm, x)
-        return Ahead(normed if self.config.norm_output else x, self._output(normed))
+        return HeadOutput(normed if self.config.norm_output else x, self._output(normed))
 
 
 def _normed(norm: Norm, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Trees that grow where a head is confident (EAGLE-2, Li et al. 2024).
 
-At each depth the best `width` nodes by their chance to be reached are followed; of all nodes that were seen the best
-are kept. A node is never likelier reached than its parent, so what is kept is a tree.
+At each depth the best `width` nodes by their probability to be reached are followed; of all nodes that were seen the
+best are kept. A node is never likelier reached than its parent, so what is kept is a tree.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.drafters.eagle.runner import Ahead, Runner
+from outrider.drafters.eagle.runner import HeadOutput, Runner
 
-_LESS = 1e-4  # what a depth costs: a child that is certain still comes after its parent
+_LESS = 1e-4  # log-probability that a depth costs: a child that is certain still comes after its parent
 
 # (logits [b * rows, draft vocabulary], the tokens of each row's path [b * rows, depth], depth) -> the likeliest tokens
-# that follow each row and the logarithms of their chances, [b * rows, width] each
+# that follow each row and the logarithms of their probabilities, [b * rows, width] each
 Offers = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
@@ -32,10 +32,10 @@ class Grown:
 
 
 def grow(
-    runner: Runner, ids: Seq[int], ahead: Ahead, offers: Offers, depth: int, sizes: Seq[int], stop: float
+    runner: Runner, ids: Seq[int], ahead: HeadOutput, offers: Offers, depth: int, sizes: Seq[int], stop: float
 ) -> list[Grown]:
     """A tree for each sequence: `ahead` is what follows its last committed token, `sizes` how many nodes it may have,
-    `stop` the chance below which no node is followed."""
+    `stop` the probability below which no node is followed."""
     b, device = len(ids), ahead.logits.device
     tokens, scores = offers(ahead.logits, torch.empty(b, 0, dtype=torch.long, device=device), 0)
     width = tokens.shape[1]
@@ -47,9 +47,9 @@ def grow(
         if not _worth(followed.scores, seen, sizes, stop):
             break
         ahead = runner.step(ids, followed.tokens.flatten(), followed.states, followed.trails.flatten(0, 1))
-        tokens, chances = offers(ahead.logits, followed.paths.flatten(0, 1), level)
+        tokens, logarithms = offers(ahead.logits, followed.paths.flatten(0, 1), level)
         tokens = tokens.view(b, -1)  # [b, width * width]
-        scores = (followed.scores.unsqueeze(2) + chances.view(b, width, -1)).flatten(1) - _LESS
+        scores = (followed.scores.unsqueeze(2) + logarithms.view(b, width, -1)).flatten(1) - _LESS
         seen.append((tokens, places.repeat_interleave(width, 1), scores))
         best = scores.topk(width, 1)
         places = count + best.indices
@@ -101,6 +101,6 @@ def _collect(seen: Seq[tuple[Tensor, Tensor, Tensor]], sizes: Seq[int], stop: fl
     above = parents.gather(1, kept)
     places = torch.searchsorted(chosen, above).where(above >= 0, -1)
     before = scores.gather(1, above.clamp(min=0)).where(above >= 0, 0.0)
-    chances = (scores.gather(1, kept) - before).exp().clamp(max=1.0)
-    columns = zip(counts.tolist(), tokens.gather(1, kept).tolist(), places.tolist(), chances.tolist(), strict=True)
+    acceptance = (scores.gather(1, kept) - before).exp().clamp(max=1.0)
+    columns = zip(counts.tolist(), tokens.gather(1, kept).tolist(), places.tolist(), acceptance.tolist(), strict=True)
     return [Grown(t[:count], p[:count], c[:count]) for count, t, p, c in columns]

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from outrider.core.draft import EMPTY, ROOT, Draft
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext, Step
+from outrider.drafters.confidence import StatedCalibration
 from outrider.drafters.ngram import Ngram
-from outrider.drafters.trust import Trust
 
-_FADE = 0.97  # what an old draft of the head weighs after each new one
-LEAST = 0.1  # chance of a node that can be worth its row
-_DRAFT = 0.15  # what a draft of the head takes, in tokens that would be written meanwhile, until that is known
-_KNOWN = 8  # tokens of a sequence after which its speed is
+_FADE = 0.97  # weight of an old draft of the head after each new one: about the last 30 count
+LEAST = 0.1  # probability to be reached: a copied node below it is not worth its row in the pass
+# Time of a draft of the head, in tokens that would be written meanwhile, until it is measured: a cautious guess.
+_DRAFT = 0.15
+_KNOWN = 8  # tokens of a sequence after which its measured speed is believed; the first ones are uneven
 
 
 class Lookup:
@@ -23,7 +24,7 @@ class Lookup:
         self._ngram = Ngram(Ngram.Options(max_n=least + 2, min_n=least), context)
         self._tries, self._kept = 1.0, 1.0  # drafts that the head was asked for, and their tokens that were kept
         self._seconds = 0.0  # of a draft of the head
-        self._trust = Trust()  # in copies where the head says something else
+        self._calibration = StatedCalibration()  # of copied tokens where the head says something else
         self._parted: dict[int, _Parting] = {}  # by sequence, in its last draft
 
     def propose(self, seq: Sequence, budget: int) -> Draft:
@@ -50,7 +51,7 @@ class Lookup:
 
     def merge(self, seq: Sequence, draft: Draft, copy: Draft) -> Draft:
         """Both as one tree: what they agree on stands there once, where they part the copy is a branch of its own."""
-        tree, parting = _merged(draft, copy, self._trust.chance)
+        tree, parting = _merged(draft, copy, self._calibration.probability)
         if parting is not None:
             self._parted[seq.id] = replace(parting, begin=len(seq.tokens))
         return tree
@@ -62,7 +63,7 @@ class Lookup:
             *before, last = parting.tokens
             written = step.seq.tokens[parting.begin :][: len(parting.tokens)]
             if written[: len(before)] == before and len(written) > len(before):
-                self._trust.learn(parting.said, written[-1] == last)
+                self._calibration.learn(parting.stated, written[-1] == last)
         if step.verdict is not None and step.draft and not step.draft.borrowed:
             kept = sum(not step.draft.sources or not step.draft.sources[node] for node in step.verdict.path)
             self._tries, self._kept = _FADE * self._tries + 1.0, _FADE * self._kept + kept
@@ -77,32 +78,32 @@ class _Parting:
     """Where a copy says something else than the head."""
 
     tokens: tuple[int, ...]  # copied, up to the first that the head does not have
-    said: float  # the chance of that one
+    stated: float  # the probability of that one
     begin: int = 0  # tokens that were committed
 
 
-def _merged(draft: Draft, copy: Draft, trusted: Callable[[float], float]) -> tuple[Draft, _Parting | None]:
+def _merged(draft: Draft, copy: Draft, calibrated: Callable[[float], float]) -> tuple[Draft, _Parting | None]:
     parting = None
-    tokens, parents, chances = list(draft.tokens), list(draft.parents), list(draft.acceptance)
+    tokens, parents, acceptance = list(draft.tokens), list(draft.parents), list(draft.acceptance)
     sources = list(draft.sources or ("",) * len(draft))
     node, reach = ROOT, 1.0
-    for depth, (token, chance, source) in enumerate(zip(copy.tokens, copy.acceptance, copy.sources, strict=True)):
+    for depth, (token, probability, source) in enumerate(zip(copy.tokens, copy.acceptance, copy.sources, strict=True)):
         below = [child for child, parent in enumerate(parents) if parent == node]
         same = next((child for child in below if tokens[child] == token), None)
         if same is None:
             if below:
-                said = chance * max(0.0, 1.0 - sum(chances[child] for child in below))
-                parting = _Parting(copy.tokens[: depth + 1], said)
-                chance = trusted(said)
-            if reach * chance < LEAST:
+                stated = probability * max(0.0, 1.0 - sum(acceptance[child] for child in below))
+                parting = _Parting(copy.tokens[: depth + 1], stated)
+                probability = calibrated(stated)
+            if reach * probability < LEAST:
                 break
             same = len(tokens)
             tokens.append(token)
             parents.append(node)
-            chances.append(chance)
+            acceptance.append(probability)
             sources.append(source)
         else:
-            chances[same] = max(chances[same], chance)
-        node, reach = same, reach * chances[same]
-    tree = Draft(tuple(tokens), tuple(parents), None, tuple(sources) if any(sources) else (), tuple(chances))
+            acceptance[same] = max(acceptance[same], probability)
+        node, reach = same, reach * acceptance[same]
+    tree = Draft(tuple(tokens), tuple(parents), None, tuple(sources) if any(sources) else (), tuple(acceptance))
     return tree, parting

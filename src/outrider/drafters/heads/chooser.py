@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 
 import torch
@@ -10,12 +11,16 @@ from torch import Tensor
 from outrider.core import sampling
 from outrider.core.draft import EMPTY, Draft
 from outrider.core.sequence import Sequence
-from outrider.drafters.trust import Trust
+from outrider.drafters.confidence import StatedCalibration
 
-_BLUR = 0.5  # under shared noise: how far, in log-probability, the head is expected to be from the target
+# Under shared noise: how far, in log-probability, the head is expected to be from the target. It sets how sure the head
+# is that the target takes the token with the highest score; the calibration corrects what is left.
+_BLUR = 0.5
 
 
-class Writer:
+class Chooser:
+    """The draft of one sequence as it grows."""
+
     def __init__(self, seq: Sequence, length: int, greedy: bool) -> None:
         """`greedy`: guess the likeliest token even where the request samples."""
         self.seq, self.length = seq, length
@@ -25,34 +30,43 @@ class Writer:
         self._shares = not guesses and not self.draws  # the target's own noise
         self.tokens: list[int] = []
         self.parents: list[int] = []
-        self.said: list[float] = []  # how sure the head was of each
+        self.stated: list[float] = []  # the probability that the head itself states for each
         self.laws: list[Tensor] = []
         self.reach = 1.0
 
-    def put(self, token: int, said: float) -> None:
-        """One more token of a chain."""
+    def put(self, token: int, stated: float) -> bool:
+        """One more token of a chain; False: there is none, since the head's numbers overflowed, and the chain ends."""
+        if not math.isfinite(stated):
+            self.length = len(self.tokens)
+            return False
         self.parents.append(len(self.tokens) - 1)
         self.tokens.append(token)
-        self.said.append(said)
-        self.reach *= said
+        self.stated.append(stated)
+        self.reach *= stated
+        return True
 
     def write(self, logits: Tensor) -> None:
         """Choose one more token of a chain; logits [vocab]."""
         try:
             if self.draws:
-                law = self.seq.law(logits, self.tokens)
-                self.laws.append(law)
-                # how sure the head is must not depend on the token: nodes are dropped by it (see core/draft.py)
-                self.put(self.seq.draw(law, len(self.tokens)), float(law.max()))
+                self._draw(self.seq.law(logits, self.tokens))
                 return
-            tokens, chances = self.offers(logits, self.tokens, 1)
+            tokens, logarithms = self.offers(logits, self.tokens, 1)
         except Exception:  # of a processor, or no token is left that the head may write: the target will judge
             self.length = len(self.tokens)
             return
-        self.put(int(tokens[0]), float(chances[0].exp()))
+        self.put(int(tokens[0]), float(logarithms[0].exp()))
+
+    def _draw(self, law: Tensor) -> None:
+        # what the head states must not depend on the token that is drawn: nodes are dropped by it (see core/draft.py)
+        stated = float(law.max())
+        drawn = self.seq.draw(law, len(self.tokens)) if math.isfinite(stated) else 0
+        if self.put(drawn, stated):
+            self.laws.append(law)
 
     def offers(self, logits: Tensor, path: Seq[int], count: int) -> tuple[Tensor, Tensor]:
-        """The likeliest tokens after `path`, and the logarithms of their chances; at most `count`."""
+        """The likeliest tokens after `path`, and the logarithms of their probabilities; at most `count`. Logits that
+        overflowed give NaN."""
         if self._shares:
             law = self.seq.law(logits, path)
             support = law.nonzero().squeeze(1)
@@ -65,9 +79,9 @@ class Writer:
         best = adjusted.float().log_softmax(0).topk(min(count, len(adjusted)))
         return best.indices, best.values
 
-    def draft(self, trust: Trust) -> Draft:
+    def draft(self, calibration: StatedCalibration) -> Draft:
         if not self.tokens:
             return EMPTY
         probs = torch.stack(self.laws) if self.laws else None
-        chances = tuple(map(trust.chance, self.said))
-        return Draft(tuple(self.tokens), tuple(self.parents), probs, acceptance=chances)
+        acceptance = tuple(map(calibration.probability, self.stated))
+        return Draft(tuple(self.tokens), tuple(self.parents), probs, acceptance=acceptance)

@@ -7,6 +7,7 @@ a tree of ranks that was measured once (`outrider tune-tree`), or else the one t
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -18,13 +19,13 @@ from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext, Drafter, Step
-from outrider.drafters.heads.chooser import Writer
+from outrider.drafters.confidence import StatedCalibration, judged_tree
+from outrider.drafters.heads.chooser import Chooser
 from outrider.drafters.heads.output import Output, bits
 from outrider.drafters.medusa.head import MedusaHead, Paths
-from outrider.drafters.trust import Trust
 from outrider.models.base import Readable
 
-RANKS = 10  # of each head that a tree may use
+RANKS = 10  # likeliest tokens of each head that a tree may use, as many as in the trees of the Medusa paper
 
 
 def grow_paths(rates: Seq[Seq[float]], nodes: int) -> Paths:
@@ -79,18 +80,18 @@ class Medusa(Drafter):
         self._tree = tuple(path for path in head.tree if len(path) <= len(self._blocks))
         self._ranks = min(max((RANKS, *(max(path) + 1 for path in self._tree))), len(self._ids))
         self._last: dict[int, Tensor] = {}  # [hidden] the target's final state before each sequence's last token
-        self._said: dict[int, tuple[Draft, int]] = {}  # the last draft, and how many tokens were committed then
-        self._trust = [Trust() for _ in self._blocks]
+        self._drafted: dict[int, tuple[Draft, int]] = {}  # the last draft, and how many tokens were committed then
+        self._calibrations = [StatedCalibration() for _ in self._blocks]  # by depth
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         drafts = [EMPTY] * len(seqs)
         asked = [i for i, seq in enumerate(seqs) if budgets[i] > 0 and seq.id in self._last]
         if asked:
-            tokens, chances = self._offers([seqs[i] for i in asked])
+            tokens, stated = self._offers([seqs[i] for i in asked])
             for row, i in enumerate(asked):
-                drafts[i] = self._draft(tokens[row], chances[row], min(budgets[i], self._nodes))
-                self._said[seqs[i].id] = drafts[i], len(seqs[i].tokens)
-        return [self._trusted(draft) for draft in drafts]
+                drafts[i] = self._draft(tokens[row], stated[row], min(budgets[i], self._nodes))
+                self._drafted[seqs[i].id] = drafts[i], len(seqs[i].tokens)
+        return [self._calibrated(draft) for draft in drafts]
 
     def observe(self, step: Step) -> None:
         if step.hidden is None or step.verdict is None:
@@ -102,40 +103,43 @@ class Medusa(Drafter):
 
     def forget(self, id: int) -> None:
         self._last.pop(id, None)
-        self._said.pop(id, None)
+        self._drafted.pop(id, None)
 
     @torch.inference_mode()
     def _offers(self, seqs: Seq[Sequence]) -> tuple[list[list[list[int]]], list[list[list[float]]]]:
-        """Per sequence and head: the likeliest tokens, and their chances."""
+        """Per sequence and head: the likeliest tokens, and the probabilities that the head states."""
         last = self._normed(torch.stack([self._last[seq.id] for seq in seqs])).to(self._dtype)
         logits = torch.stack(
             [output(block(last)) for block, output in zip(self._blocks, self._outputs, strict=False)], 1
         )
         best = torch.softmax(logits, -1).topk(self._ranks)
-        tokens, chances = self._ids[best.indices].tolist(), best.values.tolist()
+        tokens, stated = self._ids[best.indices].tolist(), best.values.tolist()
         for row, seq in enumerate(seqs):
             if not (seq.params.greedy or seq.rule == "rejection"):
-                tokens[row], chances[row] = self._with_noise(seq, logits[row])
-        return tokens, chances
+                tokens[row], stated[row] = self._with_noise(seq, logits[row])
+        return tokens, stated
 
     def _with_noise(self, seq: Sequence, logits: Tensor) -> tuple[list[list[int]], list[list[float]]]:
-        """Under the coupled rule the target's own noise is known: [heads, draft vocabulary] -> tokens and chances."""
-        writer, path = Writer(seq, len(logits), False), list[int]()
-        tokens, chances = [], []
+        """Under the coupled rule the target's own noise is known: [heads, draft vocabulary] -> tokens and stated
+        probabilities."""
+        chooser, path = Chooser(seq, len(logits), False), list[int]()
+        tokens, stated = [], []
         for row in logits:
             full = row.new_full((self._vocab,), float("-inf")).index_copy_(0, self._ids, row)
             try:
-                offered, scores = writer.offers(full, path, self._ranks)
+                offered, scores = chooser.offers(full, path, self._ranks)
             except Exception:  # of a processor, or no token is left that the head may write: the target will judge
                 break
             tokens.append(offered.tolist())
-            chances.append(scores.exp().tolist())
+            stated.append(scores.exp().tolist())
             path.append(tokens[-1][0])
-        return tokens, chances
+        return tokens, stated
 
-    def _draft(self, tokens: list[list[int]], chances: list[list[float]], nodes: int) -> Draft:
-        """The measured tree, or the one that is likeliest now."""
-        paths = self._tree[:nodes] or grow_paths(chances, nodes)
+    def _draft(self, tokens: list[list[int]], stated: list[list[float]], nodes: int) -> Draft:
+        """The measured tree, or the one that is likeliest now. It ends before a head whose numbers overflowed."""
+        sound = next((i for i, row in enumerate(stated) if not all(map(math.isfinite, row))), len(stated))
+        tokens, stated = tokens[:sound], stated[:sound]
+        paths = self._tree[:nodes] or grow_paths(stated, nodes)
         paths = tuple(
             p for p in paths if len(p) <= len(tokens) and all(r < len(t) for r, t in zip(p, tokens, strict=False))
         )
@@ -143,21 +147,18 @@ class Medusa(Drafter):
         return Draft(
             tuple(tokens[len(path) - 1][path[-1]] for path in paths),
             tuple(place[path[:-1]] for path in paths),
-            acceptance=tuple(chances[len(path) - 1][path[-1]] for path in paths),
+            acceptance=tuple(stated[len(path) - 1][path[-1]] for path in paths),
         )
 
-    def _trusted(self, draft: Draft) -> Draft:
+    def _calibrated(self, draft: Draft) -> Draft:
         levels = zip(draft.depths(), draft.acceptance, strict=True)
-        return replace(draft, acceptance=tuple(self._trust[depth - 1].chance(said) for depth, said in levels))
+        return replace(draft, acceptance=tuple(self._calibrations[depth - 1].probability(p) for depth, p in levels))
 
     def _learn(self, step: Step) -> None:
-        said, length = self._said.pop(step.seq.id, (EMPTY, 0))
-        node = -1
-        for depth, token in enumerate(step.seq.tokens[length:] if said else ()):
-            children = said.children(node) if depth < len(self._trust) else []
-            for child in children:
-                self._trust[depth].learn(said.acceptance[child], said.tokens[child] == token)
-            node = next((child for child in children if said.tokens[child] == token), len(said))
+        draft, length = self._drafted.pop(step.seq.id, (EMPTY, 0))
+        depths = draft.depths()
+        for node, kept in judged_tree(draft.tokens, draft.parents, step.seq.tokens[length:] if draft else ()):
+            self._calibrations[depths[node] - 1].learn(draft.acceptance[node], kept)
 
 
 def _outputs(head: MedusaHead, target: Readable, bits: int, dtype: torch.dtype) -> list[Output]:

@@ -1,0 +1,105 @@
+"""Calibration: how often guesses of one kind were kept, learned as text goes by, drafted or not.
+
+A drafter states the probability that a node is kept if its parent is (`Draft.acceptance`). Lookup knows how many tokens
+matched before the guess (`MatchCalibration`); a head states a probability of its own (`StatedCalibration`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence as Seq
+
+from outrider.core.draft import ROOT
+
+LONGEST = 16  # tokens: longer matches are counted with this one; few are longer, and they are right about as often
+# What followed the match before the most recent one: there was none, the same token, another token.
+ALONE, AGREED, DIFFERED = 0, 1, 2
+# Weight of an old observation after each new one of its kind (0.99: about the last 100 count). A sequence changes its
+# subject faster than all of them together do, so its own counts fade faster.
+FADE, SEQUENCE_FADE = 0.99, 0.98
+PRIOR_WEIGHT = 8.0  # observations that the prior counts for: after about as many the measured frequency leads
+SEQUENCE_PRIOR_WEIGHT = 24.0  # the same, where the prior is the frequency over all sequences, which is worth more
+BINS = 10  # stated probabilities are counted by tenths
+LEAST, MOST = 0.001, 0.999  # no stated probability is corrected to impossible or certain
+
+
+class Calibration:
+    """Fading counts by kind of guess: how many there were, how many were kept, and what had been stated of them."""
+
+    def __init__(self, kinds: int, fade: float, weight: float) -> None:
+        """`fade`: weight of an old observation after each new one; `weight`: observations that a prior counts for."""
+        self._fade, self._weight = fade, weight
+        self._tries, self._kept, self._stated = ([0.0] * kinds for _ in range(3))
+
+    def frequency(self, kind: int, prior: float) -> float:
+        """How often guesses of this kind are kept; `prior` is believed before any was seen."""
+        return (self._kept[kind] + self._weight * prior) / (self._tries[kind] + self._weight)
+
+    def correction(self, kind: int) -> float:
+        """How much more often they are kept than was stated."""
+        return (self._kept[kind] - self._stated[kind]) / (self._tries[kind] + self._weight)
+
+    def count(self, kind: int, kept: bool, stated: float = 0.0) -> None:
+        for sums, value in ((self._tries, 1.0), (self._kept, float(kept)), (self._stated, stated)):
+            sums[kind] = self._fade * sums[kind] + value
+
+
+def match_kind(matched: int, others: int = ALONE) -> int:
+    """What guesses of a lookup are counted by: the tokens that matched before it, and what else had followed them."""
+    return (matched if matched < LONGEST else LONGEST) + others * (LONGEST + 1)
+
+
+_PRIOR = [1.0 - 0.8 ** (n + 1) for n in range(LONGEST + 1)] * 3  # by kind: a longer match is believed more
+
+
+class MatchCalibration(Calibration):
+    """By `match_kind`. The prior is `base`, the calibration over all sequences, or else a guess by length."""
+
+    def __init__(self, base: MatchCalibration | None = None) -> None:
+        fade, weight = (FADE, PRIOR_WEIGHT) if base is None else (SEQUENCE_FADE, SEQUENCE_PRIOR_WEIGHT)
+        super().__init__(len(_PRIOR), fade, weight)
+        self._base = base
+
+    def probability(self, kind: int) -> float:
+        return self.frequency(kind, _PRIOR[kind] if self._base is None else self._base.probability(kind))
+
+    def learn(self, kind: int, kept: bool) -> None:
+        self.count(kind, kept)
+        if self._base is not None:
+            self._base.learn(kind, kept)
+
+
+class StatedCalibration(Calibration):
+    """By the probability that a head itself states."""
+
+    def __init__(self) -> None:
+        super().__init__(BINS, FADE, PRIOR_WEIGHT)
+
+    def probability(self, stated: float) -> float:
+        """The head's own probability, corrected by as much as those alike were wrong."""
+        return min(max(stated + self.correction(_bin(stated)), LEAST), MOST)
+
+    def learn(self, stated: float, kept: bool) -> None:
+        self.count(_bin(stated), kept, stated)
+
+
+def _bin(stated: float) -> int:
+    return min(int(stated * BINS), BINS - 1)
+
+
+def judged_chain(guessed: Seq[int], written: Seq[int]) -> Iterator[tuple[int, bool]]:
+    """Places of a guessed chain that what was written has judged, up to the first wrong one, and whether each held."""
+    for place, (guess, token) in enumerate(zip(guessed, written, strict=False)):
+        yield place, guess == token
+        if guess != token:
+            return
+
+
+def judged_tree(tokens: Seq[int], parents: Seq[int], written: Seq[int]) -> Iterator[tuple[int, bool]]:
+    """The same of a tree: its nodes under the path that was written, and whether each held."""
+    node: int | None = ROOT
+    for token in written:
+        if node is None:
+            return
+        below = [i for i in range(node + 1, len(tokens)) if parents[i] == node]
+        yield from ((i, tokens[i] == token) for i in below)
+        node = next((i for i in below if tokens[i] == token), None)
