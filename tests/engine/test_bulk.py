@@ -1,5 +1,7 @@
 """Many sequences that the target writes by itself, on a CPU: a model that costs nothing and has pages."""
 
+import itertools
+
 import pytest
 import torch
 from tiny import Markov, Scripted, drain, outputs, plainly
@@ -30,11 +32,12 @@ class PagedMarkov:
 
     def forward(self, feeds, layers=()):
         found = self.markov.forward(feeds, layers)
-        starts = [0]
-        for output in found:
-            starts.append(starts[-1] + len(output.logits))
+        starts = [0, *itertools.accumulate(len(output.logits) for output in found)]
         rows = torch.cat([output.logits for output in found])
-        return Outputs(rows, starts, best=lambda: rows.argmax(-1).tolist())
+        hidden = torch.cat([output.hidden for output in found]) if layers else None
+        counts = [len(feed.tokens) + len(feed.draft) for feed in feeds]
+        ends = [0, *itertools.accumulate(counts)]
+        return Outputs(rows, starts, hidden, ends, best=lambda: rows.argmax(-1).tolist())
 
     def begin(self, id, tokens):
         self.begun.append(id)
@@ -135,3 +138,66 @@ def test_a_watcher_that_raises_ends_its_own_sequence_only(number):
     assert "error" not in {seq.finish for seq in others}
     assert model.written
     assert model.markov.seen == {}
+
+
+class Reading(Drafter):
+    """It drafts nothing and reads states."""
+
+    layers = (1,)
+
+    def __init__(self):
+        self.seen = {}
+
+    def observe(self, step):
+        assert step.hidden is not None
+        self.seen[step.seq.id] = self.seen.get(step.seq.id, 0) + len(step.tokens)
+
+
+def test_a_drafter_that_reads_states_is_shown_those_of_every_token():
+    """A prefix shared with another sequence has no states, and nothing is written without the host."""
+    model, seqs, reading = PagedMarkov(), sequences(FEWEST + 8), Reading()
+    run(model, seqs, reading)
+    assert (model.begun, model.written) == ([], [])
+    assert reading.seen == {seq.id: len(seq.tokens) - 1 for seq in seqs}
+    assert outputs(seqs) == outputs(map(alone, seqs))
+
+
+def test_a_sequence_that_is_cancelled_while_a_pass_runs_is_freed_after_it():
+    model = PagedMarkov()
+    engine = Engine(model, Drafter(Drafter.Options(), None), Limits(4))
+    seqs = [Sequence(id, [id, 1], SamplingParams(20)) for id in range(2)]
+    for seq in seqs:
+        engine.add(seq)
+    engine.step()
+    lengths = []
+
+    def cancel():
+        if seqs[0].finish is None:
+            assert engine.cancel(0) == []
+            lengths.append(model.length(0))
+
+    engine.meanwhile = cancel
+    assert engine.step() == [seqs[0]]
+    assert lengths[0] > 0
+    assert model.length(0) == 0
+    drain(engine)
+    assert (seqs[0].finish, seqs[1].finish) == ("cancelled", "length")
+    assert outputs(seqs[1:]) == outputs([alone(seqs[1])])
+
+
+def test_the_first_pass_of_a_shape_is_no_measure_of_the_next():
+    class Compiling(PagedMarkov):
+        """Its first pass also compiles."""
+
+        passes = 0
+
+        def forward(self, feeds, layers=()):
+            found = super().forward(feeds, layers)
+            self.passes += 1
+            found.first = self.passes <= 3
+            return found
+
+    model, policy = Compiling(), DraftingPolicy()
+    run(model, [Sequence(0, [1], SamplingParams(9))], policy=policy)
+    assert model.passes == 9
+    assert policy.cost._counts == {1: 9 - 3}
