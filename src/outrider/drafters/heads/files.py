@@ -16,6 +16,7 @@ import torch
 
 from outrider.core.errors import OutriderError, one_line
 from outrider.drafters.heads.formats import Head, Tensors, eagle, eagle_config, medusa, medusa_config, same
+from outrider.drafters.heads.kinds import EAGLE, MEDUSA, kind_of
 from outrider.drafters.medusa.head import MedusaHead
 from outrider.models.base import Readable
 
@@ -49,7 +50,7 @@ def read(folder: str | Path, target: Readable, allow_pickle: bool = False) -> He
     kind = _kind(folder, said, tensors)
     _check_target(folder, said, target)
     with torch.no_grad():
-        head = medusa(folder, said, tensors, target) if kind == "medusa" else eagle(folder, said, tensors, target)
+        head = medusa(folder, said, tensors, target) if kind == MEDUSA else eagle(folder, said, tensors, target)
     return head.eval().requires_grad_(False)
 
 
@@ -165,10 +166,10 @@ def _kind(folder: Path, said: Mapping[str, Any], tensors: Tensors) -> str:
     kind = said.get("speculators_model_type")
     if kind not in (None, "eagle3"):
         raise OutriderError(f"{folder} is a speculators head of type {kind!r}; Outrider runs eagle3")
-    if kind is None and (said.get("model_type") == "medusa" or any("medusa" in key for key in said)):
-        return "medusa"
+    if kind is None and kind_of(said) == MEDUSA:
+        return MEDUSA
     if any(name.removeprefix("model.") == "fc.weight" for name in tensors):
-        return "eagle"
+        return EAGLE
     raise OutriderError(f"{folder} holds no head that Outrider knows: EAGLE, EAGLE-3, Medusa or speculators eagle3")
 
 

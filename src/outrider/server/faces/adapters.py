@@ -13,6 +13,7 @@ from typing import Any
 
 from outrider import drafters
 from outrider.core.errors import OutriderError, quoted
+from outrider.drafters.heads.kinds import EAGLE, MEDUSA, kind_of
 from outrider.models import sources
 from outrider.server.access import Access
 from outrider.server.context import ServerContext
@@ -20,7 +21,7 @@ from outrider.server.errors import Bad, Forbidden, Unknown
 from outrider.server.fleet.fleet import Description
 
 BASE = ("", "__base_model__")  # LoRAX's ids of the model without an adapter
-OWN = ("eagle", "medusa")  # the heads that come with a model
+OWN = (EAGLE, MEDUSA)  # the heads that come with a model
 
 
 class BadAdapter(Bad):
@@ -77,7 +78,7 @@ def _kind(id: str, folder: Path) -> str:
     config = _read(folder / "config.json")
     if config is None:
         raise BadAdapter(f"the adapter {quoted(id)} has no config.json, so it is no head; give the folder of a head")
-    return "medusa" if config.get("model_type") == "medusa" or any("medusa" in key for key in config) else "eagle"
+    return kind_of(config)
 
 
 def _read(path: Path) -> dict[str, Any] | None:

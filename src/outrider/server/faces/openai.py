@@ -21,6 +21,7 @@ from fastapi.responses import JSONResponse
 from outrider.core.request import Chunk, Request, Result
 from outrider.core.sequence import Token
 from outrider.core.stats import Stats
+from outrider.drafters import PREDICTION
 from outrider.server.access import Access
 from outrider.server.context import VERSION, ServerContext, id_of, server_of
 from outrider.server.faces.adapters import select
@@ -143,7 +144,7 @@ class AnswerWriter:
         written = sum(len(sample.token_ids) for sample in samples)
         usage: Json = {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
         if self._body.prediction is not None:
-            drafted, kept = stats.drafted_by_drafter["prediction"], stats.accepted_by_drafter["prediction"]
+            drafted, kept = stats.drafted_by_drafter[PREDICTION], stats.accepted_by_drafter[PREDICTION]
             usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": kept,
                 "rejected_prediction_tokens": drafted - kept,
