@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -76,3 +78,9 @@ def test_vllms_words_are_our_drafter_on_our_engine_and_stay_as_they_are_on_vllm(
     assert from_mapping({"speculative_config": json.dumps(words)}) == Settings(draft="ngram:length=7,max_n=5")
     there = from_mapping({"backend": "vllm", "speculative_config": json.dumps({"method": "mtp", "x": 1})})
     assert there.speculative_config == {"method": "mtp", "x": 1}
+
+
+def test_settings_are_read_without_torch():
+    code = "import sys, outrider.settings as s; s.from_mapping({'speculative_config': {'method': 'ngram'}})"
+    done = subprocess.run([sys.executable, "-c", f"{code}; print('torch' in sys.modules)"], capture_output=True)
+    assert done.stdout == b"False\n", done.stderr

@@ -1,25 +1,41 @@
 """Outrider: speculative decoding that gives the target model's own output, exactly."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from outrider.core.errors import OutriderError
-from outrider.core.request import Chunk, Request, Result
-from outrider.core.sampling import SamplingParams
-from outrider.core.stats import Stats
-from outrider.llm import LLM
-from outrider.settings import Settings
 
 if TYPE_CHECKING:
     from outrider.compat.client import Client
+    from outrider.core.errors import OutriderError
+    from outrider.core.params import SamplingParams
+    from outrider.core.request import Chunk, Request, Result
+    from outrider.core.stats import Stats
+    from outrider.llm import LLM
+    from outrider.settings import Settings
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["LLM", "Chunk", "Client", "OutriderError", "Request", "Result", "SamplingParams", "Settings", "Stats"]
 
+# Imported when it is asked for: torch takes seconds, and the command line must understand Ctrl-C before that.
+_HOMES = {
+    "LLM": "llm",
+    "Chunk": "core.request",
+    "Client": "compat.client",
+    "OutriderError": "core.errors",
+    "Request": "core.request",
+    "Result": "core.request",
+    "SamplingParams": "core.params",
+    "Settings": "settings",
+    "Stats": "core.stats",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "Client":  # brings an HTTP client with it, so it comes when it is asked for
-        from outrider.compat.client import Client
+    if name not in _HOMES:
+        raise AttributeError(f"module 'outrider' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"outrider.{_HOMES[name]}"), name)
+    return value
 
-        return Client
-    raise AttributeError(f"module 'outrider' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

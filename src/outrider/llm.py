@@ -1,10 +1,10 @@
-"""LLM: the Python face. Load a model, then generate, chat or stream."""
+"""LLM: the Python API. Load a model, then generate, chat or stream."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack, overload
 
 from outrider import build
 from outrider.backends.base import Stream
@@ -15,7 +15,23 @@ from outrider.core.request import Message, Prompt, Request, Result
 from outrider.engine.engine import Engine
 from outrider.settings import Settings, from_mapping
 
-MANY = 8  # prompts from which on a terminal shows a progress bar
+MANY = 8  # prompts: from this number on a terminal shows a progress bar, for fewer are soon done
+
+
+class OneCall(TypedDict, total=False):
+    """What one prompt or conversation may bring beside its parameters."""
+
+    draft: str
+    prediction: Prompt | None
+    progress: bool | None
+
+
+class ManyCall(TypedDict, total=False):
+    """The same for a list of them."""
+
+    draft: str
+    prediction: Prompt | Sequence[Prompt | None] | None
+    progress: bool | None
 
 
 class LLM:
@@ -52,7 +68,7 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """Our own engine, for those who look inside."""
+        """Our own engine."""
         if not isinstance(self.backend, Local):
             raise OutriderError(f"this looks into our own engine; the backend is {self.settings.backend}, use local")
         return self.backend.engine
@@ -62,6 +78,17 @@ class LLM:
         """The model's tokenizer, or None when its folder has none."""
         return self.backend.tokenizer
 
+    @overload  # the first of the two: text is also a sequence of texts
+    def generate(self, prompts: Prompt, params: SamplingParams | None = None, **more: Unpack[OneCall]) -> Result: ...  # type: ignore[overload-overlap]
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **more: Unpack[ManyCall],
+    ) -> list[Result]: ...
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -70,7 +97,7 @@ class LLM:
         draft: str = "",
         prediction: Prompt | Sequence[Prompt | None] | None = None,
         progress: bool | None = None,
-    ) -> Any:
+    ) -> Result | list[Result]:
         """Continue a prompt (text or token ids), or each prompt of a list.
 
         One prompt gives one Result, a list gives a list in the same order. `params`: one for all, or one per prompt.
@@ -82,6 +109,19 @@ class LLM:
         results = self._run(requests, progress)
         return results[0] if single else results
 
+    @overload
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, **more: Unpack[OneCall]
+    ) -> Result: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **more: Unpack[ManyCall],
+    ) -> list[Result]: ...
+
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -90,7 +130,7 @@ class LLM:
         draft: str = "",
         prediction: Prompt | Sequence[Prompt | None] | None = None,
         progress: bool | None = None,
-    ) -> Any:
+    ) -> Result | list[Result]:
         """Answer a conversation, or each of a list of them. A message is {"role": "user", "content": "..."}."""
         single = bool(messages) and isinstance(messages[0], dict)
         requests = _requests("messages", [messages] if single else messages, params, draft, prediction)

@@ -1,6 +1,7 @@
 """The command as a whole: help, version, mistakes, interruptions."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import outrider as package
 from outrider import cli
 
 COMMANDS = ("generate", "chat", "audit", "pull", "models", "demo")
+NO_HOME = "this user has no home folder; set OUTRIDER_CACHE to a folder of yours"
 RUN = [sys.executable, "-c", "import sys; from outrider.cli import main; sys.exit(main())"]
 
 
@@ -80,6 +82,37 @@ def test_ctrl_c(outrider, monkeypatch):
     monkeypatch.setattr(cli.options, "pull", interrupted)
     done = outrider("pull", "smollm2-135m")
     assert (done.code, done.err.strip()) == (130, "interrupted")
+
+
+@pytest.mark.parametrize("args", [["serve", "--no-model"], ["bench", "serve"]])
+def test_without_the_servers_packages_one_line_says_what_to_install(outrider, monkeypatch, args):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert_refused(outrider(*args), "pip install 'outrider[server]'")
+
+
+@pytest.mark.parametrize("args", [["--help"], ["models", "--json"], ["serve", "--help"]])
+def test_the_rest_works_without_the_servers_packages(args):
+    block = "import sys; sys.modules.update(dict.fromkeys(('fastapi', 'starlette', 'uvicorn', 'prometheus_client')))"
+    code = f"{block}; import outrider; outrider.LLM, outrider.Client; from outrider.cli import main; main({args!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+
+
+@pytest.mark.parametrize("args", [["--help"], ["models"], ["models", "--json"]])
+def test_without_a_home_there_is_no_trace(args, tmp_path):
+    """As an arbitrary user in a container has it: no HOME, and no entry in the list of users."""
+    code = (
+        "import os, pwd\ndef nobody(*_):\n    raise KeyError('uid not found')\npwd.getpwuid = pwd.getpwnam = nobody\n"
+    )
+    code += f"import sys; from outrider.cli import main; sys.exit(main({args!r}))"
+    env = {name: value for name, value in os.environ.items() if name not in ("HOME", "USERPROFILE")}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    refused = args[0] == "models"  # its list says what is in the cache
+    assert (done.returncode, done.stderr) == ((2, f"error: {NO_HOME}\n") if refused else (0, ""))
+    env["OUTRIDER_CACHE"] = str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_reader_that_leaves_early_is_no_error():

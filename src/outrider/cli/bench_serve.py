@@ -19,6 +19,7 @@ from outrider.cli import options
 from outrider.cli.fields import command, fields
 from outrider.cli.options import DEFAULT
 from outrider.cli.screen import bar, note
+from outrider.cli.serve import check_installed
 from outrider.core.option import option
 
 SERVER, WHAT = "Server", "What is measured"
@@ -92,6 +93,8 @@ def serve(*, own: Annotated[BenchServeOptions, fields(BenchServeOptions)]) -> No
     [dim]$[/] outrider bench serve --url http://127.0.0.1:8000 --streams 32 --rounds 10
     [dim]$[/] outrider bench serve --kind edit --streams 1 --draft ngram --draft layer_skip
     """
+    if not own.url:
+        check_installed()
     plan = own.plan()
     if not own.url:
         options.pull_known(plan.model)

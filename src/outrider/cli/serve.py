@@ -29,7 +29,8 @@ from outrider.settings import VLLM_DEFAULTS
 
 SERVER, RAY = "Server", "Ray"
 LOCAL = ("127.0.0.1", "localhost", "::1")
-INSTALL_RAY = "pip install 'outrider[ray]'"
+INSTALL_RAY, INSTALL_SERVER = "pip install 'outrider[ray]'", "pip install 'outrider[server]'"
+PACKAGES = ("fastapi", "uvicorn", "prometheus_client")  # of the extra `server`
 LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -105,6 +106,7 @@ def serve(
     [dim]$[/] outrider serve --no-model --state models.json --allow-folder ~/models
     [dim]$[/] outrider serve --ray --replicas 2 --threads 1
     """
+    check_installed()
     _check_ray(ray, launch, listen)
     if launch.no_model and server.no_launch and listen.state is None:
         raise OutriderError("--no-model and --no-launch together serve nothing; leave out one of them, or add --state")
@@ -141,6 +143,13 @@ def serve(
 
     scale = Scale.of(ray.replicas, ray.cpus_per_replica, ray.gpus_per_replica, settings)
     on_ray.run(plan, scale, ray.ray_address, listen.log_level)
+
+
+def check_installed() -> None:
+    """The base install has no web server; this says how to get one."""
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise OutriderError(f"a server needs {', '.join(missing)}, not installed for this Python: {INSTALL_SERVER}")
 
 
 def _spec(model: str, launch: LaunchOptions, given: Given, known: Registry) -> LaunchSpec:

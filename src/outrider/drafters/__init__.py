@@ -10,10 +10,12 @@ import typing
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outrider.core.errors import OutriderError, quoted
-from outrider.drafters.base import BuildContext, Drafter
+
+if TYPE_CHECKING:  # reading a spec needs no torch
+    from outrider.drafters.base import BuildContext, Drafter
 
 # Drafters that other packages mean by what they do.
 PLAIN = "none"  # drafts nothing

@@ -72,7 +72,17 @@ KNOWN: dict[str, Source] = {
 def cache_dir() -> Path:
     if own := os.environ.get("OUTRIDER_CACHE"):
         return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "outrider"
+    return user_folder("XDG_CACHE_HOME", ".cache", "OUTRIDER_CACHE")
+
+
+def user_folder(variable: str, usual: str, own: str) -> Path:
+    """Our folder below the one that an environment variable names, or below a usual place in the home folder.
+
+    `own`: the variable that names ours itself, for somebody who has no home folder."""
+    try:
+        return Path(os.environ.get(variable) or Path.home() / usual).expanduser() / "outrider"
+    except RuntimeError as error:  # no HOME, and no entry in the list of users
+        raise OutriderError(f"this user has no home folder; set {own} to a folder of yours") from error
 
 
 def resolve(name: str, progress: Progress | None = None) -> Path:
@@ -294,7 +304,7 @@ def _hub_snapshots() -> list[Installed]:
 
     try:
         repos = hub.scan_cache_dir().repos
-    except errors.CacheNotFound:
+    except (errors.CacheNotFound, RuntimeError):  # RuntimeError: no home folder, so no cache in it
         return []
     models = [repo for repo in repos if repo.repo_type == "model" and repo.revisions]
     newest = {repo.repo_id: max(repo.revisions, key=lambda revision: revision.last_modified) for repo in models}

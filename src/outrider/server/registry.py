@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from outrider.core.errors import OutriderError, one_line
+from outrider.models.sources import user_folder
 
 ROUNDED = {"int8": "int8", "8-bit": "int8", "int4": "int4", "4-bit": "int4"}  # what we can do to dense weights
 
@@ -111,19 +112,27 @@ def _direct(name: str, source: str, size: float | None, wanted: str) -> Choice:
 def config_dir() -> Path:
     if own := os.environ.get("OUTRIDER_CONFIG"):
         return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config").expanduser() / "outrider"
+    return user_folder("XDG_CONFIG_HOME", ".config", "OUTRIDER_CONFIG")
 
 
 def load(file: Path | None = None) -> Registry:
     """The built-in entries and those of a YAML file; by default of `registry.yaml` in the config folder, if there."""
-    path = file or config_dir() / "registry.yaml"
-    if file is None and not path.is_file():
+    path = file or _usual_file()
+    if path is None:
         return BUILT_IN
     said = _read(path)
     entries = _records(path, Entry, said.get("models"), "models")
     heads = _records(path, Head, said.get("heads"), "heads")
     _refuse_twins(path, entries)
     return Registry((*entries, *BUILT_IN.entries), tuple(heads))
+
+
+def _usual_file() -> Path | None:
+    try:
+        path = config_dir() / "registry.yaml"
+    except OutriderError:  # no home folder, so there is no file in it
+        return None
+    return path if path.is_file() else None
 
 
 def parse_size(value: object) -> float:
