@@ -6,7 +6,7 @@ Every key is honoured, or refused with the reason. Where the file is silent our 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from outrider import drafters
@@ -363,27 +363,8 @@ HF_TABLES = {
 }
 HF_ARGS = (*HF_TABLES, "hf_local_model_path")
 VLLM_ARGS = ("vllm_init_params", "vllm_sampling_params")
-# Of vLLM's sampling parameters: those that we have, by name.
-VLLM_SAMPLING = (
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "logprobs",
-    "n",
-)
+# Of vLLM's sampling parameters: those that we have, by name. It has no typical_p, and a file holds no functions.
+VLLM_SAMPLING = tuple(each.name for each in fields(SamplingParams) if each.name not in ("typical_p", "processors"))
 _SETTINGS_OF_VLLM = ("dtype", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
