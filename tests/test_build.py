@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from outrider import LLM, SamplingParams
+from outrider import LLM, SamplingParams, Settings, drafters
+from outrider.cli import options
 
 PROMPTS = ["the red fox", "one, two, three", "the sea is green"]
 
@@ -15,3 +16,11 @@ def test_drafters_that_name_one_draft_model_share_it(tiny_folder, tiny_draft):
         streams = [llm.stream(prompt, params, draft=spec) for spec in specs for prompt in PROMPTS]  # in one batch
         assert [stream.result().token_ids for stream in streams] == plain * 3
         assert len({id(llm.backend.engine.drafters[spec]._model) for spec in specs}) == 1
+
+
+def test_the_spec_of_a_drafter_is_parsed_once(tiny_folder, monkeypatch):
+    parsed, parse = [], drafters.parse
+    monkeypatch.setattr(drafters, "parse", lambda spec: parsed.append(spec) or parse(spec))
+    with options.opened(Settings(str(tiny_folder), "ngram:length=3", threads=1, cache_memory=0.1)) as llm:
+        assert llm.generate("the red fox", SamplingParams(max_tokens=4)).token_ids
+    assert parsed == ["ngram:length=3"]

@@ -119,7 +119,7 @@ class TestGenerate:
         results = llm.generate(PROMPTS, SHORT, draft="prediction", prediction=ids(answers))
         assert ids(results) == ids(answers)
         assert all(result.stats.accepted == 7 for result in results)
-        with pytest.raises(OutriderError, match="2 prediction for 3 prompts"):
+        with pytest.raises(OutriderError, match="2 predictions for 3 prompts"):
             llm.generate(PROMPTS, SHORT, prediction=["a", "b"])
 
     def test_a_draft_model_of_another_vocabulary(self, llm, tiny_stranger):

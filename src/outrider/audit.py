@@ -98,10 +98,10 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        said = {"passed": self.passed, **asdict(self)}
-        for own, drafter in zip(said["drafters"], self.drafters, strict=True):
+        values = {"passed": self.passed, **asdict(self)}
+        for own, drafter in zip(values["drafters"], self.drafters, strict=True):
             own["passed"] = drafter.passed
-        return said
+        return values
 
 
 def default_drafts(llm: LLM) -> list[str]:
@@ -141,8 +141,8 @@ def audit(
         short = bench.continuations(samples)
         reports = tuple(DrafterReport(draft, tuple(bench.checks(draft, greedy, seeded, short))) for draft in drafts)
     names = tuple(prompt.name for prompt in prompts)
-    seconds, said = round(time.perf_counter() - begin, 3), llm.settings
-    return Report(said.model, said.dtype, small, names, max_tokens, seed, samples, seconds, reports)
+    seconds, chosen = round(time.perf_counter() - begin, 3), llm.settings
+    return Report(chosen.model, chosen.dtype, small, names, max_tokens, seed, samples, seconds, reports)
 
 
 @dataclass(frozen=True)

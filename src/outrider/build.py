@@ -15,6 +15,7 @@ from outrider.backends import speculation
 from outrider.backends.base import Backend
 from outrider.backends.local import Local
 from outrider.core.errors import OutriderError
+from outrider.drafters import DrafterSpec
 from outrider.drafters.base import BuildContext, Drafter, RetokenizedModel
 from outrider.engine.engine import Engine
 from outrider.engine.policy import DraftingPolicy
@@ -38,17 +39,16 @@ _NOT_ON_VLLM = {
 }
 
 
-def backend(settings: Settings) -> Backend:
-    """Whoever answers requests under these settings."""
-    check(settings)
-    return vllm(settings) if settings.backend == "vllm" else local(settings)
+def backend(settings: Settings, draft: DrafterSpec | None = None) -> Backend:
+    """What answers requests under these settings. `draft`: what `check` has returned, if it was called before."""
+    spec = draft or check(settings)
+    return vllm(settings) if spec is None else local(settings, spec)
 
 
-def check(settings: Settings) -> None:
-    """Refuse what can be refused before anything is loaded."""
+def check(settings: Settings) -> DrafterSpec | None:
+    """Refuse what can be refused before anything is loaded. Returns the drafter of our own engine; None on vLLM."""
     if settings.backend == "local":
-        drafters.parse(settings.draft)
-        return
+        return drafters.parse(settings.draft)
     for name, why in _NOT_ON_VLLM.items():
         if getattr(settings, name) != getattr(Settings(), name):
             raise OutriderError(f"{name} cannot be chosen on the backend vllm: {why}")
@@ -61,6 +61,7 @@ def check(settings: Settings) -> None:
         raise OutriderError(
             f"vLLM's drafter suffix is in a package of its own, which is not installed: {INSTALL_SUFFIX}"
         )
+    return None
 
 
 def vllm(settings: Settings) -> Backend:
@@ -93,45 +94,59 @@ def _speculation(settings: Settings) -> dict[str, Any] | None:
     return dict(settings.speculative_config)
 
 
-def local(settings: Settings) -> Local:
-    """Our own engine for these settings."""
-    drafters.parse(settings.draft)  # a typing error shows before a model is loaded
+def local(settings: Settings, draft: DrafterSpec | None = None) -> Local:
+    """Our own engine for these settings. `draft`: their drafter, if it was parsed before."""
+    spec = draft or drafters.parse(settings.draft)  # a typing error shows before a model is loaded
     if settings.threads:
         torch.set_num_threads(settings.threads)
     where = place(settings)
     loaded = load(settings.model, where)
-    draft_models: WeakValueDictionary[tuple[str, str, str], Model] = WeakValueDictionary()  # while a drafter has them
-    foreign: WeakKeyDictionary[Model, Tokenizer] = WeakKeyDictionary()  # those of another vocabulary
-    notes = list(loaded.notes)
+    draft_models = DraftModels(settings.model, loaded, where)
 
-    def draft_model(name: str, quantize: str, tokenizer: str = "") -> Model | RetokenizedModel:
-        """One copy serves all drafters that name it: what it caches goes by sequence."""
-        model = draft_models.get((name, quantize, tokenizer))
-        if model is None:
-            other = load(name, replace(where, bits=BITS[quantize]))
-            if tokenizer:
-                other = replace(other, tokenizer=read_tokenizer(tokenizer))
-            if other.tokenizer is not None and differing(loaded, other):
-                foreign[other.model] = other.tokenizer
-                notes.append(f"{name} has another vocabulary than {settings.model}: it guesses through text")
-            else:
-                check_vocabularies(loaded, other, name)
-            model = draft_models[name, quantize, tokenizer] = other.model
-        if model in foreign and loaded.tokenizer is not None:
-            return RetokenizedModel(model, foreign[model], loaded.tokenizer)
-        return model
-
-    def drafter(spec: str) -> Drafter:
-        return drafters.build(spec, BuildContext(loaded.model, draft_model, settings.model))
+    def drafter(spec: str | DrafterSpec) -> Drafter:
+        return drafters.build(spec, BuildContext(loaded.model, draft_models.load, settings.model))
 
     engine = Engine(
         loaded.model,
-        drafter(settings.draft),
+        drafter(spec),
         Limits(settings.max_batch, settings.piece, drafting=settings.max_draft_batch),
         DraftingPolicy() if settings.pace else None,
     )
     engine.drafters[settings.draft] = engine.drafters[""]  # a request that names it gets the same one
-    return Local(engine, drafter, loaded.tokenizer, loaded.ends, settings.rule, notes)  # type: ignore[arg-type]
+    return Local(engine, drafter, loaded.tokenizer, loaded.ends, settings.rule, draft_models.notes)  # type: ignore[arg-type]
+
+
+class DraftModels:
+    """Models that drafters draft with. One copy serves all drafters that name it: its cache goes by sequence."""
+
+    def __init__(self, name: str, target: Loaded, where: Place) -> None:
+        self._name, self._target, self._where = name, target, where
+        self._models: WeakValueDictionary[tuple[str, str, str], Model] = (
+            WeakValueDictionary()
+        )  # while a drafter has them
+        self._tokenizers: WeakKeyDictionary[Model, Tokenizer] = WeakKeyDictionary()  # of models with another vocabulary
+        self.notes = list(target.notes)  # for the user
+
+    def load(self, name: str, quantize: str, tokenizer: str = "") -> Model | RetokenizedModel:
+        """`name`: as for a target. `tokenizer`: the folder of its tokenizer, if it has none of its own."""
+        key = name, quantize, tokenizer
+        model = self._models.get(key)
+        if model is None:
+            model = self._models[key] = self._read(*key)
+        if model in self._tokenizers and self._target.tokenizer is not None:
+            return RetokenizedModel(model, self._tokenizers[model], self._target.tokenizer)
+        return model
+
+    def _read(self, name: str, quantize: str, tokenizer: str) -> Model:
+        other = load(name, replace(self._where, bits=BITS[quantize]))
+        if tokenizer:
+            other = replace(other, tokenizer=read_tokenizer(tokenizer))
+        if other.tokenizer is not None and differing(self._target, other):
+            self._tokenizers[other.model] = other.tokenizer
+            self.notes.append(f"{name} has another vocabulary than {self._name}: it guesses through text")
+        else:
+            check_vocabularies(self._target, other, name)
+        return other.model
 
 
 def place(settings: Settings) -> Place:

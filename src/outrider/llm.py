@@ -12,6 +12,7 @@ from outrider.backends.local import Local
 from outrider.core.errors import OutriderError
 from outrider.core.params import SamplingParams
 from outrider.core.request import Message, Prompt, Request, Result
+from outrider.drafters import DrafterSpec
 from outrider.engine.engine import Engine
 from outrider.settings import Settings, from_mapping
 
@@ -47,8 +48,8 @@ class LLM:
 
     def __init__(
         self,
-        model: str = "smollm2-135m",
-        draft: str = "ngram",
+        model: str = Settings.model,
+        draft: str = Settings.draft,
         device: str = "auto",
         dtype: str = "auto",
         **settings: Any,
@@ -57,14 +58,15 @@ class LLM:
         self._open(from_mapping(chosen))
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> LLM:
+    def from_settings(cls, settings: Settings, draft: DrafterSpec | None = None) -> LLM:
+        """`draft`: what `build.check` made of the settings' drafter, if it was called before."""
         llm = cls.__new__(cls)
-        llm._open(settings)
+        llm._open(settings, draft)
         return llm
 
-    def _open(self, settings: Settings) -> None:
+    def _open(self, settings: Settings, draft: DrafterSpec | None = None) -> None:
         self.settings = settings
-        self.backend = build.backend(settings)
+        self.backend = build.backend(settings, draft)
 
     @property
     def engine(self) -> Engine:
@@ -188,7 +190,7 @@ def _requests(kind: str, inputs: Any, params: Any, draft: str, prediction: Any) 
     each = _per_input(
         "params", SamplingParams() if params is None else params, len(inputs), isinstance(params, Sequence)
     )
-    expected = _per_input("prediction", prediction, len(inputs), not (prediction is None or _is_prompt(prediction)))
+    expected = _per_input("predictions", prediction, len(inputs), not (prediction is None or _is_prompt(prediction)))
     return [
         Request(**{kind: value}, params=own, draft=draft, prediction=text)
         for value, own, text in zip(inputs, each, expected, strict=True)

@@ -42,7 +42,7 @@ class Query:
 def answer(llm: LLM, config: Config, queries: Sequence[Query], output: Path, raw: bool) -> int:
     """Write what is not written yet; how many queries failed."""
     stats, failed = Stats(), 0
-    with Answers.opened(output, _mark(config, raw), queries) as answers, bar(_COUNT) as show:
+    with AnswerFile.opened(output, _mark(config, raw), queries) as answers, bar(_COUNT) as show:
         before = len(answers.done)
         todo = [query for query in queries if query.id not in answers.done]
         for query, outcome in _run(llm, config, todo, raw):
@@ -82,22 +82,22 @@ def read(path: Path) -> list[Query]:
 def _query(path: Path, number: int, line: str) -> Query:
     where = f"{path}, line {number}"
     try:
-        said = json.loads(line)
+        entry = json.loads(line)
     except ValueError as error:
         raise OutriderError(f"{where} is not JSON ({error})") from error
-    if not isinstance(said, dict) or not isinstance(said.get("query"), str):
+    if not isinstance(entry, dict) or not isinstance(entry.get("query"), str):
         raise OutriderError(f'{where} has no query; write {{"query": "..."}}')
-    unknown = [key for key in said if key not in KEYS]
+    unknown = [key for key in entry if key not in KEYS]
     if unknown:
         raise OutriderError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(KEYS)}")
-    found = said.get("retrieved") or []
+    found = entry.get("retrieved") or []
     texts = [found] if isinstance(found, str) else found
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise OutriderError(f"{where}: retrieved must be text or a list of texts")
-    return Query(str(said.get("id", number)), said["query"], tuple(texts))
+    return Query(str(entry.get("id", number)), entry["query"], tuple(texts))
 
 
-class Answers:
+class AnswerFile:
     """The output file. A line is written whole or not at all."""
 
     def __init__(self, file: int, mark: str) -> None:
@@ -106,7 +106,7 @@ class Answers:
 
     @classmethod
     @contextmanager
-    def opened(cls, path: Path, mark: str, queries: Sequence[Query]) -> Iterator[Answers]:
+    def opened(cls, path: Path, mark: str, queries: Sequence[Query]) -> Iterator[AnswerFile]:
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as error:
@@ -119,8 +119,8 @@ class Answers:
             os.close(file)
 
     def add(self, query: Query, result: Result) -> None:
-        said = {"id": query.id, "query": query.text, "run": self._mark, **result.as_dict()}
-        data = json.dumps(said, ensure_ascii=False).encode() + b"\n"
+        record = {"id": query.id, "query": query.text, "run": self._mark, **result.as_dict()}
+        data = json.dumps(record, ensure_ascii=False).encode() + b"\n"
         if os.write(self._file, data) < len(data):
             raise OutriderError("the answer could not be written in full; is the disk full?")
         os.fsync(self._file)
@@ -142,8 +142,8 @@ class Answers:
 
     def _known(self, where: str, line: bytes, queries: dict[str, Query]) -> str:
         try:
-            said: Any = json.loads(line)
-            id, text, mark = said["id"], said["query"], said["run"]
+            record: Any = json.loads(line)
+            id, text, mark = record["id"], record["query"], record["run"]
         except (ValueError, KeyError, TypeError) as error:
             raise OutriderError(f"{where} is not an answer of ours; choose another --output") from error
         if id not in queries or queries[id].text != text:
@@ -156,8 +156,8 @@ class Answers:
 def _mark(config: Config, raw: bool) -> str:
     """Stands for all that decides the answers; who drafts does not."""
     names = ("model", "backend", "device", "dtype", "quantize")
-    said = {name: getattr(config.settings, name) for name in names}
-    whole = {**said, "params": asdict(config.params), "prefix": config.query_prefix, "raw": raw}
+    chosen = {name: getattr(config.settings, name) for name in names}
+    whole = {**chosen, "params": asdict(config.params), "prefix": config.query_prefix, "raw": raw}
     return hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from outrider import drafters
 from outrider.backends.base import Stream
 from outrider.cli import options
 from outrider.cli.fields import command
@@ -128,7 +127,7 @@ class Conversation:
         room = self._llm.backend.context - len(self._render(turns))
         params = replace(self._params, max_tokens=max(1, min(self._params.max_tokens, room)))
         # the drafter `prediction` takes the answer before this one as what is expected: "now the same, but ..."
-        predicts = (self._draft or self._llm.settings.draft).partition(":")[0] == drafters.PREDICTION
+        predicts = options.reads_prediction(self._draft or self._llm.settings.draft)
         expected = self._turns[-1]["content"] if predicts and self._turns else None
         result = self._show(self._llm.stream(messages, params, draft=self._draft, prediction=expected or None))
         if result.finish_reason == "error":

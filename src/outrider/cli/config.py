@@ -85,7 +85,8 @@ def _draft_model(settings: Settings) -> str | None:
     if settings.backend == "local":
         return getattr(drafters.parse(settings.draft)[1], "model", None)
     config = settings.speculative_config or speculation.to_vllm(settings.draft) or {}
-    return config.get("model") if config.get("method") == "draft_model" else None
+    drafts = speculation.WORDS.get(config.get("method", "")) is speculation.VllmModelOptions
+    return config.get("model") if drafts else None
 
 
 def _sampling(params: SamplingParams) -> str:

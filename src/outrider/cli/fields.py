@@ -26,7 +26,7 @@ class Given(dict[str, Any]):
 
 
 @dataclass(frozen=True)
-class Entry:
+class FieldOption:
     """A field as an option of one command."""
 
     name: str
@@ -55,10 +55,10 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Source(Generic[T]):
+class OptionSource(Generic[T]):
     """Fields that become options, and the object that is made of what was given for them."""
 
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, FieldOption]
     make: Callable[[Given], T]
 
     def given(self, values: Mapping[str, Any]) -> Given:
@@ -72,7 +72,7 @@ class Source(Generic[T]):
 
 def fields(
     kind: type[T], *names: str, panel: str = "", make: Callable[[Given], T] | None = None, **changes: Any
-) -> Source[T]:
+) -> OptionSource[T]:
     """The fields of a dataclass that are options, or those of `names`. `changes`: field -> what this command says
     differently about it, as values of its Option; `default` there is another default."""
     known = {each.name: each for each in fields_of(kind)}  # type: ignore[arg-type]
@@ -80,19 +80,19 @@ def fields(
     entries = {name: _entry(kind, known[name], panel, dict(changes.pop(name, {}))) for name in taken}
     assert not changes, f"{kind.__name__}: changes of fields that are not taken: {', '.join(changes)}"
     other = {name: each.default for name, each in entries.items() if each.default != known[name].default}
-    return Source(entries, lambda given: (make or _built(kind))(Given({**other, **given})))
+    return OptionSource(entries, lambda given: (make or _built(kind))(Given({**other, **given})))
 
 
 def _built(kind: type[T]) -> Callable[[Given], T]:
     return lambda given: kind(**given)
 
 
-def _entry(kind: type, each: Field[Any], panel: str, change: dict[str, Any]) -> Entry:
+def _entry(kind: type, each: Field[Any], panel: str, change: dict[str, Any]) -> FieldOption:
     words = option_of(each)
     assert words is not None, f"{kind.__name__}.{each.name} has no words for the command line"
     default = change.pop("default", each.default)
     words = replace(words, **{"panel": words.panel or panel, **change})
-    return Entry(each.name, _typed(kind, each, words), default, words)
+    return FieldOption(each.name, _typed(kind, each, words), default, words)
 
 
 def _typed(kind: type, each: Field[Any], words: Option) -> Any:
@@ -106,9 +106,9 @@ def _typed(kind: type, each: Field[Any], words: Option) -> Any:
     return hint if words.parse is None and first is parts[0] else str | None
 
 
-def joined(make: Callable[[Given], T], *sources: Source[Any]) -> Source[T]:
+def joined(make: Callable[[Given], T], *sources: OptionSource[Any]) -> OptionSource[T]:
     """The fields of several sources, of which one object is made."""
-    return Source({name: each for source in sources for name, each in source.entries.items()}, make)
+    return OptionSource({name: each for source in sources for name, each in source.entries.items()}, make)
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
@@ -141,12 +141,12 @@ def was_given(ctx: typer.Context, name: str) -> bool:
     return source is not None and not source.name.startswith("DEFAULT")
 
 
-def _source(hint: Any) -> Source[Any] | None:
-    return next((each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Source)), None)
+def _source(hint: Any) -> OptionSource[Any] | None:
+    return next((each for each in getattr(hint, "__metadata__", ()) if isinstance(each, OptionSource)), None)
 
 
 def _parameters(
-    function: Callable[..., None], hints: Mapping[str, Any], sources: Mapping[str, Source[Any]]
+    function: Callable[..., None], hints: Mapping[str, Any], sources: Mapping[str, OptionSource[Any]]
 ) -> list[inspect.Parameter]:
     own = inspect.Parameter.KEYWORD_ONLY
     made = [inspect.Parameter("ctx", own, annotation=typer.Context)]

@@ -111,7 +111,7 @@ def _result(stream: Stream, live: bool) -> Result:
 
 
 def _with_drafter(settings: Settings, draft: str, prediction: str | None) -> Settings:
-    predicts = settings.draft.partition(":")[0] == drafters.PREDICTION
+    predicts = options.reads_prediction(settings.draft)
     if prediction is not None and draft and not predicts:
         raise OutriderError(f"--prediction is for the drafter prediction, not for {draft}; leave out one of the two")
     if prediction is not None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields as fields_of, replace
 from pathlib import Path
 from typing import Any
 
-from outrider import build
-from outrider.cli.fields import Given, Source, fields, joined
+from outrider import build, drafters
+from outrider.cli.fields import Given, OptionSource, fields, joined
 from outrider.cli.screen import bar
 from outrider.compat import autogluon
 from outrider.core.errors import OutriderError
@@ -43,17 +43,17 @@ class Printed:
     as_json: bool = option(False, "Print one JSON object.", flags=("--json",))
 
 
-def settings(*names: str, **changes: Any) -> Source[Settings]:
+def settings(*names: str, **changes: Any) -> OptionSource[Settings]:
     """Options about the model and the engine; `changes` as for `fields`."""
     return fields(Settings, *names, panel=MODEL, make=from_mapping, **changes)
 
 
-def sampling(*names: str, **changes: Any) -> Source[SamplingParams]:
+def sampling(*names: str, **changes: Any) -> OptionSource[SamplingParams]:
     """Options about how tokens are chosen; `changes` as for `fields`."""
     return fields(SamplingParams, *names, panel=SAMPLING, **changes)
 
 
-def configured(*others: Source[Any], plain: SamplingParams = PLAIN) -> Source[Config]:
+def configured(*others: OptionSource[Any], plain: SamplingParams = PLAIN) -> OptionSource[Config]:
     """A config file, and options that go over it. `plain`: how tokens are chosen where neither speaks."""
     return joined(lambda given: chosen(given, plain), fields(ConfigFile), *others)
 
@@ -61,15 +61,21 @@ def configured(*others: Source[Any], plain: SamplingParams = PLAIN) -> Source[Co
 @contextmanager
 def opened(settings: Settings, notes: Sequence[str] = ()) -> Iterator[LLM]:
     """The model, pulled if need be, and closed in the end."""
-    build.check(settings)  # a typing error shows before anything is downloaded
+    draft = build.check(settings)  # a typing error shows before anything is downloaded
     pull_known(settings.model)
     with bar() as progress:
         progress(f"loading {settings.model}", 0, None)
-        llm = LLM.from_settings(settings)
+        llm = LLM.from_settings(settings, draft)
     for note in (*notes, *llm.backend.notes):
         print(f"note: {note}", file=sys.stderr)
     with llm:
         yield llm
+
+
+def reads_prediction(spec: str) -> bool:
+    """Whether the drafter drafts from the answer that the user expects."""
+    name = spec.partition(":")[0].strip()
+    return name in drafters.names() and drafters.find(name).reads_prediction
 
 
 def read_config(path: Path) -> Config:

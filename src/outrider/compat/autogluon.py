@@ -56,8 +56,8 @@ def recognises(values: Values) -> bool:
 def parse(values: Values) -> Config:
     """A config file of AutoGluon-RAG, in full or only what stands under `generator`."""
     notes: list[str] = []
-    said = _modern(_block(values), notes)
-    platform = str(said.get("generator_model_platform") or "huggingface").lower()
+    block = _modern(_block(values), notes)
+    platform = str(block.get("generator_model_platform") or "huggingface").lower()
     if platform in SERVICES:
         raise OutriderError(
             f"the platform {platform} is a remote service, and what runs there cannot be sped up from here; "
@@ -65,8 +65,8 @@ def parse(values: Values) -> Config:
         )
     if platform not in PLATFORMS:
         raise OutriderError(f"unknown platform {platform!r}; known: {', '.join(PLATFORMS)}")
-    args = _mapping("generator_model_platform_args", said.get("generator_model_platform_args"))
-    name, gpus, prefix = said.get("generator_model_name"), said.get("num_gpus"), said.get("generator_query_prefix")
+    args = _mapping("generator_model_platform_args", block.get("generator_model_platform_args"))
+    name, gpus, prefix = block.get("generator_model_name"), block.get("num_gpus"), block.get("generator_query_prefix")
     if not (name is None or isinstance(name, str)) or not isinstance(prefix or "", str):
         raise OutriderError("generator_model_name and generator_query_prefix must be text")
     if gpus is not None and (isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 0):
@@ -103,27 +103,27 @@ def _block(values: Values) -> Values:
 
 def _modern(block: Values, notes: list[str]) -> dict[str, Any]:
     """The block with today's keys; a note for each that has another name now."""
-    said = {key: value for key, value in block.items() if key in KEYS}
-    args = dict(_mapping("generator_model_platform_args", said.get("generator_model_platform_args")))
+    modern = {key: value for key, value in block.items() if key in KEYS}
+    args = dict(_mapping("generator_model_platform_args", modern.get("generator_model_platform_args")))
     for key, value in block.items():
         if key in KEYS:
             continue
         if key in OLD_KEYS:
-            _put(said, OLD_KEYS[key], value, key)
+            _put(modern, OLD_KEYS[key], value, key)
             notes.append(f"{key} is now {OLD_KEYS[key]}")
         elif key in OLD_ARGS:
             _put(args, OLD_ARGS[key], value, key)
             notes.append(f"{key} is now generator_model_platform_args.{OLD_ARGS[key]}")
         elif key == "use_vllm":
             if value:
-                _put(said, "generator_model_platform", "vllm", key)
+                _put(modern, "generator_model_platform", "vllm", key)
             notes.append("use_vllm is now generator_model_platform: vllm")
         elif key in OLD_SERVICE_KEYS:
             if value:
                 raise OutriderError(f"{key} asks for a remote service; choose one of {', '.join(PLATFORMS)}")
         else:
             raise OutriderError(f"unknown key {key!r}; known: {', '.join(KEYS)}")
-    return {**said, "generator_model_platform_args": args}
+    return {**modern, "generator_model_platform_args": args}
 
 
 def _put(place: dict[str, Any], key: str, value: Any, old: str) -> None:

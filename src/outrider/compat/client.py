@@ -90,9 +90,9 @@ class Client:
     def terminate_model(self, model_uid: str) -> None:
         self._call("DELETE", f"/v1/models/{quote(model_uid, safe='')}")
 
-    def get_model(self, model_uid: str) -> Model:
+    def get_model(self, model_uid: str) -> RemoteModel:
         self.describe_model(model_uid)  # an unknown uid shows here
-        return Model(self, model_uid)
+        return RemoteModel(self, model_uid)
 
     def close(self) -> None:
         self._http.close()
@@ -106,8 +106,8 @@ class Client:
     def _call(self, method: str, path: str, body: Json | None = None) -> Json:
         return _json(self.base_url, self._send(method, path, body).content or b"{}")
 
-    def _stream(self, path: str, body: Json) -> Answers:
-        return Answers(self.base_url, self._send("POST", path, body, stream=True))
+    def _stream(self, path: str, body: Json) -> ChunkStream:
+        return ChunkStream(self.base_url, self._send("POST", path, body, stream=True))
 
     def _send(self, method: str, path: str, body: Json | None, stream: bool = False) -> httpx.Response:
         try:
@@ -124,7 +124,7 @@ class Client:
         return response
 
 
-class Model:
+class RemoteModel:
     """A launched model."""
 
     def __init__(self, client: Client, uid: str) -> None:
@@ -158,7 +158,7 @@ class Model:
         return self._client._stream(path, whole) if whole.get("stream") else self._client._call("POST", path, whole)
 
 
-class Answers:
+class ChunkStream:
     """The chunks of an answer as they come. `close` (or leaving `with`, or dropping it) ends the server's work."""
 
     def __init__(self, base_url: str, response: httpx.Response) -> None:
@@ -175,7 +175,7 @@ class Answers:
         self._chunks.close()
         self._response.close()
 
-    def __enter__(self) -> Answers:
+    def __enter__(self) -> ChunkStream:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -187,9 +187,9 @@ class Answers:
     def _read(self) -> Generator[Json, None, None]:
         try:
             for line in self._response.iter_lines():
-                said = line.removeprefix("data:").strip()
-                if line.startswith("data:") and said != "[DONE]":
-                    yield self._checked(_json(self._base_url, said))
+                data = line.removeprefix("data:").strip()
+                if line.startswith("data:") and data != "[DONE]":
+                    yield self._checked(_json(self._base_url, data))
         except httpx.HTTPError as error:
             raise _unreachable(self._base_url, error) from error
         finally:
@@ -197,7 +197,7 @@ class Answers:
 
     def _checked(self, chunk: Json) -> Json:
         if "error" in chunk:
-            raise OutriderError(f"{self._base_url} failed while answering: {_said(chunk)}")
+            raise OutriderError(f"{self._base_url} failed while answering: {_message(chunk)}")
         return chunk
 
 
@@ -229,22 +229,22 @@ def _from_prompt(
 
 def _json(base_url: str, text: str | bytes) -> Json:
     try:
-        said = json.loads(text)
+        parsed = json.loads(text)
     except ValueError:
-        said = None
-    if not isinstance(said, dict):
+        parsed = None
+    if not isinstance(parsed, dict):
         raise OutriderError(f"{base_url} did not answer in JSON; is it an Outrider server?")
-    return said
+    return parsed
 
 
 def _reason(response: httpx.Response) -> str:
     try:
-        return _said(response.json())
+        return _message(response.json())
     except ValueError:
         return response.text[:200] or response.reason_phrase
 
 
-def _said(body: Any) -> str:
+def _message(body: Any) -> str:
     """The reason in whatever shape a face gives it."""
     error = body.get("error", body.get("detail", body)) if isinstance(body, dict) else body
     return str(error.get("message", error)) if isinstance(error, dict) else str(error)

@@ -62,9 +62,9 @@ class DrafterSpec(NamedTuple):
         return ":".join(filter(None, (self.name, ",".join(f"{key}={_written(key, changed[key])}" for key in changed))))
 
 
-def build(spec: str, context: BuildContext) -> Drafter:
-    """The drafter that "NAME" or "NAME:key=value,..." asks for."""
-    name, options = parse(spec)
+def build(spec: str | DrafterSpec, context: BuildContext) -> Drafter:
+    """The drafter that "NAME" or "NAME:key=value,..." asks for, parsed or not."""
+    name, options = parse(spec) if isinstance(spec, str) else spec
     return find(name)(options, context)
 
 
