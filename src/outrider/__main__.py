@@ -9,7 +9,7 @@ def main() -> int:
     """Run the command that was given; the exit code."""
     usual = signal.getsignal(signal.SIGINT)
     try:
-        if usual is signal.default_int_handler:  # not where whoever started us ignores it
+        if usual is signal.default_int_handler:  # not where the parent process ignores it
             signal.signal(signal.SIGINT, _leave)
         from outrider import cli
 

@@ -36,7 +36,7 @@ from outrider.core.request import Result
 from outrider.core.stats import Stats
 from outrider.llm import LLM
 from outrider.models.base import Feed
-from outrider.prompts import Prompt
+from outrider.prompts import NamedPrompt
 
 ALPHA = 1e-4  # how often the law test may fail an exact drafter
 LENGTH = 3  # tokens of a continuation in the law test: drafts of two nodes
@@ -112,7 +112,7 @@ def default_drafts(llm: LLM) -> list[str]:
 def audit(
     llm: LLM,
     drafts: Sequence[str] = (),
-    prompts: Sequence[Prompt] = builtin.AUDIT,
+    prompts: Sequence[NamedPrompt] = builtin.AUDIT,
     *,
     max_tokens: int = 32,
     seed: int = 0,
@@ -135,7 +135,7 @@ def audit(
     small = SMALL_MARGIN[build.place(llm.settings).dense]
     bench = _Bench(llm, prompts, raw, small, _Ticker(progress))
     bench.ticker.total = 2 * len(prompts) + 1 + len(drafts) * (len(prompts) + 3)
-    with _luck(seed):
+    with _seeded(seed):
         greedy = bench.reference(SamplingParams(max_tokens=max_tokens))
         seeded = bench.reference(SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=seed))
         short = bench.continuations(samples)
@@ -187,7 +187,7 @@ class _Ticker:
 class _Bench:
     """The model on the bench, and the prompts as tokens."""
 
-    def __init__(self, llm: LLM, prompts: Sequence[Prompt], raw: bool, small: float, ticker: _Ticker) -> None:
+    def __init__(self, llm: LLM, prompts: Sequence[NamedPrompt], raw: bool, small: float, ticker: _Ticker) -> None:
         self.llm, self.ticker, self._small = llm, ticker, small
         self._names = [prompt.name for prompt in prompts]
         self._prompts = [self._tokens(prompt.text, raw) for prompt in prompts]
@@ -340,7 +340,7 @@ def _runs_alone(llm: LLM, name: str) -> bool:
 
 
 @contextmanager
-def _luck(seed: int) -> Iterator[None]:
+def _seeded(seed: int) -> Iterator[None]:
     """Requests without a seed draw one from `random`: the same audit twice gives the same report."""
     state = random.getstate()
     random.seed(seed)

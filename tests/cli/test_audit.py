@@ -10,9 +10,9 @@ from outrider import LLM
 from outrider.audit import audit, chi_square, default_drafts
 from outrider.core.verify import Verdict
 from outrider.engine import engine
-from outrider.prompts import Prompt
+from outrider.prompts import NamedPrompt
 
-SHORT = (Prompt("fox", "prose", "the red fox and the red"), Prompt("sea", "prose", "one, two, one, two, one"))
+SHORT = (NamedPrompt("fox", "prose", "the red fox and the red"), NamedPrompt("sea", "prose", "one, two, one, two, one"))
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return _refuse(str(error))
     except UsageError as error:
         return _refuse(f"{_usage(error)}; see outrider --help or outrider COMMAND --help")
-    except BrokenPipeError:  # whoever read us has gone, as in `outrider models | head -1`
+    except BrokenPipeError:  # the reader has gone, as in `outrider models | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (KeyboardInterrupt, typer.Abort):

@@ -19,7 +19,7 @@ from outrider.cli.screen import bar
 from outrider.core.errors import OutriderError
 from outrider.core.option import option
 from outrider.core.params import SamplingParams
-from outrider.prompts import Prompt
+from outrider.prompts import NamedPrompt
 from outrider.settings import Settings
 
 
@@ -87,8 +87,8 @@ def audit(
     raise typer.Exit(0 if report.passed else 1)
 
 
-def _prompts(texts: Sequence[str], file: str | None) -> tuple[Prompt, ...]:
-    own = tuple(Prompt(f"prompt {number}", "own", text) for number, text in enumerate(texts, 1))
+def _prompts(texts: Sequence[str], file: str | None) -> tuple[NamedPrompt, ...]:
+    own = tuple(NamedPrompt(f"prompt {number}", "own", text) for number, text in enumerate(texts, 1))
     return own + (builtin.read(file) if file is not None else ()) or builtin.AUDIT
 
 

@@ -363,7 +363,7 @@ HF_TABLES = {
 }
 HF_ARGS = (*HF_TABLES, "hf_local_model_path")
 VLLM_ARGS = ("vllm_init_params", "vllm_sampling_params")
-# Of vLLM's sampling parameters: those that we have, by name. It has no typical_p, and a file holds no functions.
+# Names of sampling parameters that vLLM and we have. It has no typical_p, and a file holds no functions.
 VLLM_SAMPLING = tuple(each.name for each in fields(SamplingParams) if each.name not in ("typical_p", "processors"))
 _SETTINGS_OF_VLLM = ("dtype", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 

@@ -1,4 +1,4 @@
-"""The REST client: launch models and speculative pairs on a server, and talk to them.
+"""The REST client: launch models and speculative pairs on a server, and use them.
 
 >>> client = Client("http://127.0.0.1:8000")
 >>> uid = client.launch_model("smollm2-135m")
@@ -245,7 +245,7 @@ def _reason(response: httpx.Response) -> str:
 
 
 def _message(body: Any) -> str:
-    """The reason in whatever shape a face gives it."""
+    """The reason in the form that any of the APIs gives it."""
     error = body.get("error", body.get("detail", body)) if isinstance(body, dict) else body
     return str(error.get("message", error)) if isinstance(error, dict) else str(error)
 

@@ -6,8 +6,8 @@
 
 Prompts are unpadded lists of token ids. What comes back are the written tokens alone, without the prompt; an end token
 that was written is the last of them. `alpha` is the share of drafted tokens that were kept, 0.0 if nothing was drafted.
-Texts stop after `max_gen_len` tokens or where the target's context ends. With a seed the same tokens come out whoever
-drafts, however much, and whatever else is in the batch.
+Texts stop after `max_gen_len` tokens or where the target's context ends. With a seed the same tokens come out with any
+drafter, draft length and batch.
 
 A model is a loaded transformers model or any `outrider.models.base.Model`. Wrapping takes a few passes over a few
 tokens: a caller that comes often does it once, with `outrider.models.transformers.TransformersModel`.
