@@ -31,5 +31,7 @@ def generate(mode, ids, max_tokens):
     written = [ids[-1] + n for n in range(max_tokens)]
     if mode == "wrong":
         written[-1] = 0
+    if mode == "who":
+        written = [os.getpid()]
     times = {"prefill_s": 0.1, "decode_s": 1.0 if mode == "plain" else 0.5, "timing": "engine"}
     return {"ids": written, "tokens": max_tokens, "first": 1, **times}

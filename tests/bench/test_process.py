@@ -42,6 +42,23 @@ def test_a_worker_loads_and_answers(start, tmp_path):
     assert "talks too" in (tmp_path / "worker.log").read_text()
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads the state of a process from /proc")
+def test_between_jobs_it_is_stopped_so_that_it_takes_no_time_from_others(start):
+    worker = start("plain")
+    worker.ready(20)
+    for _ in range(2):
+        (pid,) = worker.ask(job("who"), 20)["ids"]
+        deadline = time.monotonic() + 20
+        while state(pid) != "T" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert state(pid) == "T"
+
+
+def state(pid):
+    """T: stopped by a signal (man proc)."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def test_an_error_leaves_it_usable(start):
     worker = start("plain")
     worker.ready(20)

@@ -94,6 +94,13 @@ def test_engines_that_give_text_are_compared_by_text():
     assert differing([other], [base]) == (1, 1)
 
 
+@pytest.mark.parametrize("wrong", [1, 2, 3])
+def test_a_prompt_that_differs_in_any_round_differs(wrong):
+    base = [run(round=number) for number in (1, 2, 3)]
+    runs = [run("m", round=number, ids=(9,) if number == wrong else (1, 2)) for number in (1, 2, 3)]
+    assert differing(runs, base) == (1, 1)
+
+
 def test_a_short_run_still_counts_for_equality():
     assert differing([run("m", tokens=2, ids=[1])], [run(tokens=2, ids=[2])]) == (1, 1)
 

@@ -336,6 +336,13 @@ def test_a_text_that_changes_with_company_is_noted():
     assert reports.notes(report) == ["4 at once, none: 1 of 2 texts are not those of the same prompt run alone."]
 
 
+def test_alone_is_with_the_fewest_streams_in_whatever_order_they_ran():
+    runs = [run(streams=4, text="crowded"), run(streams=1, round=2, text="later"), run(streams=1)]
+    crowded, alone = reports.summarise([wave(streams=4), wave(round=1), wave(round=2)], runs, ["none"])["levels"]
+    assert (crowded["as_alone"], crowded["answers"]) == (0, 1)
+    assert (alone["as_alone"], alone["answers"]) == (1, 2)
+
+
 def test_waiting_is_told_in_milliseconds():
     runs = [run(first_s=second, pauses=[0.01] * 98 + [0.5, 0.6]) for second in (0.1, 0.2, 0.3)]
     (row,) = reports.summarise([wave()], runs, ["none"])["levels"]

@@ -2,6 +2,7 @@
 
 import itertools
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from tiny import family
 from torch import nn
 
 from outrider.core.errors import OutriderError
+from outrider.core.stats import Stats
 from outrider.drafters.base import BuildContext, Drafter
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Limits
@@ -16,10 +18,12 @@ from outrider.models.base import Feed
 from outrider.models.load import Place, load
 from outrider.train import eagle, job as jobs, kinds
 from outrider.train.atomic import write_text
+from outrider.train.data import conversations
 from outrider.train.data.batches import BatchOrder, TextBatch
 from outrider.train.data.conversations import (
     DOCUMENT,
     ChatFormat,
+    WriteRequest,
     WrittenText,
     answer_to,
     conversation,
@@ -27,10 +31,12 @@ from outrider.train.data.conversations import (
     pick,
     trim,
 )
-from outrider.train.data.corpus import Corpus, CorpusFolder, CorpusInfo
+from outrider.train.data.corpus import FOLDER, Corpus, CorpusFolder, CorpusInfo
 from outrider.train.data.writer import ConversationRunner
 from outrider.train.draft_model import DraftNet, spread
+from outrider.train.loop import LossLog
 from outrider.train.optimiser import Optimiser, rate
+from outrider.train.results import figures
 from outrider.train.run import reserved
 from outrider.train.teacher import Teacher
 
@@ -45,17 +51,24 @@ def loaded(tiny_folder):
 def written(loaded, numbers, batch, seed=0):
     engine = Engine(loaded.model, Drafter(Drafter.Options(), BuildContext(loaded.model, None)), Limits(batch, 512, 0))
     chat = ChatFormat.of(loaded.tokenizer)
-    conversations = [(number, conversation(chat, loaded.ends, Random(number))) for number in numbers]
-    return ConversationRunner(engine, loaded.ends, batch, seed).run(conversations)
+    numbered = [(number, conversation(chat, loaded.ends, Random(number))) for number in numbers]
+    return ConversationRunner(engine, loaded.ends, batch, seed).run(numbered)
 
 
-def test_a_conversation_is_the_same_whatever_runs_beside_it(loaded):
+@pytest.fixture
+def brief(monkeypatch):
+    """Conversations of few tokens: how many there are plays no part in when and beside which others they run."""
+    for name, value in {"TURN": (4, 12), "ANSWER": (10, 24), "LONG_ANSWER": 32}.items():
+        monkeypatch.setattr(conversations, name, value)
+
+
+def test_a_conversation_is_the_same_whatever_runs_beside_it(loaded, brief):
     together, alone = written(loaded, range(4), 3), [text for n in range(4) for text in written(loaded, [n], 1)]
     assert together == alone
     assert written(loaded, range(4), 3, seed=1) != together
 
 
-def test_conversations_that_begin_ahead_are_the_same_and_leave_nothing_behind(loaded):
+def test_conversations_that_begin_ahead_are_the_same_and_leave_nothing_behind(loaded, brief):
     engine = Engine(loaded.model, Drafter(Drafter.Options(), BuildContext(loaded.model, None)), Limits(3, 512, 0))
     chat = ChatFormat.of(loaded.tokenizer)
     line = ((number, conversation(chat, loaded.ends, Random(number))) for number in itertools.count())
@@ -65,6 +78,43 @@ def test_conversations_that_begin_ahead_are_the_same_and_leave_nothing_behind(lo
     runner.stop()
     assert not engine.busy
     assert waves == [written(loaded, numbers, 7) for numbers in (range(2), range(2, 4), range(4, 7))]
+
+
+class InstantEngine:
+    """Ends every sequence in the step after it came; keeps the random numbers that each was given."""
+
+    model = SimpleNamespace(context=1000)
+
+    def __init__(self):
+        self.waiting, self.keys = [], []
+
+    def add(self, seq):
+        self.waiting.append(seq)
+        self.keys.append(seq.dice.key)
+
+    @property
+    def busy(self):
+        return bool(self.waiting)
+
+    def step(self):
+        ended, self.waiting = self.waiting, []
+        return ended
+
+
+def test_every_request_has_random_numbers_of_its_own():
+    def three_turns():
+        for _ in range(3):
+            yield WriteRequest([1, 2], 4, 1.0)
+        return []
+
+    found = []
+    for batch, seed in ((2, 0), (5, 0), (5, 1)):
+        engine = InstantEngine()
+        ConversationRunner(engine, frozenset(), batch, seed).run([(number, three_turns()) for number in range(5)])
+        found.append(set(engine.keys))
+        assert len(engine.keys) == len(found[-1]) == 15
+    assert found[0] == found[1]  # by its number alone
+    assert not found[1] & found[2]
 
 
 def test_a_conversation_has_a_question_and_an_answer(loaded):
@@ -98,8 +148,8 @@ def test_a_conversation_that_outgrows_the_context_ends(tmp_path, monkeypatch, lo
     monkeypatch.setattr(loaded.model, "context", 60)
     engine = Engine(loaded.model, Drafter(Drafter.Options(), BuildContext(loaded.model, None)), Limits(2, 512, 0))
     chat = ChatFormat.of(loaded.tokenizer)
-    conversations = [(0, answer_to(chat, "a " * 100, Random(0))), (1, answer_to(chat, "a", Random(0)))]
-    texts = ConversationRunner(engine, loaded.ends, 2, 0).run(conversations)
+    numbered = [(0, answer_to(chat, "a " * 100, Random(0))), (1, answer_to(chat, "a", Random(0)))]
+    texts = ConversationRunner(engine, loaded.ends, 2, 0).run(numbered)
     assert [len(text.tokens) <= 60 for text in texts] == [True]
 
 
@@ -276,6 +326,29 @@ def test_the_rate_goes_up_and_down():
     assert sorted(shares[5:], reverse=True) == shares[5:]
     assert 0.02 <= shares[-1] < 0.03
     assert [rate(step, 5, 0) for step in range(4)] == shares[:4]  # before anything is planned
+
+
+def test_the_losses_of_a_run_as_a_curve(tmp_path):
+    (tmp_path / FOLDER).mkdir()
+    log = LossLog(tmp_path, 0)
+    for step in range(45):
+        log.add(step, {"hit1": torch.tensor(0.5), "loss": torch.tensor(float(step))})
+    log.flush()
+    assert log.curve(20) == [[step, step - 1.0] for step in range(2, 45, 3)]  # the mean of the three steps up to it
+    again = LossLog(tmp_path, 10)  # resumed at a checkpoint of 10 steps
+    assert again.curve(20) == [[step, float(step)] for step in range(10)]
+    assert again.recent() == {"hit1": 0.5, "loss": 4.5}
+
+
+def test_tokens_per_pass_with_and_without_the_passes_of_prompts():
+    """8 answers: 8 passes over prompts, then 8 of 10 drafts of five nodes keep two."""
+    stats = Stats(tokens=8 + 10 + 16, steps=8 + 10, drafts=10, drafted=50, accepted=16)
+    shown = figures({"chain 5": {"chat": stats, "code": stats}})["chain 5"]
+    assert list(shown) == ["chat", "code", "all"]
+    for kind, passes in {"chat": 18, "all": 36}.items():
+        assert shown[kind]["tokens_per_pass"] == 2.6
+        assert shown[kind]["with_prompts"] == round(34 / 18, 3)
+        assert shown[kind]["passes"] == passes
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path):
