@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 from outrider.core.params import (
     HIGHEST_REPETITION,
@@ -17,6 +17,7 @@ from outrider.core.params import (
 
 LONGEST_NAME = 4096  # characters of a model's name: it may be a path, and Linux has none longer
 LONGEST_WORD = 256  # characters of what is a word or two: a role, a format, a quantization
+LONGEST_UID = 128  # characters of a launched model's id
 LONGEST_STOP = 1000  # characters of a stop string or a banned word: they are looked for at every token
 LARGEST_IGNORED = 16_384  # characters, as JSON, of a field that is taken and not used: OpenAI's `metadata` fits
 MOST_TOKEN_IDS = 1 << 20  # ids of a prompt: no context is longer
@@ -25,13 +26,14 @@ MOST_ALLOWED = 16_384  # ids to which an answer can be limited: 16,384 add half 
 MOST_WORDS = 256  # banned words: looked for at every token
 
 
-def _encodable(text: str) -> str:
+def _encodable(value: Any) -> Any:
     """JSON can write half of a surrogate pair, which is no character."""
     try:
-        text.encode()
+        if isinstance(value, str):
+            value.encode()
     except UnicodeEncodeError:
         raise ValueError("holds half of a surrogate pair, which is not text") from None
-    return text
+    return value
 
 
 def _small(value: Any) -> Any:
@@ -50,16 +52,26 @@ def _temperature(value: float) -> float:
     return value
 
 
-Text = Annotated[str, StringConstraints(strict=True), AfterValidator(_encodable)]
-Name = Annotated[Text, Field(max_length=LONGEST_NAME)]
-Word = Annotated[Text, Field(max_length=LONGEST_WORD)]
-Stop = Annotated[Text, Field(max_length=LONGEST_STOP)]
+def _repetition(value: float) -> float:
+    if not LOWEST_REPETITION <= value <= HIGHEST_REPETITION:
+        raise ValueError(f"must be between {LOWEST_REPETITION:g} and {HIGHEST_REPETITION:g}")
+    return value
+
+
+ENCODABLE = BeforeValidator(_encodable)
+Text = Annotated[str, StringConstraints(strict=True), ENCODABLE]
+FilledText = Annotated[str, StringConstraints(strict=True, min_length=1), ENCODABLE]
+Name = Annotated[str, StringConstraints(strict=True, max_length=LONGEST_NAME), ENCODABLE]
+Word = Annotated[str, StringConstraints(strict=True, max_length=LONGEST_WORD), ENCODABLE]
+Stop = Annotated[str, StringConstraints(strict=True, max_length=LONGEST_STOP), ENCODABLE]
+FilledStop = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=LONGEST_STOP), ENCODABLE]
+Uid = Annotated[str, StringConstraints(strict=True, max_length=LONGEST_UID), ENCODABLE]
 Ignored = Annotated[Any, AfterValidator(_small)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MOST_TOKEN_IDS)]
 Temperature = Annotated[float, Field(ge=0), AfterValidator(_temperature)]
 Penalty = Annotated[float, Field(ge=-LARGEST_PENALTY, le=LARGEST_PENALTY)]
-Repetition = Annotated[float, Field(ge=LOWEST_REPETITION, le=HIGHEST_REPETITION)]
+Repetition = Annotated[float, Field(gt=0), AfterValidator(_repetition)]
 
 
 class StrictBody(BaseModel):

@@ -10,7 +10,7 @@ from pydantic import Field
 from outrider.core.request import Request
 from outrider.core.sampling import SamplingParams
 from outrider.server.errors import ServerError
-from outrider.server.faces.fields import Name, Repetition, Stop, StrictBody, Temperature, Text
+from outrider.server.faces.fields import FilledStop, FilledText, Name, Repetition, StrictBody, Temperature
 
 MAX_BEST_OF = 16  # samples of which the best is shown
 MAX_STOP = 64  # stop strings
@@ -41,7 +41,7 @@ class LoraxParameters(StrictBody):
     max_new_tokens: Positive | None = None
     ignore_eos_token: bool = False
     return_full_text: bool | None = None
-    stop: list[Annotated[Stop, Field(min_length=1)]] = Field(default_factory=list, max_length=MAX_STOP)
+    stop: list[FilledStop] = Field(default_factory=list, max_length=MAX_STOP)
     truncate: Positive | None = None
     watermark: bool = False
     details: bool = False
@@ -109,7 +109,7 @@ class LoraxParameters(StrictBody):
 
 
 class LoraxBody(StrictBody):
-    inputs: Annotated[Text, Field(min_length=1)]
+    inputs: FilledText
     parameters: LoraxParameters | None = None
 
     @property

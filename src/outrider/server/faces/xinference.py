@@ -13,7 +13,7 @@ from outrider import build, drafters
 from outrider.models import sources
 from outrider.server.context import ServerContext, server_of
 from outrider.server.errors import Bad, Forbidden, TooManyModels, Unknown
-from outrider.server.faces.fields import MOST_LISTED, Ignored, Name, Text, Word
+from outrider.server.faces.fields import MOST_LISTED, Ignored, Name, Uid, Word
 from outrider.server.fleet.fleet import Description
 from outrider.server.fleet.spec import LaunchSpec
 from outrider.server.registry import Choice
@@ -25,7 +25,6 @@ GAMMA = 4  # tokens of a draft, unless a request says otherwise
 ENGINES = {"outrider": "local", "local": "local", "vllm": "vllm"}
 Json = dict[str, Any]
 Size = float | Word | None
-Uid = Annotated[Text, Field(max_length=128)]
 DeviceIndex = Annotated[StrictInt, Field(ge=0, lt=1024)]
 
 # How large a model may be run that a request launches.
