@@ -83,9 +83,9 @@ class LaunchBody(Placement):
     dtype: Word | None = None
     rule: Word | None = None
     pace: StrictBool | None = None
-    max_batch: Annotated[StrictInt, Field(ge=1, le=MOST_SEQUENCES)] | None = None
-    cache_memory: Annotated[float, Field(ge=0, le=MOST_MEMORY)] | None = None
-    threads: Annotated[StrictInt, Field(ge=0, le=CORES)] | None = None
+    max_batch: Annotated[StrictInt, Field(le=MOST_SEQUENCES)] | None = None
+    cache_memory: Annotated[float, Field(le=MOST_MEMORY)] | None = None
+    threads: Annotated[StrictInt, Field(le=CORES)] | None = None
 
 
 class PairBody(Placement):
