@@ -391,6 +391,10 @@ def test_heavy_packages_are_imported_where_they_are_used():
     assert heavy_imports(SRC) == []
 
 
+def test_no_import_cycles():
+    assert cycles(SRC) == []
+
+
 def test_drafters_are_known_by_the_table_alone():
     assert named_drafters(SRC) == []
 

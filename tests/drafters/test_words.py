@@ -7,10 +7,10 @@ import ctypes
 import pytest
 import torch
 
-from outrider.drafters.eagle.vocabulary import FEW, Lexicon, Words
+from outrider.drafters.eagle.vocabulary import FEW, Lexicon, TextVocabulary
 from outrider.drafters.heads.output import pack
 from outrider.models.native.library import library
-from outrider.models.native.packed import TILE, Workspace
+from outrider.models.native.packed import TILE, PackedWorkspace
 
 pytestmark = pytest.mark.native
 
@@ -26,7 +26,7 @@ def lexicon() -> tuple[Lexicon, torch.Tensor, list[int]]:
     return made, matrix, ids.tolist()
 
 
-def written(words: Words) -> list[int]:
+def written(words: TextVocabulary) -> list[int]:
     joint, ids = words.output()
     assert joint.outputs == len(ids) == sum(joint.parts[part].outputs for part in range(joint.count))
     assert all(joint.parts[part].outputs % TILE == 0 for part in range(joint.count))
@@ -36,12 +36,12 @@ def written(words: Words) -> list[int]:
 
 def test_a_new_text_has_the_common_ones() -> None:
     made, _, ids = lexicon()
-    assert written(Words(made)) == ids[:COMMON]
+    assert written(TextVocabulary(made)) == ids[:COMMON]
 
 
 def test_rare_ones_are_there_once_they_are_in_the_text() -> None:
     made, _, ids = lexicon()
-    words = Words(made)
+    words = TextVocabulary(made)
     words.add([ids[100], ids[3], ids[100], ids[60]])
     assert set(written(words)) == {*ids[:COMMON], ids[100], ids[60]}
     words.add([ids[299]])
@@ -50,7 +50,7 @@ def test_rare_ones_are_there_once_they_are_in_the_text() -> None:
 
 def test_a_token_that_the_head_has_not_learned_is_never_written() -> None:
     made, _, ids = lexicon()
-    words = Words(made)
+    words = TextVocabulary(made)
     words.add([ids[300], ids[399]])
     assert written(words) == ids[:COMMON]
 
@@ -59,7 +59,7 @@ def test_many_and_few_end_up_the_same() -> None:
     made, _, ids = lexicon()
     rare = ids[COMMON:300]
     assert len(rare) > 3 * FEW
-    one, other = Words(made), Words(made)
+    one, other = TextVocabulary(made), TextVocabulary(made)
     one.add(rare)
     for token in rare:
         other.add([token])
@@ -69,7 +69,7 @@ def test_many_and_few_end_up_the_same() -> None:
 
 def test_it_changes_only_when_something_new_comes() -> None:
     made, _, ids = lexicon()
-    words = Words(made)
+    words = TextVocabulary(made)
     words.add([ids[70]])
     words.output()
     words.add([ids[70], ids[0], ids[350]])
@@ -80,12 +80,12 @@ def test_it_changes_only_when_something_new_comes() -> None:
 
 def test_rows_are_those_of_their_tokens() -> None:
     made, matrix, ids = lexicon()
-    words = Words(made)
+    words = TextVocabulary(made)
     words.add(ids[100:180])  # of a prompt
     words.add([ids[200], ids[210]])  # and what came later
     joint, tokens = words.output()
     assert joint.count == 3
-    x, y, work = torch.randn(1, SIZE), torch.empty(1, joint.outputs), Workspace(1, SIZE)
+    x, y, work = torch.randn(1, SIZE), torch.empty(1, joint.outputs), PackedWorkspace(1, SIZE)
     library().outrider_linear(
         ctypes.byref(joint), ctypes.c_void_p(x.data_ptr()), None, ctypes.c_float(0.0), ctypes.c_int64(1),
         ctypes.c_void_p(y.data_ptr()), ctypes.byref(work.struct),

@@ -32,7 +32,7 @@ class ModelDrafter(Drafter):
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         writers = [
-            _Writer(seq, self._count(seq, budget), self._greedy) for seq, budget in zip(seqs, budgets, strict=True)
+            _ModelDraft(seq, self._count(seq, budget), self._greedy) for seq, budget in zip(seqs, budgets, strict=True)
         ]
         active = [writer for writer in writers if writer.length > 0]
         for writer in active:
@@ -49,11 +49,11 @@ class ModelDrafter(Drafter):
             feeds = [Feed(w.seq.id, self._known(w.tokens[-1:])) for w in active]
         return [writer.draft() for writer in writers]
 
-    def _can_write(self, writer: _Writer) -> bool:
+    def _can_write(self, writer: _ModelDraft) -> bool:
         """Whether the draft model can write this chain by itself, without a look at the logits in between."""
         return self._model.vocab_size == self._vocab and writer.seq.plain
 
-    def _write(self, model: Paged, writers: Seq[_Writer], feeds: Seq[Feed]) -> None:
+    def _write(self, model: Paged, writers: Seq[_ModelDraft], feeds: Seq[Feed]) -> None:
         behind = [Feed(feed.id, feed.tokens[:-1]) for feed in feeds if len(feed.tokens) > 1]
         if behind:
             self._model.forward(behind)
@@ -149,7 +149,7 @@ class DraftModel(ModelDrafter):
             self._translation.forget(id)
 
 
-class _Writer:
+class _ModelDraft:
     """The draft of one sequence as it grows."""
 
     def __init__(self, seq: Sequence, length: int, greedy: bool) -> None:

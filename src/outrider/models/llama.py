@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from outrider.models.base import Feed, Output
 from outrider.models.cache import Cache
-from outrider.models.linear import Embedding, Linear
+from outrider.models.llama_weights import LlamaConfig, Weights
 from outrider.models.native.packed import Packed
 from outrider.models.native.stack import NativeStack
 from outrider.models.read import Open
-from outrider.models.rope import Rope
-from outrider.models.stack import Pass, Stack, StackConfig
+from outrider.models.stack import Pass
+
+__all__ = ["Llama", "LlamaConfig", "Weights"]
 
 _POSITIONS = 1024  # that rotary tables begin with
-
-
-@dataclass(frozen=True)
-class LlamaConfig(StackConfig):
-    vocab_size: int = 0
-    num_layers: int = 0
-    context: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class Weights:
-    embedding: Embedding
-    stack: Stack  # the decoder layers
-    norm: Tensor
-    head: Linear
-    rope: Rope
 
 
 class Llama(Open):

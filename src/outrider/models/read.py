@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.models.base import Anatomy
-
-if TYPE_CHECKING:
-    from outrider.models.llama import LlamaConfig, Weights
+from outrider.models.llama_weights import LlamaConfig, Weights
 
 # name in a layer -> where it lies, and its place among the parts that were joined
 _MATRICES = {

@@ -48,7 +48,7 @@ class TransformersModel:
         self.context = _context(config)
         self.dtype, self.device = model.dtype, model.device
         self._takes_keep = "logits_to_keep" in _arguments(model)
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, _KeptStates] = {}
         probe = _Probe(self._model, model.device)
         self.vocab_size = probe.vocab_size
         self._together = _fits_together(model) and self._passes(probe, _attention(model))
@@ -126,7 +126,7 @@ class TransformersModel:
 
     def _row(self, feed: Feed, chain: Sequence[int] | None = None) -> _Row:
         """The whole feed, or that chain of its draft; a chain that begins at the root brings the committed tokens."""
-        slot = self._slots.setdefault(feed.id, _Slot())
+        slot = self._slots.setdefault(feed.id, _KeptStates())
         begin, draft = slot.length, feed.draft
         base = begin + len(feed.tokens)  # the place of the draft's first node
         if chain is None:
@@ -145,7 +145,7 @@ class TransformersModel:
         tokens = torch.tensor([[0] * (width - len(row.tokens)) + row.tokens for row in rows], device=self.device)
         arguments: dict[str, Any] = {
             "input_ids": tokens,
-            "past_key_values": Cache(layers=[_Layer(index, rows) for index in range(self.num_layers)]),
+            "past_key_values": Cache(layers=[_PassLayer(index, rows) for index in range(self.num_layers)]),
             "use_cache": True,
         }
         if self._takes_keep:
@@ -283,7 +283,7 @@ class _Buffer:
 
 
 @dataclass(eq=False)
-class _Slot:
+class _KeptStates:
     """All that is kept of one sequence. Layers may differ in heads and sizes, keys and values too."""
 
     length: int = 0  # tokens and nodes
@@ -305,7 +305,7 @@ class _Slot:
 class _Row:
     """One sequence's part of a pass."""
 
-    slot: _Slot
+    slot: _KeptStates
     begin: int  # the tokens go on from the first `begin` places of the slot
     tokens: list[int]
     places: Sequence[int]  # where they go
@@ -336,7 +336,7 @@ def _as_range(places: list[int]) -> Sequence[int]:
     return side_by_side if places == list(side_by_side) else places
 
 
-class _Layer(DynamicLayer):
+class _PassLayer(DynamicLayer):
     """What a layer of the model takes for its cache during a pass. It keeps all tokens, whatever the layer's window."""
 
     def __init__(self, index: int, rows: Sequence[_Row]) -> None:
@@ -445,7 +445,7 @@ class _Probe:
         self.vocab_size = logits.shape[-1]
         self.bytes_per_token, self.failure = 1, ""
 
-    def passes(self, forward: Callable[[Sequence[Feed]], list[Output]], slots: dict[int, _Slot]) -> bool:
+    def passes(self, forward: Callable[[Sequence[Feed]], list[Output]], slots: dict[int, _KeptStates]) -> bool:
         tree = Draft(tuple(self._fold(self.TREE.tokens)), self.TREE.parents)
         head = self._fold(self.HEAD)
         try:

@@ -33,8 +33,8 @@ class HeadWeights:
     norm_residual: bool
     norm_output: bool
 
-    def struct(self, hidden: int) -> structs.Head:
-        return structs.Head(
+    def struct(self, hidden: int) -> structs.HeadStruct:
+        return structs.HeadStruct(
             fc=self.fc.joint,
             output=structs.Joint() if self.output is None else self.output.joint,
             embedding=None if self.embedding is None else ctypes.addressof(self.embedding.joint.parts[0]),
@@ -69,7 +69,7 @@ class NativeHead(NativeStack):
         rows = len(hidden)
         x = torch.empty(rows, self.config.hidden_size)
         hidden = hidden.float()
-        work = self._workspace(rows, 0)
+        work = self.workspace(rows, 0)
         use_torch_threads()
         self._states(
             ctypes.byref(self._shape),
@@ -86,9 +86,9 @@ class NativeHead(NativeStack):
         self._normed(ctypes.byref(self._shape), ctypes.byref(self._head), ctypes.c_int64(len(x)), pointer(x))
         return x
 
-    def writing(self, output: structs.Joint, ids: Tensor) -> structs.Head:
+    def writing(self, output: structs.Joint, ids: Tensor) -> structs.HeadStruct:
         """The same head with another output matrix, whose rows are those of the tokens `ids`; both must be kept."""
-        head = structs.Head.from_buffer_copy(self._head)
+        head = structs.HeadStruct.from_buffer_copy(self._head)
         head.output, head.ids, head.tokens = output, ids.data_ptr(), len(ids)
         return head
 
@@ -101,20 +101,20 @@ class NativeHead(NativeStack):
         turns: tuple[Tensor, Tensor],
         length: int,
         stop: float,
-        head: structs.Head | None = None,
+        head: structs.HeadStruct | None = None,
     ) -> list[tuple[int, float]]:
         """Take in tokens that begin at `start`, each with the target's states before it, and write up to `length` more
         with their probabilities, until their product is below `stop`. `turns`: cos and sin of all positions;
         `head`: one of `writing`."""
         rows, shown = len(tokens), [(hidden.float(), chosen) for hidden, chosen in shown]
         assert start + rows + length - 1 <= slot.size
-        work = self._workspace(rows, start + rows + length)
-        span = self._place(slot, start, slice(0, rows))
+        work = self.workspace(rows, start + rows + length)
+        span = self.place(slot, start, slice(0, rows))
         written, stated = (ctypes.c_int64 * length)(), (ctypes.c_float * length)()
         use_torch_threads()
         count = self._chain(
             ctypes.byref(self._shape),
-            self._structs,
+            self.structs,
             ctypes.byref(self._head if head is None else head),
             ctypes.byref(span),
             (ctypes.c_int64 * rows)(*tokens),

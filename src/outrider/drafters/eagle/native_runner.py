@@ -11,8 +11,8 @@ from torch import Tensor
 from outrider.drafters.eagle.head import EagleHead, EagleLayer
 from outrider.drafters.eagle.native_head import HeadWeights, NativeHead
 from outrider.drafters.eagle.runner import HeadOutput, ShownStates
-from outrider.drafters.eagle.vocabulary import Lexicon, Words
-from outrider.drafters.heads.output import Output, pack
+from outrider.drafters.eagle.vocabulary import Lexicon, TextVocabulary
+from outrider.drafters.heads.output import OutputMatrix, pack
 from outrider.models.base import Readable
 from outrider.models.cache import Cache
 from outrider.models.native import structs
@@ -32,7 +32,7 @@ class PackedRunner:
         self._head, self._final = head.float(), target.normed
         self._embed = head.embed_tokens if config.own_embedding else target.embed
         output = head.lm_head.weight if config.own_output else target.output_rows(head.draft_ids)
-        self._output = Output(output, bits, torch.float32)
+        self._output = OutputMatrix(output, bits, torch.float32)
         self._norm = None if config.first else head.norm.weight.detach().contiguous()
         self._fc = pack(head.fc.weight, bits, head.fc.bias)
         self._embedding_norm = None if config.first else head.decoder[0].input_layernorm.weight.detach().contiguous()
@@ -189,11 +189,11 @@ class _Own:
     """What one sequence's chains are written with."""
 
     def __init__(self, lexicon: Lexicon) -> None:
-        self.words = Words(lexicon)
-        self._head: structs.Head | None = None
+        self.words = TextVocabulary(lexicon)
+        self._head: structs.HeadStruct | None = None
         self._ids = torch.empty(0)  # that it points to
 
-    def head(self, stack: NativeHead) -> structs.Head:
+    def head(self, stack: NativeHead) -> structs.HeadStruct:
         if self._head is None or self.words.changed:
             output, self._ids = self.words.output()
             self._head = stack.writing(output, self._ids)

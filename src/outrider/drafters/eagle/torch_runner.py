@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.drafters.eagle.head import EagleHead, Norm
 from outrider.drafters.eagle.runner import HeadOutput
-from outrider.drafters.heads.output import Output
+from outrider.drafters.heads.output import OutputMatrix
 from outrider.models.base import Readable
 from outrider.models.rope import rotate
 
@@ -105,7 +105,7 @@ class DenseRunner:
         self._dtype = target.embed(torch.zeros(1, dtype=torch.long, device=self._device)).dtype
         self._head, self._final = head.to(self._device, self._dtype), target.normed
         output = head.lm_head.weight if config.own_output else target.output_rows(head.draft_ids)
-        self._output = Output(output, 0, self._dtype)
+        self._output = OutputMatrix(output, 0, self._dtype)
         self._embed = head.embed_tokens if config.own_embedding else target.embed
         self._qkv = [_joined(a.q_proj, a.k_proj, a.v_proj) for a in (layer.self_attn for layer in head.decoder)]
         self._gate_up = [_joined(layer.mlp.gate_proj, layer.mlp.up_proj)[0] for layer in head.decoder]

@@ -56,7 +56,7 @@ class Lexicon:
             torch.set_num_threads(threads)
 
 
-class Words:
+class TextVocabulary:
     """The tokens of one sequence's chains."""
 
     def __init__(self, lexicon: Lexicon) -> None:

@@ -35,7 +35,7 @@ def pack(weight: Tensor, bits: int, bias: Tensor | None = None) -> Packed:
     return Packed([quantise(weight.float(), bits)], [bias])
 
 
-class Output:
+class OutputMatrix:
     """x [rows, hidden] -> logits [rows, draft vocabulary], float32."""
 
     def __init__(self, weight: Tensor, bits: int, dtype: torch.dtype) -> None:

@@ -21,7 +21,7 @@ from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext, Drafter, Step
 from outrider.drafters.confidence import StatedCalibration, judged_tree
 from outrider.drafters.heads.chooser import Chooser
-from outrider.drafters.heads.output import Output, bits
+from outrider.drafters.heads.output import OutputMatrix, bits
 from outrider.drafters.medusa.head import MedusaHead, Paths
 from outrider.models.base import Readable
 
@@ -161,11 +161,11 @@ class Medusa(Drafter):
             self._calibrations[depths[node] - 1].learn(draft.acceptance[node], kept)
 
 
-def _outputs(head: MedusaHead, target: Readable, bits: int, dtype: torch.dtype) -> list[Output]:
+def _outputs(head: MedusaHead, target: Readable, bits: int, dtype: torch.dtype) -> list[OutputMatrix]:
     """One for each head; where they share the target's, the same."""
     if head.config.own_output:
-        return [Output(own.weight.to(target.device), bits, dtype) for own in head.outputs]
-    shared = Output(target.output_rows(head.draft_ids.to(target.device)), bits, dtype)
+        return [OutputMatrix(own.weight.to(target.device), bits, dtype) for own in head.outputs]
+    shared = OutputMatrix(target.output_rows(head.draft_ids.to(target.device)), bits, dtype)
     return [shared] * head.config.num_heads
 
 

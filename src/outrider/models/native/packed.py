@@ -37,7 +37,7 @@ class Packed:
         self._keep = [_placed(_tiles(part)) for part in parts]  # the tensors that the structures point into
         bias = self._keep_bias = _bias(matrices, biases)
         self.outputs, self.inputs = sum(part.q.shape[0] for part in parts), parts[0].q.shape[1]
-        self._work: Workspace | None = None
+        self._work: PackedWorkspace | None = None
         self.joint = structs.Joint(count=len(parts), outputs=self.outputs)
         offset = 0
         for place, (part, tensors) in enumerate(zip(parts, self._keep, strict=True)):
@@ -52,7 +52,7 @@ class Packed:
         x = x.float().contiguous()
         y = torch.empty(x.shape[0], self.outputs)
         if self._work is None or self._work.rows < x.shape[0]:
-            self._work = Workspace(x.shape[0], self.inputs)
+            self._work = PackedWorkspace(x.shape[0], self.inputs)
         use_torch_threads()
         library().outrider_linear(
             ctypes.byref(self.joint),
@@ -94,7 +94,7 @@ class Packed:
         return sum(tensor.nbytes for tensors in self._keep for tensor in tensors.values())
 
 
-class Workspace:
+class PackedWorkspace:
     """Buffers of a pass, kept between passes."""
 
     def __init__(self, rows: int, widest: int) -> None:

@@ -13,7 +13,7 @@ from outrider.core.errors import OutriderError
 from outrider.models.cache import Slot
 from outrider.models.native import structs
 from outrider.models.native.library import library
-from outrider.models.native.packed import Packed, Workspace, use_torch_threads
+from outrider.models.native.packed import Packed, PackedWorkspace, use_torch_threads
 from outrider.models.stack import Layer, Pass, StackConfig
 
 TOGETHER = 12  # as in kernels.cpp
@@ -32,8 +32,8 @@ class NativeStack:
         matrices = (linear for layer in layers for linear in (layer.qkv, layer.output, layer.down))
         self._widest = max(widest, *(packed(matrix).inputs for matrix in matrices))
         self._norms: list[Tensor] = []  # what the structures point into
-        self._structs = (structs.Layer * len(layers))(*map(self._struct, layers))
-        self._shape = structs.Shape(
+        self.structs = (structs.LayerStruct * len(layers))(*map(self._struct, layers))
+        self._shape = structs.ShapeStruct(
             hidden=config.hidden_size,
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
@@ -43,7 +43,7 @@ class NativeStack:
             window=config.sliding_window or 0,
             eps=config.norm_eps,
         )
-        self._work: Workspace | None = None
+        self._work: PackedWorkspace | None = None
         self._threads = 0  # that its buffers are for
         self._run = library().outrider_head
 
@@ -62,13 +62,13 @@ class NativeStack:
         """`extra`: what a head has beside its layers."""
         rows = x.shape[0]
         assert all(0 <= layer < len(self.layers) for layer in wanted)
-        work = self._workspace(rows, max(slot.length for slot in batch.slots))
-        spans = (structs.Span * len(batch.slots))(*(self._span(batch, i) for i in range(len(batch.slots))))
+        work = self.workspace(rows, max(slot.length for slot in batch.slots))
+        spans = (structs.SpanStruct * len(batch.slots))(*(self._span(batch, i) for i in range(len(batch.slots))))
         kept = torch.empty(len(wanted), rows, x.shape[1]) if wanted else None
         use_torch_threads()
         self._run(
             ctypes.byref(self._shape),
-            self._structs,
+            self.structs,
             spans,
             ctypes.c_int64(len(spans)),
             ctypes.c_int64(rows),
@@ -85,7 +85,7 @@ class NativeStack:
         )
         return x, None if kept is None else kept.transpose(0, 1)
 
-    def _workspace(self, rows: int, longest: int) -> Workspace:
+    def workspace(self, rows: int, longest: int) -> PackedWorkspace:
         """Buffers for so many rows and such long sequences; grown, never shrunk."""
         old, threads = self._work, torch.get_num_threads()
         if old is not None and rows <= old.rows and longest <= old.struct.longest and threads <= self._threads:
@@ -95,7 +95,7 @@ class NativeStack:
         rows = max(rows, 32, old.rows if old else 0)
         longest = max(2 * longest // 32 * 32 + 16, 1040, old.struct.longest if old else 0)  # no power of 2: rows of
         # scores would all fall on the same lines of the first cache
-        work = Workspace(rows, self._widest)
+        work = PackedWorkspace(rows, self._widest)
         work.add(
             qkv=torch.empty(rows, heads + 2 * kv_heads),
             mixed=torch.empty(rows, heads),
@@ -109,12 +109,12 @@ class NativeStack:
         self._work, self._threads = work, threads
         return work
 
-    def _span(self, batch: Pass, index: int) -> structs.Span:
+    def _span(self, batch: Pass, index: int) -> structs.SpanStruct:
         slot, rows = batch.slots[index], batch.rows[index]
-        return self._place(slot, slot.length - (rows.stop - rows.start), rows)
+        return self.place(slot, slot.length - (rows.stop - rows.start), rows)
 
-    def _place(self, slot: Slot, start: int, rows: slice) -> structs.Span:
-        return structs.Span(
+    def place(self, slot: Slot, start: int, rows: slice) -> structs.SpanStruct:
+        return structs.SpanStruct(
             keys=slot.keys.data_ptr(),
             values=slot.values.data_ptr(),
             size=slot.size,
@@ -124,8 +124,8 @@ class NativeStack:
             rows=rows.stop - rows.start,
         )
 
-    def _struct(self, layer: Layer) -> structs.Layer:
-        return structs.Layer(
+    def _struct(self, layer: Layer) -> structs.LayerStruct:
+        return structs.LayerStruct(
             qkv=packed(layer.qkv).joint,
             output=packed(layer.output).joint,
             gate_up=packed(layer.gate_up).joint,

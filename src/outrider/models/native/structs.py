@@ -25,7 +25,7 @@ class Joint(Structure):
     _fields_ = (("parts", Matrix * 3), ("count", c_int64), ("outputs", c_int64))
 
 
-class Layer(Structure):
+class LayerStruct(Structure):
     _fields_ = (
         ("qkv", Joint),
         ("output", Joint),
@@ -38,7 +38,7 @@ class Layer(Structure):
     )
 
 
-class Span(Structure):
+class SpanStruct(Structure):
     _fields_ = (
         ("keys", c_void_p),
         ("values", c_void_p),
@@ -50,7 +50,7 @@ class Span(Structure):
     )
 
 
-class Shape(Structure):
+class ShapeStruct(Structure):
     _fields_ = (
         ("hidden", c_int64),
         ("heads", c_int64),
@@ -92,7 +92,7 @@ class Extra(Structure):
     )
 
 
-class Head(Structure):
+class HeadStruct(Structure):
     _fields_ = (
         ("fc", Joint),
         ("output", Joint),

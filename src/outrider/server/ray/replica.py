@@ -31,7 +31,7 @@ class Replica:
         self._inboxes: dict[int, asyncio.Queue[wire.Json]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._fault = ""
-        self._session = _Session(self, self._backend)
+        self._session = _ReplicaSession(self, self._backend)
         self._sender = threading.Thread(target=self._send, name="outrider-sender", daemon=True)
         self._sender.start()
 
@@ -85,7 +85,7 @@ class Replica:
                 self._inboxes[id].put_nowait({**shared, **part, "replica": self._name})
 
 
-class _Session(Session):
+class _ReplicaSession(Session):
     def _show(self, tokens: Iterable[Token], frame: dict[str, Any]) -> None:
         """Every time anew: who reads now need not have seen what was shown before."""
         self._shown.clear()
