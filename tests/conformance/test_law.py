@@ -136,6 +136,14 @@ def test_every_short_continuation_has_its_exact_probability(law, rule, spec):
     assert stats.accepted > 0 or spec == "none"
 
 
+def test_the_law_where_a_head_draws_several_tokens_in_a_row():
+    """A head drafts from the second step on, so three tokens hold one draw and four hold two: each must have its own
+    random numbers. 800 samples are too few to see it."""
+    samples, stats = sample(build("eagle:head=eagle,length=3"), "rejection", LAWS["temperature"], 3000, length=4)
+    assert_follows(samples, continuations(target().logits, PROMPT, SamplingParams(**LAWS["temperature"]), 4))
+    assert stats.drafted_by_depth[2] > 1000
+
+
 @pytest.mark.parametrize("spec", FIRST_SPECS)
 @pytest.mark.parametrize("rule", RULES)
 def test_the_law_of_a_real_forward(rule, spec):

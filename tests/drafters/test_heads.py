@@ -279,6 +279,64 @@ def test_a_medusa_head_that_does_not_fit_is_refused(tmp_path, changes, reason):
         heads.read(tmp_path, model())
 
 
+STRANGE = ["x", -1, 0.5, 10**12, True, [], [[1]], {}, {"a": 1}, [None]]
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "reason"),
+    [
+        ("eagle", dict(eagle_aux_hidden_state_layer_ids=[1, [2], 3]), "is not a list of whole numbers"),
+        ("eagle", dict(eagle_aux_hidden_state_layer_ids="abc"), "is not a list of whole numbers"),
+        ("eagle", dict(rope_scaling=4), "rope_scaling in .* is not an object or null"),
+        ("eagle", dict(num_hidden_layers=10**9), "not a whole number between 1 and 128"),
+        ("medusa", dict(num_heads=[3]), "num_heads in .* is not a whole number between 1 and 128"),
+        ("medusa", dict(num_heads=10**9), "num_heads in .* is not a whole number between 1 and 128"),
+        ("eagle", dict(outrider={"num_layers": 3, "vocab_size": 40}), "is not rows of numbers"),
+        ("eagle", dict(outrider={"num_layers": 3, "vocab_size": 40, "embedding": {"a": 1}}), "is not rows of numbers"),
+        (
+            "eagle",
+            dict(outrider={"num_layers": 3, "vocab_size": 40, "embedding": [[1], "x"]}),
+            "is not rows of numbers",
+        ),
+    ],
+)
+def test_a_config_with_values_of_other_types_is_refused_in_one_line(tmp_path, form, changes, reason):
+    heads.write(FORMS[form](), tmp_path, model())
+    change_config(tmp_path, **changes)
+    with pytest.raises(OutriderError, match=reason) as refused:
+        heads.read(tmp_path, model())
+    assert "\n" not in str(refused.value)
+
+
+def answer(folder):
+    try:
+        return type(heads.read(folder, model())).__name__
+    except OutriderError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("form", ["eagle", "medusa"])
+def test_any_value_of_a_config_may_be_strange(tmp_path, form):
+    """The head is read or refused in one line; it never ends in another error."""
+    heads.write(FORMS[form](), tmp_path, model())
+    config = json.loads((tmp_path / "config.json").read_text())
+    for place in (config, config.get("transformer_layer_config", {}), config["outrider"]):
+        for key, value in list(place.items()):
+            for strange in STRANGE:
+                place[key] = strange
+                (tmp_path / "config.json").write_text(json.dumps(config))
+                assert "\n" not in answer(tmp_path), (key, strange)
+            place[key] = value
+
+
+@pytest.mark.parametrize("ids", [[40, 1], [-1, 2], [[1, 2]], [0.5, 1.0], []])
+def test_a_token_map_that_does_not_fit_is_refused(tmp_path, ids):
+    heads.write(FORMS["medusa"](), tmp_path, model())
+    change_tensors(tmp_path, lambda tensors: tensors.update(token_map=torch.tensor(ids)))
+    with pytest.raises(OutriderError, match=r"token_map|but the target has 40 tokens"):
+        heads.read(tmp_path, model())
+
+
 def test_folders_that_hold_no_head_are_refused(tmp_path):
     with pytest.raises(OutriderError, match=r"no config\.json"):
         heads.read(tmp_path, model())

@@ -49,8 +49,13 @@ def read(folder: str | Path, target: Readable, allow_pickle: bool = False) -> He
     said, tensors = _config(folder), _tensors(folder, allow_pickle)
     kind = _kind(folder, said, tensors)
     _check_target(folder, said, target)
-    with torch.no_grad():
-        head = medusa(folder, said, tensors, target) if kind == MEDUSA else eagle(folder, said, tensors, target)
+    try:
+        with torch.no_grad():
+            head = medusa(folder, said, tensors, target) if kind == MEDUSA else eagle(folder, said, tensors, target)
+    except OutriderError:
+        raise
+    except Exception as error:  # whatever values of another type or shape than expected make Python or torch raise
+        raise OutriderError(f"the head in {folder} cannot be built from its files: {one_line(error)}") from error
     return head.eval().requires_grad_(False)
 
 
@@ -180,7 +185,13 @@ def _check_target(folder: Path, said: Mapping[str, Any], target: Readable) -> No
         return
     same(folder, "layers of its target", made_for.get("num_layers"), target.num_layers)
     same(folder, "tokens", made_for.get("vocab_size"), target.vocab_size)
-    theirs, ours = torch.tensor(made_for["embedding"]).flatten(), torch.tensor(_sample(target)).flatten()
+    try:
+        theirs = torch.tensor(made_for.get("embedding"), dtype=torch.float32).flatten()
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise OutriderError(
+            f"outrider.embedding in {folder / 'config.json'} is not rows of numbers; get the head again"
+        ) from None
+    ours = torch.tensor(_sample(target)).flatten()
     alike = float(torch.cosine_similarity(theirs, ours, 0)) if theirs.shape == ours.shape else 0.0
     if alike < _ALIKE:
         raise OutriderError(

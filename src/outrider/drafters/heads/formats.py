@@ -17,6 +17,10 @@ from outrider.models.base import Readable
 Head = EagleHead | MedusaHead
 Tensors = dict[str, Tensor]
 
+# Bounds of what a config may ask for, far above any published head: memory is taken before tensors are compared.
+LARGEST = 1 << 20  # rows of a matrix, tokens, attention heads
+LAYERS = 128  # decoder layers of an EAGLE head; heads of Medusa and blocks of each
+
 
 def eagle_config(head: EagleHead, name: str, target: Readable) -> dict[str, Any]:
     config = head.config
@@ -94,16 +98,16 @@ def eagle(folder: Path, said: Mapping[str, Any], tensors: Tensors, target: Reada
     config = EagleConfig(
         hidden_size=hidden,
         num_heads=heads,
-        num_kv_heads=layer.get("num_key_value_heads") or heads,
-        head_dim=layer.get("head_dim") or hidden // heads,
+        num_kv_heads=_number(folder, {"num_key_value_heads": heads, **_given(layer)}, "num_key_value_heads"),
+        head_dim=_number(folder, {"head_dim": hidden // heads, **_given(layer)}, "head_dim"),
         inner_size=_number(folder, layer, "intermediate_size"),
         norm_eps=layer.get("rms_norm_eps", 1e-6),
-        rope_theta=_rope(layer)[0],
-        rope_scaling=_rope(layer)[1],
+        rope_theta=_rope(folder, layer)[0],
+        rope_scaling=_rope(folder, layer)[1],
         vocab_size=vocab,
         draft_vocab_size=vocab if ids is None else len(ids),
         layers=_layers(folder, said, tensors, hidden, target.num_layers),
-        depth=_number(folder, layer, "num_hidden_layers"),
+        depth=_number(folder, layer, "num_hidden_layers", LAYERS),
         context=target.context,
         norm_inputs=bool(said.get("fc_norm", False)),
         norm_joined=bool(_eagle_option(said, "norm_before_fc", False)),
@@ -119,18 +123,26 @@ def eagle(folder: Path, said: Mapping[str, Any], tensors: Tensors, target: Reada
     return head
 
 
+def _given(said: Mapping[str, Any]) -> dict[str, Any]:
+    """What is not null, 0 or empty: those stand for the default."""
+    return {key: value for key, value in said.items() if value}
+
+
 def _eagle_name(name: str) -> str:
     return name.removeprefix("model.").replace("midlayer.", "layers.0.")
 
 
 def _eagle_option(said: Mapping[str, Any], key: str, default: Any) -> Any:
     """Some files keep options in an inner `eagle_config`."""
-    return (said.get("eagle_config") or {}).get(key, said.get(key, default))
+    inner = said.get("eagle_config")
+    return (inner if isinstance(inner, dict) else {}).get(key, said.get(key, default))
 
 
-def _rope(layer: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
+def _rope(folder: Path, layer: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """theta, and the scaling if there is one."""
-    said = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
+    said = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+    if not isinstance(said, dict):
+        raise _wrong(folder, "rope_scaling", "an object or null")
     kind = said.get("rope_type", said.get("type", "default"))
     theta = said.get("rope_theta") or layer.get("rope_theta") or 10_000.0
     return float(theta), None if kind == "default" else {**said, "rope_type": kind}
@@ -141,7 +153,9 @@ def _layers(folder: Path, said: Mapping[str, Any], tensors: Tensors, hidden: int
     if "layers.0.hidden_norm.weight" not in tensors:
         return ()
     ids = _eagle_option(said, "eagle_aux_hidden_state_layer_ids", None) or (2, total // 2, total - 3)
-    layers = tuple(sorted({int(id) - 1 for id in ids}))
+    if not isinstance(ids, list | tuple) or not all(isinstance(id, int) for id in ids):
+        raise _wrong(folder, "eagle_aux_hidden_state_layer_ids", "a list of whole numbers")
+    layers = tuple(sorted({id - 1 for id in ids}))
     if not all(0 <= layer < total for layer in layers):
         raise OutriderError(
             f"the head in {folder} reads the target after {', '.join(map(str, ids))} blocks, but the target has {total}"
@@ -183,14 +197,17 @@ def _shared(tensors: Tensors, target: Readable, ids: Tensor | None) -> set[str]:
 
 def medusa(folder: Path, said: Mapping[str, Any], tensors: Tensors, target: Readable) -> MedusaHead:
     tensors = {_medusa_name(name): value for name, value in tensors.items()}
-    blocks = sorted({int(name.split(".")[1]) for name in tensors if name.startswith("blocks.")})
-    heads = said.get("num_heads", said.get("medusa_num_heads", len(blocks)))
-    depth = said.get("num_hidden_layers", said.get("medusa_num_layers", 1))
+    blocks = {name.split(".")[1] for name in tensors if name.startswith("blocks.")}
+    known = {
+        "num_heads": said.get("medusa_num_heads", len(blocks)),
+        "num_hidden_layers": said.get("medusa_num_layers", 1),
+    }
+    heads, depth = (_number(folder, {**known, **said}, key, LAYERS) for key in known)
     first = tensors.get("blocks.0.layers.0.weight")
     if first is None:
         raise OutriderError(f"the head in {folder} lacks the tensor blocks.0.layers.0.weight; get it again")
     same(folder, "hidden numbers", said.get("hidden_size", first.shape[0]), target.anatomy.hidden_size)
-    ids = tensors.pop("token_map", None)
+    ids = _token_map(folder, tensors.pop("token_map", None), target.vocab_size)
     outputs = [tensors.get(f"lm_heads.{index}.weight") for index in range(heads)]
     own = any(output is not None for output in outputs) and not said.get("original_lm_head", False)
     if not own:
@@ -202,15 +219,26 @@ def medusa(folder: Path, said: Mapping[str, Any], tensors: Tensors, target: Read
         target.anatomy.hidden_size,
         vocab,
         vocab if ids is None else len(ids),
-        int(heads),
-        int(depth),
+        heads,
+        depth,
         "blocks.0.layers.0.bias" in tensors,
         own,
     )
-    head = MedusaHead(config, None if ids is None else ids.long())
+    head = MedusaHead(config, ids)
     head.tree = _tree(folder, said.get("medusa_choices", ()))
     _fill(folder, head, tensors)
     return head
+
+
+def _token_map(folder: Path, ids: Tensor | None, vocab: int) -> Tensor | None:
+    """The tokens that the heads can write; None: all."""
+    if ids is None:
+        return None
+    if ids.dim() != 1 or not len(ids) or ids.is_floating_point():
+        raise OutriderError(f"token_map of the head in {folder} is not a list of tokens; get it again")
+    if not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+        raise OutriderError(f"the head in {folder} writes token {int(ids.max())}, but the target has {vocab} tokens")
+    return ids.long()
 
 
 def _tree(folder: Path, said: Any) -> Paths:
@@ -256,8 +284,14 @@ def _fill(folder: Path, head: Head, tensors: Tensors, ignored: Set[str] = frozen
         raise OutriderError(f"the head in {folder} has a tensor {extra[0]} that its config does not speak of")
 
 
-def _number(folder: Path, said: Mapping[str, Any], key: str) -> int:
+def _number(folder: Path, said: Mapping[str, Any], key: str, most: int = LARGEST) -> int:
     value = said.get(key)
-    if not isinstance(value, int):
+    if value is None:
         raise OutriderError(f"{folder / 'config.json'} does not say {key}, which a head needs")
+    if not isinstance(value, int) or not 1 <= value <= most:
+        raise _wrong(folder, key, f"a whole number between 1 and {most}")
     return value
+
+
+def _wrong(folder: Path, key: str, kind: str) -> OutriderError:
+    return OutriderError(f"{key} in {folder / 'config.json'} is not {kind}; get the head again")
