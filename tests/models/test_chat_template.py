@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -12,8 +13,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from outrider.core.errors import OutriderError
-from outrider.models import chat_template
-from outrider.models.tokenizer import GGUFTokenizer
+from outrider.models import chat_template, template_sandbox
+from outrider.models.tokenizer import GGUFTokenizer, from_folder
 
 NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}  # and no pad_token
 
@@ -383,3 +384,100 @@ def test_without_a_template() -> None:
 def test_ids_are_not_given() -> None:
     with pytest.raises(ValueError, match="tokenize=False"):
         pair(QWEN)[0].apply_chat_template(CHATS["one"], tokenize=True)  # type: ignore[arg-type]
+
+
+DOUBLED = "{% set a = 'ab' %}" + "{% set a = a ~ a %}" * 40 + "{{ a|length }}"
+DOUBLED_LISTS = "{% set a = [1] %}" + "{% set a = [a, a] %}" * 40
+HIDDEN_LISTS = "{% set a = [1] %}" + "{% set a = [a|list, a|batch(1)|list] %}" * 40
+ENDLESS = {
+    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "a false test": "{% for a in range(99999) %}{% for b in range(99999) if b < 0 %}{% endfor %}{% endfor %}",
+    "a macro of macros": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "a loop into itself": "{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}",
+    "a recursive loop": "{% for a in range(9) recursive %}{{ loop(range(9)) if loop.depth < 30 }}{% endfor %}",
+}
+LARGE = {
+    "product": "{{ 'a' * 10**9 }}",
+    "product of numbers": "{{ 1000000000 * 'a' }}",
+    "list": "{{ ([0] * 10**9)|length }}",
+    "list of texts": "{% set a = 'a' * 1000000 %}{{ [a] * 1000000 }}",
+    "power": "{{ 10 ** (10 ** 9) }}",
+    "powers": "{% set n = namespace(n=2 ** 4000) %}{% for i in range(99) %}{% set n.n = n.n * n.n %}{% endfor %}",
+    "percent": "{{ '%1000000000s' % 'a' }}",
+    "percent star": "{{ '%*d' % (1000000000, 1) }}",
+    "percent point": "{{ '%.1000000000f' % 1 }}",
+    "format filter": "{{ '%1000000000s'|format('a') }}",
+    "format": "{{ '{:1000000000}'.format(1) }}",
+    "format within a format": "{{ '{:{w}}'.format(1, w=1000000000) }}",
+    "format_map": "{{ '{a:1000000000}'.format_map({'a': 1}) }}",
+    "format of many": "{% set a = 'a' * 1000000 %}{{ ('{0}' * 100000).format(a) }}",
+    "lipsum": "{{ lipsum(n=100000) }}",
+    "center": "{{ 'a'.center(1000000000) }}",
+    "center filter": "{{ 'a'|center(1000000000) }}",
+    "ljust": "{{ 'a'.ljust(1000000000) }}",
+    "zfill": "{{ 'a'.zfill(1000000000) }}",
+    "expandtabs": "{{ '\t'.expandtabs(1000000000) }}",
+    "replace": "{% set a = 'a' * 1000000 %}{{ a.replace('a', a) }}",
+    "replace filter": "{% set a = 'a' * 1000000 %}{{ a|replace('a', a) }}",
+    "replace nothing": "{% set a = 'a' * 1000000 %}{{ a|replace('', a) }}",
+    "join": "{% set a = 'a' * 1000000 %}{{ a.join('b' * 1000000) }}",
+    "join filter": "{% set a = 'a' * 1000000 %}{{ ('b' * 1000000)|join(a) }}",
+    "indent": "{{ ('a\n' * 1000000)|indent(9999) }}",
+    "indent a lot": "{{ 'a\n'|indent(1000000000, true) }}",
+    "JSON": "{{ [1]|tojson(indent=1000000000) }}",
+    "batch": "{{ [1]|batch(1000000000, 0)|list|length }}",
+    "slice": "{{ [1]|slice(1000000000)|list|length }}",
+    "round": "{{ 1.5|round(1000000000, 'ceil') }}",
+    "sum of lists": "{{ [[1], [2]]|sum(start=[]) }}",
+    "doubled text": DOUBLED,
+    "doubled sum": DOUBLED.replace("~", "+"),
+    "doubled list": DOUBLED_LISTS + "{{ a }}",
+    "doubled list as JSON": DOUBLED_LISTS + "{{ a|tojson }}",
+    "doubled list compared": DOUBLED_LISTS + "{{ a == a|list }}",
+    "doubled dict": DOUBLED_LISTS.replace("[a, a]", "{'x': a, 'y': a}") + "{{ a }}",
+    "doubled dict call": DOUBLED_LISTS.replace("[a, a]", "dict(x=a, y=a)") + "{{ a }}",
+    "doubled copies": HIDDEN_LISTS + "{{ a }}",
+    "output": "{% for a in range(9999) %}{{ 'a' * 9999 }}{% endfor %}",
+    "output of the template's own": "{% for a in range(9999) %}" + "a" * 9999 + "{% endfor %}",
+    "output kept": "{% set x %}{% for a in range(9999) %}{{ 'a' * 9999 }}{% endfor %}{% endset %}{{ x|length }}",
+}
+
+
+@pytest.mark.parametrize("source", [*ENDLESS.values(), *LARGE.values()], ids=[*ENDLESS, *LARGE])
+def test_a_template_cannot_take_the_machine(source: str) -> None:
+    with pytest.raises(OutriderError, match=r"refused the messages|template is broken") as caught:
+        render(source, CHATS["one"])
+    assert len(str(caught.value)) < 500
+
+
+def test_a_template_that_only_waits_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_sandbox, "SECONDS", -1.0)
+    with pytest.raises(OutriderError, match="seconds"):
+        render("{% for a in [1] %}{% endfor %}", CHATS["one"])
+
+
+def test_the_bounds_leave_room_for_a_long_conversation() -> None:
+    chat = [{"role": ("user", "assistant")[i % 2], "content": f"{i} " * 500} for i in range(2000)]
+    assert render(QWEN, chat).count("<|im_start|>") >= 2000
+    listed = "{% set ns = namespace(all=[]) %}{% for m in messages %}{% set ns.all = ns.all + [m] %}{% endfor %}"
+    assert render(listed + "{{ ns.all|length }}", chat) == "2000"
+
+
+def test_the_template_of_a_folder_is_bounded_too(tmp_path: Path) -> None:
+    _, theirs = pair(LARGE["product"])
+    theirs.save_pretrained(tmp_path)
+    found = from_folder(tmp_path)
+    assert found is not None
+    with pytest.raises(OutriderError, match="refused the messages"):
+        found.apply_chat_template(CHATS["one"], tokenize=False)
+
+
+@pytest.mark.parametrize("template", [LLAMA, QWEN, MISTRAL], ids=["llama", "qwen", "mistral"])
+def test_a_folder_renders_as_transformers_does(tmp_path: Path, template: str) -> None:
+    _, theirs = pair(template)
+    theirs.save_pretrained(tmp_path)
+    found = from_folder(tmp_path)
+    assert found is not None
+    for generation in (False, True):
+        expected = theirs.apply_chat_template(CHATS["one"], tokenize=False, add_generation_prompt=generation)
+        assert found.apply_chat_template(CHATS["one"], tokenize=False, add_generation_prompt=generation) == expected

@@ -11,10 +11,11 @@ from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from outrider.core.errors import OutriderError, one_line
+from outrider.core.errors import OutriderError, one_line, quoted
+from outrider.models import template_sandbox
+from outrider.models.template_sandbox import BoundedEnvironment, check_indent
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # one field's names; templates read the first or second
 
@@ -25,10 +26,12 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """The messages as the model was taught to read them; an OutriderError says why they cannot be written."""
-        said = [_with_reasoning(message) for message in _checked(messages)]
-        given = {"tools": None, "documents": None, **_plain(variables), "messages": said}
+        _check(messages)
+        text = _as_json({"tools": None, "documents": None, **variables, "messages": list(messages)})
+        given = json.loads(text)  # plain values: the sandbox cannot know which methods of other objects are harmless
+        given["messages"] = [_with_reasoning(message) for message in given["messages"]]
         try:
-            return self._template.render(given)
+            return template_sandbox.render(self._template, given, len(text))
         except Exception as error:  # the template is the model's own code: whatever it raises is about the messages
             raise OutriderError(f"the chat template refused the messages: {one_line(error)}") from error
 
@@ -43,8 +46,8 @@ def _compile(source: str) -> Template:
     raise OutriderError(f"the model's chat template is broken ({reason}); use a prompt instead of messages (--raw)")
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
     environment.filters["tojson"] = _to_json
@@ -85,6 +88,9 @@ class _Namespace(Namespace):
         _check_name(name)
         super().__setitem__(name, value)
 
+    def __repr__(self) -> str:
+        return "<namespace>"  # what it holds may hold it, and have no end
+
 
 def _check_name(name: str) -> None:
     if str(name).startswith("_"):
@@ -99,6 +105,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter writes for HTML, with < and & escaped."""
+    check_indent(indent)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -110,13 +117,12 @@ def _now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-def _checked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _check(messages: Sequence[Mapping[str, Any]]) -> None:
     if not messages:
         raise OutriderError("there are no messages to answer; give at least one")
     for message in messages:
         if not isinstance(message, Mapping):
-            raise OutriderError(f"a message is a mapping with a role and a content, not {message!r}")
-    return _plain(list(messages))
+            raise OutriderError(f"a message is a mapping with a role and a content, not {quoted(message)}")
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
@@ -124,11 +130,10 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return message if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
 
 
-def _plain(value: Any) -> Any:
-    """A copy of plain JSON values: the sandbox cannot know which methods of other objects are harmless."""
+def _as_json(value: Any) -> str:
     try:
-        return json.loads(json.dumps(value, default=_stand_in))
-    except (TypeError, ValueError) as error:
+        return json.dumps(value, default=_stand_in)
+    except (TypeError, ValueError, RecursionError) as error:
         raise OutriderError(f"the messages cannot be written as JSON: {one_line(error)}") from error
 
 

@@ -5,6 +5,7 @@ What a file leaves unsaid is filled in as llama.cpp does, for files are made for
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -226,11 +227,35 @@ def from_folder(path: str | Path) -> Tokenizer | None:
     try:
         found: Tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         found.decode(found.encode("Is it whole?"))  # some wrong values are looked at only now
-        return found
+        return _with_bounded_template(found)
     except Exception as error:  # the tokenizers library raises bare Exceptions
         raise OutriderError(
             f"the tokenizer files in {folder} cannot be read ({one_line(error)}); download them again"
         ) from None
+
+
+def _with_bounded_template(tokenizer: Any) -> Tokenizer:
+    """A tokenizer of transformers whose template runs in our sandbox: theirs bounds neither time nor size."""
+    from outrider.models.chat_template import ChatTemplate
+
+    compiled = functools.cache(ChatTemplate)
+
+    def apply_chat_template(
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tokenize: Literal[False],
+        add_generation_prompt: bool = False,
+        **extra: Any,
+    ) -> str:
+        if tokenize:
+            raise ValueError("give tokenize=False and encode the text with add_special_tokens=False")
+        source = tokenizer.get_chat_template(None, extra.get("tools"))  # a folder may have several
+        variables = {**tokenizer.special_tokens_map, "add_generation_prompt": add_generation_prompt, **extra}
+        return compiled(source).render(messages, variables)
+
+    tokenizer.apply_chat_template = apply_chat_template
+    bounded: Tokenizer = tokenizer
+    return bounded
 
 
 def end_ids(tokenizer: Tokenizer | None, metadata: Mapping[str, Any] | None = None) -> frozenset[int]:
