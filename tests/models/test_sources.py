@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import pwd
 import random
 import re
 import resource
@@ -26,7 +27,9 @@ from huggingface_hub import constants as hub_constants
 
 from outrider.core.errors import OutriderError
 from outrider.models import sources
+from outrider.models.native.library import library
 from outrider.models.sources import Source
+from outrider.server import registry
 
 CONTENT = random.Random(0).randbytes(300_000)
 NOWHERE = "http://127.0.0.1:1"
@@ -471,3 +474,34 @@ def test_a_hub_out_of_reach(name, monkeypatch, silent_port):
             sources.resolve(name)
         assert "\n" not in str(caught.value)
         assert time.monotonic() - start < 20
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user without HOME and without an entry in the list of users."""
+
+    def nobody(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for name in ("HOME", "OUTRIDER_CACHE", "OUTRIDER_CONFIG", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+
+
+def test_a_user_without_a_home_is_told_what_to_set(homeless: None) -> None:
+    with pytest.raises(OutriderError, match=r"no home folder.*OUTRIDER_CACHE"):
+        sources.resolve("tiny")
+    with pytest.raises(OutriderError, match=r"no home folder.*OUTRIDER_CACHE"):
+        sources.installed()
+
+
+def test_a_user_without_a_home_has_the_built_in_registry(homeless: None) -> None:
+    assert registry.load() is registry.BUILT_IN
+
+
+def test_a_user_without_a_home_builds_the_kernels_for_the_process(homeless: None) -> None:
+    library.cache_clear()
+    try:
+        assert library().outrider_threads is not None
+    finally:
+        library.cache_clear()

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from outrider.core.errors import one_line
+from outrider.core.errors import OutriderError, one_line
 from outrider.models.sources import cache_dir
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
@@ -33,7 +33,12 @@ class NoCompiler(Exception):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    folder, key = cache_dir() / "kernels", _key()
+    key = _key()
+    try:
+        folder = cache_dir() / "kernels"
+    except OutriderError:  # no folder of this user's: never one that others can write to, for what lies there is run
+        with tempfile.TemporaryDirectory() as name:
+            return _made(Path(name), key)
     return _kept(folder, key) or _made(folder, key)
 
 
