@@ -48,10 +48,13 @@ class Fleet:
         self.lost: dict[str, Description] = {}  # models that could not be launched again after a restart
         self._workers: dict[str, Worker] = {}
 
+    def add(self, worker: Worker) -> None:
+        self._workers[worker.uid] = worker
+
     async def launch(self, spec: LaunchSpec) -> str:
         """Start a worker and wait until its model is loaded; an OutriderError says why it cannot be. The uid."""
         self._refuse_when_draining()
-        spec = dataclasses.replace(spec, uid=self._new_uid(spec))
+        spec = dataclasses.replace(spec, uid=self.new_uid(spec))
         worker = self._workers[spec.uid] = Worker(spec, self.limits, self.metrics)
         try:
             await worker.start()
@@ -130,7 +133,7 @@ class Fleet:
             raise Unknown(f"{quoted(name)} means several launched models; name one by its uid: {known}", param="model")
         raise Unknown(f"no model {quoted(name)} is launched; launched: {known}", param="model")
 
-    def _new_uid(self, spec: LaunchSpec) -> str:
+    def new_uid(self, spec: LaunchSpec) -> str:
         if not spec.uid:
             stem = re.sub(r"[^\w.-]+", "-", spec.settings.model.rstrip("/").rpartition("/")[2]).strip("-.") or "model"
             return next(uid for uid in _numbered(stem) if uid not in self._workers)

@@ -254,13 +254,18 @@ class Worker:
     async def submit(self, request: Request, fit: Fit) -> ServerStream:
         if self._process is None or self.status != "ready":
             raise Gone(f"the model {self.uid} is {self.status}: {self.reason or 'not ready yet'}; try again soon")
-        self._refuse_when_full(request.params.n)
+        self.refuse_when_full(request.params.n)
         said = wire.request_to_json(request)
-        stream = self._open(request.params.n)
+        stream = self.open_stream(request.params.n)
         self._process.send({"submit": stream.id, "request": said, "fit": asdict(fit)})
-        return await self._taken_in(stream)
+        return await self.taken_in(stream)
 
-    def _open(self, samples: int) -> ServerStream:
+    @property
+    def answering(self) -> bool:
+        """Whether an answer is under way."""
+        return bool(self._streams)
+
+    def open_stream(self, samples: int) -> ServerStream:
         stream = ServerStream(self, self._next, samples)
         self._next += 1
         self._streams[stream.id] = stream
@@ -268,7 +273,7 @@ class Worker:
         self._emptied.clear()
         return stream
 
-    async def _taken_in(self, stream: ServerStream) -> ServerStream:
+    async def taken_in(self, stream: ServerStream) -> ServerStream:
         """The stream, when the engine has taken its request in; an error says why it did not."""
         try:
             await stream.accepted
@@ -299,7 +304,7 @@ class Worker:
         await self._end("it was terminated")
         self._metrics.forget(self.uid)
 
-    def _refuse_when_full(self, samples: int) -> None:
+    def refuse_when_full(self, samples: int) -> None:
         most = self._limits.queue + self._places
         if self._samples + samples > most:
             wait = math.ceil(self._pace * max(1.0, self._samples / self._places) / 2)

@@ -37,7 +37,7 @@ class RayWorker(Worker):
     ) -> None:
         super().__init__(spec, limits, metrics)
         self._handle, self._place = handle.options(stream=True), place
-        self._describe = handle.describe
+        self._describe, self._up = handle.describe, metrics.up
         self.replicas = 0  # that run
         self._loads: dict[str, BackendLoad] = {}  # by replica
         self._followers: dict[int, asyncio.Task[None]] = {}
@@ -48,11 +48,11 @@ class RayWorker(Worker):
     async def submit(self, request: Request, fit: Fit) -> ServerStream:
         if self.status != "ready":
             raise Gone(f"the model {self.uid} is {self.status}: {self.reason or 'not ready yet'}; try again soon")
-        self._refuse_when_full(request.params.n)
+        self.refuse_when_full(request.params.n)
         said = wire.request_to_json(request)
-        stream = self._open(request.params.n)
+        stream = self.open_stream(request.params.n)
         self._followers[stream.id] = asyncio.create_task(self._follow(stream, said, dataclasses.asdict(fit)))
-        return await self._taken_in(stream)
+        return await self.taken_in(stream)
 
     def cancel(self, stream: ServerStream) -> None:
         self._finish(stream.id, Gone("the request was cancelled"))
@@ -98,7 +98,7 @@ class RayWorker(Worker):
         follower = self._followers.get(id)
         if follower is not None and isinstance(outcome, Exception) and follower is not asyncio.current_task():
             follower.cancel()
-        if not self._streams:
+        if not self.answering:
             self._loads.clear()
             super()._note(BackendLoad(row_seconds=self.row_seconds))
 
@@ -135,7 +135,7 @@ class RayWorker(Worker):
             self._loads.clear()
         self.replicas, self.status = running, "ready" if running else "restarting" if self.info else "loading"
         self.reason = "" if running or seen is None else seen.message or "no replica runs"
-        self._metrics.up.labels(self.uid).set(float(running > 0))
+        self._up.labels(self.uid).set(float(running > 0))
 
 
 class RayFleet(Fleet):
@@ -145,8 +145,9 @@ class RayFleet(Fleet):
         self, spec: LaunchSpec, limits: WorkerLimits, handle: DeploymentHandle, place: tuple[str, str]
     ) -> None:
         super().__init__(limits)
-        spec = dataclasses.replace(spec, uid=self._new_uid(spec))
-        self._worker = self._workers[spec.uid] = RayWorker(spec, limits, self.metrics, handle, place)
+        spec = dataclasses.replace(spec, uid=self.new_uid(spec))
+        self._worker = RayWorker(spec, limits, self.metrics, handle, place)
+        self.add(self._worker)
 
     async def start(self) -> None:
         await self._worker.start()
