@@ -395,6 +395,10 @@ def test_no_import_cycles():
     assert cycles(SRC) == []
 
 
+def test_private_attributes_stay_at_home():
+    assert private_elsewhere(SRC) == []
+
+
 def test_drafters_are_known_by_the_table_alone():
     assert named_drafters(SRC) == []
 
