@@ -33,7 +33,7 @@ class SamplingParams:
     top_p: float = option(1.0, "Only the likeliest tokens that reach this mass.")
     min_p: float = option(0.0, "Only tokens at least this likely, next to the likeliest.")
     typical_p: float = option(1.0, "Only the most typical tokens up to this mass.")
-    seed: int | None = option(None, "The same seed gives the same text, whoever drafts.", shown="random")
+    seed: int | None = option(None, "The same seed gives the same text with any drafter.", shown="random")
     repetition_penalty: float = option(1.0, "Above 1: shun tokens of prompt and answer.")
     presence_penalty: float = option(0.0, "Taken off the logits of tokens already written.")
     frequency_penalty: float = option(0.0, "The same, for each time they were written.")

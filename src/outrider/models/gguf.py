@@ -340,7 +340,7 @@ def _read(path: Path, data: np.ndarray) -> tuple[dict[str, Any], dict[str, GGUFT
         ) from None
     except (KeyError, UnicodeDecodeError):  # an unknown type of value; text that is none
         raise OutriderError(
-            f"{path} is broken: nonsense in its header before byte {cursor.at}; download it again"
+            f"{path} is broken: its header makes no sense before byte {cursor.at}; download it again"
         ) from None
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 8 or alignment % 8 or alignment > len(data):

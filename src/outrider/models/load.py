@@ -201,7 +201,7 @@ def _check_sizes(path: Path, config: LlamaConfig) -> None:
 
 def _load_foreign(folder: Path, config: Any, where: Place) -> tuple[Model, tuple[str, ...]]:
     if where.bits:
-        raise OutriderError("--quantize works for llama-like models, not for those that run through transformers")
+        raise OutriderError("--quantize works for llama-like models, not for models that transformers runs")
     layers, tensors = getattr(config, "num_hidden_layers", 0), len(FolderStore(folder, where))
     if isinstance(layers, int) and layers > tensors:  # transformers would build them all first, without an end
         path = folder / "config.json"

@@ -89,7 +89,7 @@ def assemble(store: Store, config: LlamaConfig, make_rope: Callable[[], Rope], t
 
 
 def _check_shapes(store: Store, config: LlamaConfig, tied: bool) -> None:
-    """Weights of other sizes than the config says would run, and write nonsense."""
+    """Weights of other sizes than the config says would run and give a wrong output."""
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab_size, hidden),
