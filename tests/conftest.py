@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
 import shutil
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import on_vllm
 import pytest
+import torch
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell: what we start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -20,6 +22,14 @@ with contextlib.suppress(ImportError):  # a GPU machine may not have it
 
     hypothesis.settings.register_profile("outrider", deadline=None)  # a busy machine is no fault
     hypothesis.settings.load_profile("outrider")
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # the kernels of a GPU run here too, interpreted; read when triton is imported
+    with contextlib.suppress(ImportError):
+        import triton
+
+        triton.knobs.runtime.interpret = True
+    del os.environ["TRITON_INTERPRET"]  # what the tests start is not to inherit it
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

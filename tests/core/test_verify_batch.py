@@ -121,9 +121,11 @@ def test_the_company_of_a_row_does_not_show():
 
 
 def test_choose_equals_the_dice():
-    laws = torch.softmax(3 * torch.randn(20, VOCAB), -1)
-    laws[laws < 0.01] = 0.0
+    logits = 3 * torch.randn(20, VOCAB)
+    params = [SamplingParams(temperature=0.5 + seed / 20, top_k=seed % 3 * 4) for seed in range(20)]
+    laws = sampling.warp_batch(logits, params)
     dice = [Dice(seed) for seed in range(20)]
-    assert choose(laws, dice, range(20)).tolist() == [
+    assert (laws == 0).any()
+    assert choose(logits, params, dice, range(20)).tolist() == [
         d.choose(law, at) for at, (d, law) in enumerate(zip(dice, laws, strict=True))
     ]

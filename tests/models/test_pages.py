@@ -124,3 +124,36 @@ def test_nothing_is_lost_whatever_happens():
     for id in list(live):
         pages.free(id)
     assert pages.free_count == 39
+
+
+def test_a_token_that_was_not_run_yet_fills_no_page():
+    """The engine names one more token than the cache has seen: the newest is run with the next pass."""
+    pages = Pages(20, 4, 5, 60)
+    tokens = text(3, 8)
+    pages.extend(1, 7)
+    pages.name(1, tokens)
+    pages.begin(2, [*tokens, 1])
+    assert pages.length(2) == 4
+
+
+def test_a_page_that_is_taken_again_is_given_to_nobody_else():
+    pages = Pages(6, 4, 5, 60)
+    tokens = text(4, 4)
+    pages.extend(1, 4)
+    pages.name(1, tokens)
+    pages.free(1)
+    pages.begin(2, [*tokens, 1])
+    pages.extend(3, 16)  # all the rest
+    assert not set(held(pages, 2)) & set(held(pages, 3))
+    assert pages.free_count == 0
+
+
+def test_the_end_of_a_text_is_forgotten_before_its_beginning():
+    pages = Pages(5, 4, 5, 60)
+    tokens = text(5, 16)
+    pages.extend(1, 16)
+    pages.name(1, tokens)
+    pages.free(1)
+    pages.extend(2, 8)  # two of the four pages are needed
+    pages.begin(3, [*tokens, 1])
+    assert pages.length(3) == 8

@@ -65,7 +65,7 @@ def measure_small(model: str, folder: str | None, copy_tb_s: float, found: Found
     prompts = workloads.select(workloads.built_in(), limit=2)
     ids = [llm.backend.render([{"role": "user", "content": prompt.text}]) for prompt in prompts]
     with _timed_part("small passes"):
-        found["small"] = {"bytes": small.pass_bytes, "passes": gpu_speeds.passes(small, copy_tb_s)}
+        found["small"] = {"bytes": gpu_peaks.pass_bytes(small), "passes": gpu_speeds.passes(small, copy_tb_s)}
     with _timed_part("batches"):
         found["batches"] = gpu_speeds.batches(small, ids)
     with _timed_part("bulk"):
@@ -80,7 +80,7 @@ def measure_small(model: str, folder: str | None, copy_tb_s: float, found: Found
 def measure_8b(copy_tb_s: float, found: Found) -> None:
     with _timed_part("8B"):
         big = gpu_speeds.eight_billion()
-        found["8B shape"] = {"bytes": big.pass_bytes, "passes": gpu_speeds.passes(big, copy_tb_s)}
+        found["8B shape"] = {"bytes": gpu_peaks.pass_bytes(big), "passes": gpu_speeds.passes(big, copy_tb_s)}
         found["8B shape"]["oracle"] = gpu_speeds.oracle(big)
 
 

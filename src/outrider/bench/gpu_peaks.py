@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+
+from outrider.models.llama import Weights
 
 COPIED = 1 << 32  # bytes of a copy: far more than any cache holds
 SIDE = 8192  # rows and columns of the matrices: enough to keep every multiprocessor busy
@@ -18,6 +22,18 @@ class GpuPeaks:
     memory_gib: float
     copy_tb_s: float  # bytes read and written
     matrix_tflop_s: float  # bfloat16
+
+
+@runtime_checkable
+class OnDevice(Protocol):
+    """A model whose passes run on a device of their own, and can be measured there."""
+
+    weights: Weights
+    on_pass: Callable[[], None] | None  # called before and after each pass
+
+    def again(self) -> None:
+        """The last pass once more, which changes nothing."""
+        ...
 
 
 def measure(device: torch.device) -> GpuPeaks:
@@ -51,3 +67,34 @@ def device_ms(work: Callable[[], object], times: int = 10, rounds: int = 5) -> f
         end.synchronize()
         took.append(begin.elapsed_time(end) / times)
     return statistics.median(took)
+
+
+def pass_bytes(model: OnDevice) -> int:
+    """Of weights that every pass reads; of the embedding it reads only rows."""
+    layers = model.weights.stack.layers
+    parts: list[Any] = [part for layer in layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    return sum(part.weight.nbytes for part in (*parts, model.weights.head))
+
+
+def pass_ms(model: OnDevice) -> float:
+    """The device's own time for the pass that ran last."""
+    return device_ms(model.again)
+
+
+@contextmanager
+def timed(model: OnDevice) -> Iterator[list[float]]:
+    """When it is left, the list has the milliseconds that the device took for each pass inside."""
+    took: list[float] = []
+    marks: list[torch.cuda.Event] = []
+
+    def mark() -> None:
+        marks.append(torch.cuda.Event(enable_timing=True))
+        marks[-1].record()
+
+    model.on_pass = mark
+    try:
+        yield took
+    finally:
+        model.on_pass = None
+        torch.cuda.synchronize()
+        took += [begin.elapsed_time(end) for begin, end in zip(marks[::2], marks[1::2], strict=True)]

@@ -77,9 +77,9 @@ def passes(model: CudaLlama, copy_tb_s: float, context: int = 256) -> list[Found
             model.forward([feed]).logits[-1, -1].item()  # type: ignore[attr-defined]
             walls.append(1e3 * (time.perf_counter() - begin))
             model.crop(-1, context)
-        ms = gpu_peaks.device_ms(model.replay)
+        ms = gpu_peaks.pass_ms(model)
         model.free(-1)
-        share = model.pass_bytes / ms / 1e9 / copy_tb_s
+        share = gpu_peaks.pass_bytes(model) / ms / 1e9 / copy_tb_s
         found.append({"rows": rows, "ms": ms, "wall_ms": statistics.median(walls[2:]), "share": share})
         found[-1]["ratio"] = ms / found[0]["ms"]
     return found
@@ -137,7 +137,7 @@ def _timed_steps(engine: Engine) -> tuple[list[float], list[float]]:
     model = engine.model
     assert isinstance(model, CudaLlama)
     walls = []
-    with model.timed() as device:
+    with gpu_peaks.timed(model) as device:
         for _ in range(TIMED_STEPS):
             start = time.perf_counter()
             engine.step()  # the verdicts are on the host when it returns

@@ -260,16 +260,15 @@ def _time_plain(llm: LLM, plan: ProfilePlan, counter: _ProgressCounter) -> float
 
 
 def _on_card(model: Model, plan: ProfilePlan) -> GpuPasses | None:
-    replay, read = getattr(model, "replay", None), getattr(model, "pass_bytes", None)
-    if replay is None or read is None:
+    if not isinstance(model, gpu_peaks.OnDevice):
         return None
     found = []
     with _prompted(model, plan) as chain:
         for rows in plan.rows:
             model.forward([chain(rows)])
             model.crop(PASSES, plan.context)
-            found.append((rows, gpu_peaks.device_ms(replay)))
-    return GpuPasses(gpu_peaks.measure(torch.device("cuda")), read, tuple(found))
+            found.append((rows, gpu_peaks.pass_ms(model)))
+    return GpuPasses(gpu_peaks.measure(torch.device("cuda")), gpu_peaks.pass_bytes(model), tuple(found))
 
 
 class _Samples:

@@ -82,7 +82,7 @@ def warp(logits: Tensor, params: SamplingParams) -> Tensor:
         law = _renormalise(law.where(law >= params.min_p * law.max(), 0.0))
     if params.typical_p < 1.0:
         surprise = -law.log()
-        entropy = (law * surprise.where(law > 0, 0.0)).sum()
+        entropy = (law * surprise.where(law > 0, 0.0)).sum(dtype=torch.float64).float()
         everything = torch.arange(law.shape[0], device=law.device)
         law = _nucleus(law, -(surprise - entropy).abs(), params.typical_p, everything)
     return law
@@ -109,7 +109,7 @@ def warp_batch(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         laws = _renormalise_rows(laws, laws >= least)
     if any(p.typical_p < 1.0 for p in params):
         surprise = -laws.log()
-        entropy = (laws * surprise.where(laws > 0, 0.0)).sum(-1, keepdim=True)
+        entropy = (laws * surprise.where(laws > 0, 0.0)).sum(-1, keepdim=True, dtype=torch.float64).float()
         mass = column(p.typical_p if p.typical_p < 1.0 else math.inf for p in params)
         laws = _nuclei(laws, -(surprise - entropy).abs(), mass)
     return laws
@@ -139,7 +139,7 @@ def _likeliest(law: Tensor, count: int) -> Tensor:
 def _nucleus(law: Tensor, score: Tensor, mass: float, within: Tensor) -> Tensor:
     """The tokens of highest score that together have at least `mass`, out of those `within`; always at least one."""
     order = within[score[within].argsort(descending=True, stable=True)]
-    before = law[order].cumsum(0) - law[order]
+    before = law[order].cumsum(0, dtype=torch.float64) - law[order]
     return _keep(law, order[: max(1, int((before < mass).sum()))])
 
 
@@ -147,7 +147,7 @@ def _nuclei(laws: Tensor, scores: Tensor, masses: Tensor) -> Tensor:
     """`_nucleus` for every row."""
     order = scores.argsort(dim=-1, stable=True, descending=True)
     sorted_laws = laws.gather(1, order)
-    before = sorted_laws.cumsum(-1) - sorted_laws
+    before = sorted_laws.cumsum(-1, dtype=torch.float64) - sorted_laws
     kept = before < masses
     kept[:, 0] = True
     return _keep_first(laws, order, kept)
@@ -161,8 +161,8 @@ def _keep_first(laws: Tensor, order: Tensor, kept: Tensor) -> Tensor:
 def _renormalise_rows(laws: Tensor, kept: Tensor) -> Tensor:
     """A row that loses nothing stays as it is, to the last bit: its company must not show."""
     rest = laws.where(kept, 0.0)
-    return torch.where(kept.all(-1, keepdim=True), laws, rest / rest.sum(-1, keepdim=True))
+    return torch.where(kept.all(-1, keepdim=True), laws, rest / rest.sum(-1, keepdim=True, dtype=torch.float64).float())
 
 
 def _renormalise(law: Tensor) -> Tensor:
-    return law / law.sum()
+    return law / law.sum(dtype=torch.float64).float()

@@ -15,12 +15,13 @@ from torch import Tensor
 from outrider.core import sampling
 from outrider.core.dice import ACCEPT, RESIDUAL, Dice, noise
 from outrider.core.draft import ROOT, Draft
+from outrider.core.params import SamplingParams
 from outrider.core.sequence import Sequence, guessed_tokens
 from outrider.core.verify import Decision, Verdict, coupled, decision
 
 Best = Callable[[], list[int]]  # argmax of all logits, on the host
-# (laws [n, vocab], the dice of each row, the positions) -> [n] tokens, as Dice.choose would
-Chooser = Callable[[Tensor, Seq[Dice], Seq[int]], Tensor]
+# (logits [n, vocab], parameters, dice and position of each row) -> [n] tokens, as Dice.choose would
+Chooser = Callable[[Tensor, Seq[SamplingParams], Seq[Dice], Seq[int]], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +36,9 @@ class Case:
         return range(self.start, self.start + 1 + len(self.draft))
 
 
-def choose(laws: Tensor, dice: Seq[Dice], positions: Seq[int]) -> Tensor:
+def choose(logits: Tensor, params: Seq[SamplingParams], dice: Seq[Dice], positions: Seq[int]) -> Tensor:
     """Dice.choose for every row."""
+    laws = sampling.warp_batch(logits, params)
     keys = torch.tensor([one.keys(position) for one, position in zip(dice, positions, strict=True)], device=laws.device)
     tokens = torch.arange(laws.shape[1], device=laws.device)
     scores = noise(tokens, keys[:, :1], keys[:, 1:]) / laws.double()
@@ -121,10 +123,10 @@ def _follow(kept: list[int], drawn: list[int], start: int) -> Verdict:
     return Verdict(tuple(path), drawn[start + 1 + node])
 
 
-def _laws(cases: Seq[Case], logits: Tensor) -> Tensor:
+def _rows(cases: Seq[Case], logits: Tensor) -> tuple[Tensor, list[SamplingParams]]:
+    """The logits of all rows of the cases, and the parameters of each."""
     rows = torch.tensor([row for case in cases for row in case.rows()], device=logits.device)
-    params = [case.seq.params for case in cases for _ in case.rows()]
-    return sampling.warp_batch(logits[rows], params)
+    return logits[rows], [case.seq.params for case in cases for _ in case.rows()]
 
 
 def _positions(case: Case) -> list[int]:
@@ -136,7 +138,7 @@ def _positions(case: Case) -> list[int]:
 def _chosen(cases: Seq[Case], logits: Tensor, chooser: Chooser) -> Tensor:
     dice = [case.seq.dice for case in cases for _ in case.rows()]
     positions = [position for case in cases for position in _positions(case)]
-    return chooser(_laws(cases, logits), dice, positions)
+    return chooser(*_rows(cases, logits), dice, positions)
 
 
 def _tried(cases: Seq[Case], logits: Tensor) -> list[Tensor]:
@@ -144,7 +146,7 @@ def _tried(cases: Seq[Case], logits: Tensor) -> list[Tensor]:
 
     A row tries its children in turn, each against the residual of those before.
     """
-    p, device = _laws(cases, logits), logits.device
+    p, device = sampling.warp_batch(*_rows(cases, logits)), logits.device
     kept = torch.full((p.shape[0],), ROOT, device=device)
     for turn in _turns(cases):
         rows = torch.tensor(turn.rows, device=device)

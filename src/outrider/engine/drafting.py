@@ -52,11 +52,13 @@ class DrafterPool:
             drafter = self.of(plan.seq)
             if plan.last and drafter.drafts:
                 asked.setdefault(id(drafter), []).append(place)
+        drafts = [EMPTY] * len(plans)
+        if not asked:
+            return drafts
         size = PassSize(sum(len(plan.tokens) for plan in plans), sum(plan.last for plan in plans))
         found = {key: self._ask([plans[place] for place in places], size, policy) for key, places in asked.items()}
         if policy is not None:
             found = policy.trim(found, size)
-        drafts = [EMPTY] * len(plans)
         for key, places in asked.items():
             for place, draft in zip(places, found[key], strict=True):
                 drafts[place] = draft

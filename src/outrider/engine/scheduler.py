@@ -152,6 +152,8 @@ class Scheduler:
 
     def _chunks(self, prompts: Seq[tuple[Sequence, int]]) -> dict[int, int]:
         """How much of each prompt this step takes in, by the sequence's id: requests take turns, in their order."""
+        if not prompts:
+            return {}
         turns: Counter[int] = Counter()
         order = []
         for place, (seq, _) in enumerate(prompts):
@@ -175,8 +177,10 @@ class Scheduler:
 
     def admit(self) -> list[Sequence]:
         """Start waiting sequences, or let paused ones go on, as far as they fit. Returns the sequences that start."""
+        if not self.waiting:
+            return []
         begun: list[Sequence] = []
-        counts = Counter(seq.request for seq in self.running) if self.waiting else Counter[int]()
+        counts = Counter(seq.request for seq in self.running)
         while (seq := self._next(counts)) is not None:
             if len(self.running) >= self.limits.batch and not self._make_way(seq, counts):
                 break

@@ -119,7 +119,7 @@ class Pages:
         holder = self._holders.pop(id, None)
         if holder is None:
             return
-        for page in holder.pages:
+        for page in reversed(holder.pages):  # the end of a text is forgotten before its beginning, which others share
             self._users[page] -= 1
             if self._users[page]:
                 continue

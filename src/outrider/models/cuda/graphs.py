@@ -1,0 +1,210 @@
+"""Passes of one shape: their buffers, and their graph once they have one.
+
+A pass reads lengths, pages and masks as tensors, so every pass of a shape is the same kernels over the same buffers.
+"""
+
+from __future__ import annotations
+
+import gc
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.core.errors import OutriderError
+from outrider.models.cuda import kernels
+from outrider.models.cuda.attention import Attention, PartSums, chunk_keys
+from outrider.models.cuda.batch import FEW_ROWS, NODES, Batch, Field
+from outrider.models.cuda.product import Workspace
+from outrider.models.llama import LlamaConfig
+
+ROWS = (*range(1, 9), 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+MOST_ROWS = ROWS[-1]  # of one graph; longer passes run kernel by kernel
+LARGE = 1024  # longer passes have a multiple of this many rows, so that buffers come in few sizes
+SHORTEST = 256  # tokens: passes over sequences up to this long share a graph, then up to twice as long, and so on
+PACKED = 8  # rows of a block in passes that are mostly prompts: few programs then have nothing to do
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a graph is made for."""
+
+    rows: int
+    blocks: int  # of rows for the attention
+    longest: int  # sequence
+    tile: int  # query rows times heads that a program of the attention takes
+    layers: tuple[int, ...] = ()  # hidden states that are kept
+
+
+def shape_of(batch: Batch, longest: int, layers: Sequence[int], context: int) -> Shape:
+    """The shape that serves a pass over sequences of up to `longest` tokens."""
+    rows = batch.rows
+    fitting = ROWS[bisect_left(ROWS, rows)] if rows <= MOST_ROWS else -(-rows // LARGE) * LARGE
+    size = SHORTEST
+    while size < longest:
+        size *= 2
+    packed = -(-fitting // PACKED)
+    blocks = packed if fitting > FEW_ROWS and len(batch.spans) <= packed else fitting
+    return Shape(fitting, blocks, min(size, max(SHORTEST, context + NODES)), batch.tile, tuple(layers))
+
+
+class Buffers:
+    """Where passes of up to `rows` rows work."""
+
+    def __init__(self, config: LlamaConfig, rows: int, widest: int, dtype: torch.dtype, device: torch.device) -> None:
+        few = min(rows, FEW_ROWS)
+        self.work = Workspace(rows, config.hidden_size, widest, dtype, device)
+        self.meta = torch.zeros(len(Field) * rows, dtype=torch.int32, device=device)
+        self.x = torch.empty(rows, config.hidden_size, dtype=dtype, device=device)
+        self.logits = torch.empty(few, config.vocab_size, dtype=torch.float32, device=device)
+        self.best = torch.empty(few, dtype=torch.int64, device=device)
+        parts = few, kernels.best_parts(config.vocab_size)
+        self.best_parts = torch.empty(parts, device=device), torch.empty(parts, dtype=torch.int32, device=device)
+        self._kept: dict[int, Tensor] = {}
+
+    def kept(self, layers: Sequence[int]) -> Tensor:
+        """[rows, layers, hidden]"""
+        count = len(layers)
+        if count not in self._kept:
+            rows, size = self.x.shape
+            self._kept[count] = torch.empty(rows, count, size, dtype=self.x.dtype, device=self.x.device)
+        return self._kept[count]
+
+
+@dataclass(eq=False)
+class Pass:
+    """A pass of one shape."""
+
+    meta: Tensor  # [fields, rows] int32
+    staging: Tensor  # the same on the host
+    fields: np.ndarray  # a view of it
+    x: Tensor  # [rows, hidden]
+    logits: Tensor | None  # [rows, vocab] float32; None: too many rows, only those judged are computed
+    best: Tensor | None  # [rows]
+    best_parts: tuple[Tensor, Tensor]
+    hidden: Tensor | None  # [rows, layers, hidden]
+    work: Workspace
+    attention: Attention
+    layers: tuple[int, ...]
+    used: bool = False
+    graph: torch.cuda.CUDAGraph | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.x.shape[0]
+
+
+class Passes:
+    """The passes of one model, by shape. Those of up to MOST_ROWS rows all use the beginning of the same buffers: a
+    pass ends before the next begins."""
+
+    def __init__(
+        self, config: LlamaConfig, widest: int, dtype: torch.dtype, device: torch.device, graphs: bool
+    ) -> None:
+        """`widest`: outputs of the largest matrix whose strips are shared. `graphs`: False runs kernel by kernel."""
+        self._config, self._widest, self._dtype, self._device = config, widest, dtype, device
+        self._graphs = graphs and device.type == "cuda"
+        self._passes: dict[Shape, Pass] = {}
+        self._buffers = Buffers(config, MOST_ROWS, widest, dtype, device)
+        self._parts = PartSums(config.num_heads, config.head_dim, device)
+        self._staging = pinned(len(Field) * MOST_ROWS, device)
+        self._side: torch.cuda.Stream | None = None  # where graphs are captured
+        self._pool: Any = None  # of memory, theirs
+
+    def of(self, shape: Shape) -> Pass:
+        found = self._passes.get(shape)
+        if found is None:
+            with self._fitting(shape.rows):
+                found = self._made(shape)
+            if shape.rows <= MOST_ROWS:
+                self._passes[shape] = found
+        return found
+
+    def is_first(self, one: Pass) -> bool:
+        """Whether the pass will run without its graph, or capture it: that takes longer than it will again."""
+        return one.graph is None and self._captures(one)
+
+    def run(self, one: Pass, compute: Callable[[Pass], None]) -> None:
+        """Kernel by kernel the first time, which also compiles what is new; from the second time on as a graph: a shape
+        that never comes again is not worth one."""
+        with self._fitting(one.rows):
+            if one.graph is None and one.used and self._captures(one):
+                one.graph = self._captured(one, compute)
+            if one.graph is None:
+                compute(one)
+            else:
+                one.graph.replay()
+        one.used = True
+
+    def _captures(self, one: Pass) -> bool:
+        return self._graphs and one.rows <= MOST_ROWS
+
+    def _made(self, shape: Shape) -> Pass:
+        rows, config = shape.rows, self._config
+        chunk = chunk_keys(config.head_dim, self._dtype)
+        shared = config.num_kv_heads, config.num_heads // config.num_kv_heads
+        buffers = self._buffers
+        if rows > MOST_ROWS:
+            buffers = Buffers(config, rows, self._widest, self._dtype, self._device)
+        size = len(Field) * rows
+        if size > len(self._staging):
+            self._staging = pinned(size, self._device)
+        staging = self._staging[:size].view(len(Field), rows)
+        return Pass(
+            buffers.meta[:size].view(len(Field), rows),
+            staging,
+            staging.numpy(),
+            buffers.x[:rows],
+            buffers.logits[:rows] if rows <= FEW_ROWS else None,
+            buffers.best[:rows] if rows <= FEW_ROWS else None,
+            buffers.best_parts,
+            buffers.kept(shape.layers)[:rows] if shape.layers else None,
+            buffers.work,
+            Attention(rows, shape.blocks, shape.tile, shape.longest, chunk, shared, self._parts),
+            shape.layers,
+        )
+
+    @contextmanager
+    def _fitting(self, rows: int) -> Iterator[None]:
+        """What takes memory for a pass; a user hears of it where there is too little."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            free, _ = torch.cuda.mem_get_info(self._device)
+            raise OutriderError(
+                f"a pass of {rows} rows does not fit: {free / GIB:.1f} GiB are free on the GPU beside "
+                "weights and cache; lower the cache memory (--cache-memory), --piece or --max-batch"
+            ) from error
+
+    def _captured(self, one: Pass, compute: Callable[[Pass], None]) -> torch.cuda.CUDAGraph:
+        """Not with torch.cuda.graph: that gives all unused memory back first, to be asked for again right after."""
+        graph = torch.cuda.CUDAGraph()
+        if self._side is None:
+            self._side, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        side = self._side
+        side.wait_stream(torch.cuda.current_stream())
+        collects = gc.isenabled()
+        gc.disable()  # a graph of another model that is found to be garbage now would be freed in the midst of this one
+        try:
+            with torch.cuda.stream(side):
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                try:
+                    compute(one)
+                finally:
+                    graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
+        torch.cuda.current_stream().wait_stream(side)
+        return graph
+
+
+def pinned(size: int, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
+    """Zeros on the host that the device can read while the host goes on."""
+    return torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
