@@ -140,6 +140,17 @@ def test_a_watcher_that_raises_ends_its_own_sequence_only(number):
     assert model.markov.seen == {}
 
 
+def test_prompts_that_take_several_steps_come_first():
+    model = PagedMarkov()
+    engine = Engine(model, Drafter(Drafter.Options(), None), Limits(2 * FEWEST, chunk=50))
+    seqs = [Sequence(id, [id % 6, 1, 2, id % 5, 3], SamplingParams(20)) for id in range(FEWEST)]
+    for seq in seqs:
+        engine.add(seq)
+    drain(engine)
+    assert model.written
+    assert outputs(seqs) == outputs(map(alone, seqs))
+
+
 class Reading(Drafter):
     """It drafts nothing and reads states."""
 

@@ -119,6 +119,18 @@ def test_it_is_not_asked_again_for_those_sequences_and_is_for_later_ones(caplog)
     assert "ZeroDivisionError: somebody's own mistake" in caplog.text
 
 
+def test_an_id_that_comes_again_is_drafted_for_again():
+    """The failure was of another sequence."""
+    model = Markov(seed=3)
+    failing = Failing("propose", 1, model)
+    engine = Engine(model, failing)
+    for _ in range(2):
+        seq = Sequence(0, [1, 2], PARAMS)
+        engine.add(seq)
+        drain(engine)
+    assert seq.stats.accepted > 0
+
+
 def test_a_failure_to_observe_costs_one_sequence_its_drafts():
     model = Markov(seed=3)
     failing = Failing("observe", 2, model)

@@ -188,7 +188,8 @@ def test_a_drafter_sees_what_became_of_its_draft():
     assert model.seen[0] == seq.tokens[:-1]
 
 
-def test_a_drafter_gets_the_hidden_states_it_asked_for():
+@pytest.mark.parametrize("drafts", [["", "deep", "none"], ["", "none", "none"]], ids=["two read", "one reads"])
+def test_a_drafter_gets_the_hidden_states_it_asked_for(drafts):
     class Deep(Markov):
         def forward(self, feeds, layers=()):
             outputs = super().forward(feeds, layers)
@@ -209,13 +210,14 @@ def test_a_drafter_gets_the_hidden_states_it_asked_for():
 
     engine = new_engine(Deep(), Asking(2, 0))
     engine.drafters["deep"], engine.drafters["none"] = Asking(1), plain_drafter()
-    for seq, draft in zip(sequences([3, 2, 1]), ("", "deep", "none"), strict=True):
+    for seq, draft in zip(sequences([3, 2, 1]), drafts, strict=True):
         seq.draft = draft
         engine.add(seq)
     engine.step()
     assert seen[0].shape == (3, 2, 4)
     assert seen[0][0, :, 0].tolist() == [2.0, 0.0]
-    assert seen[1][:, :, 0].tolist() == [[1.0], [1.0]]
+    if "deep" in drafts:
+        assert seen[1][:, :, 0].tolist() == [[1.0], [1.0]]
 
 
 def test_an_own_draft_larger_than_its_room_is_cut():
@@ -249,6 +251,24 @@ def test_tokens_say_who_wrote_them():
     seq = Sequence(0, [0, 1], SamplingParams(max_tokens=3))
     run(model, Two(Drafter.Options(), None), [seq])
     assert [(token.drafter, token.depth) for token in seq.output] == [("two", 1), ("two", 2), (None, 0)]
+
+
+def test_log_probabilities_are_those_of_each_tokens_own_place():
+    """In a path that is kept, each token's come from the row of the node before it."""
+    model, params = Markov(), SamplingParams(max_tokens=7, logprobs=2)
+    plain = plainly(Markov(), [0, 1], params)
+    right = [token.id for token in plain.output]
+
+    class Right(Drafter):
+        name = "right"
+
+        def propose(self, seqs, budgets):
+            return [Draft.chain(right[len(seqs[0].output) :][:3]).cut(budget) for budget in budgets]
+
+    seq = Sequence(0, [0, 1], params)
+    run(model, Right(Drafter.Options(), None), [seq])
+    assert seq.stats.accepted > 2
+    assert [(t.id, t.logprob, t.top) for t in seq.output] == [(t.id, t.logprob, t.top) for t in plain.output]
 
 
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])

@@ -53,6 +53,17 @@ class TestLengths:
         policy.use_length(255)
         assert policy.cost.at(4) == pytest.approx(0.008, rel=0.05)
 
+    def test_a_new_range_begins_with_the_nearest_one_not_with_any(self):
+        policy = learned(0.004, 0.001, times=200)
+        policy.use_length(5000)  # far away: its rows cost three times as much
+        for _ in range(200):
+            for rows in (1, 2, 4, 8):
+                policy.cost.learn(rows, 0.006 + 0.003 * rows)
+        policy.use_length(300)
+        assert policy.cost.next_row(2) == pytest.approx(0.001, rel=0.1)
+        policy.use_length(3000)
+        assert policy.cost.next_row(2) == pytest.approx(0.003, rel=0.1)
+
 
 class TestTrim:
     def test_sure_nodes_stay_and_hopeless_ones_go(self):
@@ -101,6 +112,14 @@ class TestDraftersThatCannotSay:
 
     def test_a_good_and_cheap_one_is_asked_for_all(self):
         assert self.lived(3, 0.0001).budgets("x", [3], ALONE) == [3]
+
+    def test_one_of_several_guesses_is_enough(self):
+        """Two siblings of which the second is always kept: at that depth the drafter is always right."""
+        policy, tree = learned(0.004, 0.001), Draft((1, 2), (-1, -1))
+        for _ in range(40):
+            policy.learn("x", tree, Verdict((1,), 0))
+        assert policy.budgets("x", [1], ALONE) == [1]
+        assert len(trim(policy, [Draft.chain([1])], 1)[0]) == 1
 
     def test_a_bad_one_is_asked_again_only_now_and_then(self):
         policy = self.lived(0, 0.0001)

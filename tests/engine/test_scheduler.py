@@ -1,5 +1,7 @@
 """Requests take turns: one with many samples leaves the others their share of places, memory and prompt tokens."""
 
+from random import Random
+
 from hypothesis import given, settings, strategies as st
 from tiny import Markov, drain, new_engine, outputs, plainly
 
@@ -85,6 +87,20 @@ def test_no_request_that_waits_runs_fewer_than_another_but_for_one():
     assert counts == [sum(seq.request == request for seq in made.running) for request in (0, 100, 200, 300)]
 
 
+def test_no_more_sequences_pause_than_can_run():
+    """Each keeps its cache, and a model has places for a bounded number. Requests come and sequences end at random."""
+    made, random, request = scheduler(batch=8), Random(4), 0
+    for _ in range(3000):
+        if random.random() < 0.3 and len(made.waiting) < 60:
+            request += 100
+            add(made, samples(request, random.choice([1, 2, 4, 8]), request))
+        elif made.running and random.random() < 0.5:
+            end(made, random.choice(made.running))
+        made.admit()
+        assert len(made._paused) <= 8
+    assert request > 1000
+
+
 def test_with_one_place_a_request_waits_for_one_sample_not_for_all():
     made, many, small = scheduler(batch=1), samples(0, 5, 0), samples(100, 1, 100)
     add(made, many)
@@ -114,6 +130,24 @@ def test_many_samples_leave_memory_to_others():
     add(made, small)
     assert made.admit() == small
     assert made.reserved <= 1000
+
+
+def test_memory_is_reserved_for_the_nodes_of_a_draft_too():
+    made = Scheduler(Limits(4, budget=7), 100, 1000, page=10)
+    add(made, samples(0, 1, 0, tokens=4, prompt=3))
+    made.admit()
+    assert made.reserved == 20  # 3 + 4 + 7, in pages of 10
+
+
+def test_no_draft_is_longer_than_what_may_still_be_written():
+    """The target's own token comes after it."""
+    made, seqs = scheduler(), samples(0, 2, 0, tokens=4)
+    made.limits = Limits(8, budget=2)
+    add(made, seqs)
+    made.admit()
+    seqs[1].extend([1, 1])
+    assert [plan.budget for plan in made.plan(lambda id: 0)] == [2, 1]
+    assert [plan.budget for plan in Scheduler(Limits(8), 100, 1000).plan(lambda id: 0, seqs)] == [3, 1]
 
 
 def test_one_sequence_may_have_all_memory():
