@@ -395,6 +395,14 @@ def test_no_import_cycles():
     assert cycles(SRC) == []
 
 
+def test_class_names_are_unique():
+    assert shared_class_names(SRC) == []
+
+
+def test_every_module_has_a_line_in_the_plan():
+    assert undescribed(SRC, PLAN) == []
+
+
 def test_private_attributes_stay_at_home():
     assert private_elsewhere(SRC) == []
 

@@ -25,7 +25,7 @@ from outrider.models.tokenizer import Tokenizer
 
 
 @dataclass(eq=False)
-class _Job:
+class _LocalJob:
     """One request under way: its samples, and what of each was already delivered."""
 
     request: Request
@@ -55,8 +55,10 @@ class Local(Reader):
         self.engine, self.tokenizer, self.notes = engine, tokenizer, tuple(notes)
         self.vocab_size = engine.model.vocab_size
         self._drafter, self._ends, self._rule = drafter, ends, rule
-        self._inbox: queue.SimpleQueue[_Job | tuple[_Job] | None] = queue.SimpleQueue()  # new, to cancel, or: end
-        self._places: dict[int, tuple[_Job, int]] = {}  # sequence id -> its job, and which sample it is
+        self._inbox: queue.SimpleQueue[_LocalJob | tuple[_LocalJob] | None] = (
+            queue.SimpleQueue()
+        )  # new, to cancel, or: end
+        self._places: dict[int, tuple[_LocalJob, int]] = {}  # sequence id -> its job, and which sample it is
         self._users: dict[str, int] = {}  # drafter that requests have named -> requests under way; the last used last
         self._thread: threading.Thread | None = None
         self._clock, self._faults, self._fault = StepClock(), FaultCounter(), ""
@@ -81,7 +83,7 @@ class Local(Reader):
         self._let_go(request.draft)
         raise BackendStopped(f"the engine has stopped ({self._fault}); load the model again in a new process")
 
-    def _job(self, request: Request) -> _Job:
+    def _job(self, request: Request) -> _LocalJob:
         params = self._resolve(request.params)
         prompt = self._prompt(request)
         expected = () if request.prediction is None else tuple(self.encode(request.prediction, special=False))
@@ -105,7 +107,7 @@ class Local(Reader):
         ]
         for seq in seqs:
             self.engine.scheduler.check(seq)
-        job = _Job(request, Stream(lambda: self._inbox.put((job,))), seqs, writers, [0] * params.n)
+        job = _LocalJob(request, Stream(lambda: self._inbox.put((job,))), seqs, writers, [0] * params.n)
         return job
 
     def close(self) -> None:
@@ -223,7 +225,7 @@ class Local(Reader):
             item = self._next()
             if item is None:
                 return False
-            if isinstance(item, _Job):
+            if isinstance(item, _LocalJob):
                 for index, seq in enumerate(item.seqs):
                     self._places[seq.id] = item, index
                     self.engine.add(seq)
@@ -232,7 +234,7 @@ class Local(Reader):
                     self._deliver(self.engine.cancel(seq.id))
         return True
 
-    def _next(self) -> _Job | tuple[_Job] | None:
+    def _next(self) -> _LocalJob | tuple[_LocalJob] | None:
         if self.engine.busy or not self._inbox.empty():
             return self._inbox.get()
         self._clock.stop()
@@ -269,7 +271,7 @@ class Local(Reader):
         with self._lock:  # a request that is handed in now is in the inbox, or sees the fault
             while not self._inbox.empty():
                 item = self._inbox.get()
-                if isinstance(item, _Job):
+                if isinstance(item, _LocalJob):
                     self._let_go(item.request.draft)
                     item.stream.finish(BackendStopped(self._fault))
 
@@ -287,7 +289,7 @@ class Local(Reader):
                 self._let_go(job.request.draft)
                 job.stream.finish(OutriderError(f"the text could not be written: {type(error).__name__}: {error}"))
 
-    def _hand_over(self, job: _Job, index: int) -> None:
+    def _hand_over(self, job: _LocalJob, index: int) -> None:
         seq = job.seqs[index]
         if job.request.stream and (len(seq.output) > job.sent[index] or seq.finish is not None):
             self._send(job, index)
@@ -298,7 +300,7 @@ class Local(Reader):
                 self._let_go(job.request.draft)
                 job.stream.finish(replace(first, others=tuple(others)))
 
-    def _send(self, job: _Job, index: int) -> None:
+    def _send(self, job: _LocalJob, index: int) -> None:
         seq, writer = job.seqs[index], job.writers[index]
         text = writer.take(last=seq.finish is not None) if writer else ""
         tokens = tuple(seq.output[job.sent[index] :])

@@ -69,7 +69,7 @@ class _Sample:
 
 
 @dataclass(eq=False)
-class _Job:
+class _VllmJob:
     """One request under way."""
 
     request: Request
@@ -99,7 +99,7 @@ class VLLM(Reader):
         engine arguments. `ends`: the tokens that end an answer."""
         self.tokenizer, self.notes, self._draft, self._ends = tokenizer, tuple(notes), draft, ends
         self._speculation = None if speculation is None else dict(speculation)
-        self._jobs: set[_Job] = set()
+        self._jobs: set[_VllmJob] = set()
         self._clock = StepClock()
         self._engine: Any = None  # while it is open
         self._ids = itertools.count()
@@ -143,7 +143,7 @@ class VLLM(Reader):
         self._check_room(prompt, request.params)
         stream = Stream(lambda: self._post(self._cancel, job))
         samples = [_Sample(self._writer(request), request.params.logprobs or 0) for _ in range(request.params.n)]
-        job = _Job(request, prompt, params, samples, stream, Counter())
+        job = _VllmJob(request, prompt, params, samples, stream, Counter())
         self._post(self._start, job)
         return stream
 
@@ -153,7 +153,7 @@ class VLLM(Reader):
                 self._loop.call_soon_threadsafe(self._over.set)
                 self._thread.join()
 
-    def _post(self, call: Any, job: _Job) -> None:
+    def _post(self, call: Any, job: _VllmJob) -> None:
         with self._lock:
             if not self._thread.is_alive():
                 raise BackendStopped("vLLM has been closed")
@@ -196,7 +196,7 @@ class VLLM(Reader):
         self._engine.shutdown(timeout=CLOSE)
         self._engine = None  # or it would shut itself down once more when the interpreter ends
 
-    def _start(self, job: _Job) -> None:
+    def _start(self, job: _VllmJob) -> None:
         for other in self._jobs:
             other.alone = job.alone = False
         if not self._jobs:
@@ -206,7 +206,7 @@ class VLLM(Reader):
         job.task = asyncio.ensure_future(self._run(job))
         job.task.add_done_callback(lambda _: self._done(job))
 
-    def _done(self, job: _Job) -> None:
+    def _done(self, job: _VllmJob) -> None:
         """A task that is cancelled before its first step never enters `_run`: its stream ends here."""
         self._jobs.discard(job)
         if not self._jobs:
@@ -217,11 +217,11 @@ class VLLM(Reader):
             except Exception as error:  # of a tokenizer
                 job.stream.finish(OutriderError(f"the text could not be written: {one_line(error, named=True)}"))
 
-    def _cancel(self, job: _Job) -> None:
+    def _cancel(self, job: _VllmJob) -> None:
         if job.task is not None:
             job.task.cancel()
 
-    async def _run(self, job: _Job) -> None:
+    async def _run(self, job: _VllmJob) -> None:
         from vllm import TokensPrompt
 
         prompt = TokensPrompt(prompt_token_ids=job.prompt)
@@ -240,26 +240,26 @@ class VLLM(Reader):
         else:
             self._end(job, "error")
 
-    def _take(self, job: _Job, output: Any) -> None:
+    def _take(self, job: _VllmJob, output: Any) -> None:
         job.times = output.metrics or job.times
         for part in output.outputs:
             # greedy samples are all the same, and vLLM writes them once
             for index in range(len(job.samples)) if job.params.n == 1 else (part.index,):
                 self._add(job, index, part)
 
-    def _add(self, job: _Job, index: int, part: Any) -> None:
+    def _add(self, job: _VllmJob, index: int, part: Any) -> None:
         sample = job.samples[index]
         over = sample.finish is not None
         fresh = sample.take(part)
         if job.request.stream and not over and (fresh or sample.finish is not None):
             self._send(job, index, fresh)
 
-    def _send(self, job: _Job, index: int, fresh: Seq[Token]) -> None:
+    def _send(self, job: _VllmJob, index: int, fresh: Seq[Token]) -> None:
         sample = job.samples[index]
         text = sample.writer.take(last=sample.finish is not None) if sample.writer else ""
         job.stream.put(Chunk(text, tuple(fresh), index, sample.finish))
 
-    def _end(self, job: _Job, finish: Finish) -> None:
+    def _end(self, job: _VllmJob, finish: Finish) -> None:
         """Hand over the result; `finish` is how samples ended that did not say so themselves."""
         for index, sample in enumerate(job.samples):
             if sample.finish is None:
@@ -269,7 +269,7 @@ class VLLM(Reader):
         first, *others = (self._result(job, sample) for sample in job.samples)
         job.stream.finish(replace(first, others=tuple(others)))
 
-    def _result(self, job: _Job, sample: _Sample) -> Result:
+    def _result(self, job: _VllmJob, sample: _Sample) -> Result:
         assert sample.finish is not None
         ids, logprobs = [token.id for token in sample.tokens], None
         if job.request.params.logprobs is not None:
@@ -286,7 +286,7 @@ class VLLM(Reader):
             return sample.writer.text
         return "" if self.tokenizer is None else str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
-    def _stats(self, job: _Job, sample: _Sample) -> Stats:
+    def _stats(self, job: _VllmJob, sample: _Sample) -> Stats:
         """vLLM's own counts for the request. It tells them when it ends a request itself; for one that a stop string or
         a caller has ended, the whole engine's counters are read, if nothing else ran beside it."""
         stats = Stats(tokens=len(sample.tokens), steps=len(sample.tokens))
