@@ -78,7 +78,7 @@ class Buffers:
 
 
 @dataclass(eq=False)
-class Pass:
+class DevicePass:
     """A pass of one shape."""
 
     meta: Tensor  # [fields, rows] int32
@@ -110,14 +110,14 @@ class Passes:
         """`widest`: outputs of the largest matrix whose strips are shared. `graphs`: False runs kernel by kernel."""
         self._config, self._widest, self._dtype, self._device = config, widest, dtype, device
         self._graphs = graphs and device.type == "cuda"
-        self._passes: dict[Shape, Pass] = {}
+        self._passes: dict[Shape, DevicePass] = {}
         self._buffers = Buffers(config, MOST_ROWS, widest, dtype, device)
         self._parts = PartSums(config.num_heads, config.head_dim, device)
         self._staging = pinned(len(Field) * MOST_ROWS, device)
         self._side: torch.cuda.Stream | None = None  # where graphs are captured
         self._pool: Any = None  # of memory, theirs
 
-    def of(self, shape: Shape) -> Pass:
+    def of(self, shape: Shape) -> DevicePass:
         found = self._passes.get(shape)
         if found is None:
             with self._fitting(shape.rows):
@@ -126,11 +126,11 @@ class Passes:
                 self._passes[shape] = found
         return found
 
-    def is_first(self, one: Pass) -> bool:
+    def is_first(self, one: DevicePass) -> bool:
         """Whether the pass will run without its graph, or capture it: that takes longer than it will again."""
         return one.graph is None and self._captures(one)
 
-    def run(self, one: Pass, compute: Callable[[Pass], None]) -> None:
+    def run(self, one: DevicePass, compute: Callable[[DevicePass], None]) -> None:
         """Kernel by kernel the first time, which also compiles what is new; from the second time on as a graph: a shape
         that never comes again is not worth one."""
         with self._fitting(one.rows):
@@ -142,10 +142,10 @@ class Passes:
                 one.graph.replay()
         one.used = True
 
-    def _captures(self, one: Pass) -> bool:
+    def _captures(self, one: DevicePass) -> bool:
         return self._graphs and one.rows <= MOST_ROWS
 
-    def _made(self, shape: Shape) -> Pass:
+    def _made(self, shape: Shape) -> DevicePass:
         rows, config = shape.rows, self._config
         chunk = chunk_keys(config.head_dim, self._dtype)
         shared = config.num_kv_heads, config.num_heads // config.num_kv_heads
@@ -156,7 +156,7 @@ class Passes:
         if size > len(self._staging):
             self._staging = pinned(size, self._device)
         staging = self._staging[:size].view(len(Field), rows)
-        return Pass(
+        return DevicePass(
             buffers.meta[:size].view(len(Field), rows),
             staging,
             staging.numpy(),
@@ -182,7 +182,7 @@ class Passes:
                 "weights and cache; lower the cache memory (--cache-memory), --piece or --max-batch"
             ) from error
 
-    def _captured(self, one: Pass, compute: Callable[[Pass], None]) -> torch.cuda.CUDAGraph:
+    def _captured(self, one: DevicePass, compute: Callable[[DevicePass], None]) -> torch.cuda.CUDAGraph:
         """Not with torch.cuda.graph: that gives all unused memory back first, to be asked for again right after."""
         graph = torch.cuda.CUDAGraph()
         if self._side is None:

@@ -20,7 +20,7 @@ from outrider.core.sampling import warp_batch
 from outrider.models.base import Feed, Output, Outputs
 from outrider.models.cuda import kernels
 from outrider.models.cuda.batch import FEW_ROWS, NODES, Batch, Field
-from outrider.models.cuda.graphs import GIB, Pass, Passes, pinned, shape_of
+from outrider.models.cuda.graphs import GIB, DevicePass, Passes, pinned, shape_of
 from outrider.models.cuda.pages import Pages
 from outrider.models.cuda.product import Around, linear, norm_scales
 from outrider.models.linear import Dense
@@ -41,7 +41,9 @@ class CudaLlama(Open):
         self._layers = weights.stack.layers
         self._moves: list[tuple[int, int]] = []  # (from, to): keys and values that a kept branch has to move
         self.on_pass: Callable[[], None] | None = None  # for measurement: called before and after each pass
-        self._last: tuple[Pass, Tensor | None] | None = None  # the last pass, and its rows whose logits came after it
+        self._last: tuple[DevicePass, Tensor | None] | None = (
+            None  # the last pass, and its rows whose logits came after it
+        )
         count = memory // (PAGE * self.bytes_per_token)
         if count < 2:
             raise OutriderError(
@@ -201,7 +203,7 @@ class CudaLlama(Open):
         if self.on_pass is not None:
             self.on_pass()
 
-    def _send(self, run: Pass, batch: Batch) -> None:
+    def _send(self, run: DevicePass, batch: Batch) -> None:
         """The table of the pass and the page tables that changed. What the device may still be reading is not written
         before it has: pages are given out on a table of the host's own."""
         self._sent.synchronize()
@@ -230,7 +232,7 @@ class CudaLlama(Open):
         (from_page, to_page), (from_place, to_place) = (pairs // PAGE).unbind(1), (pairs % PAGE).unbind(1)
         self._cache[:, :, to_page, :, to_place] = self._cache[:, :, from_page, :, from_place]
 
-    def _compute(self, run: Pass) -> None:
+    def _compute(self, run: DevicePass) -> None:
         """The whole pass over its rows."""
         rows, config, work = run.rows, self.config, run.work
         table = _dense(self.weights.embedding).weight
@@ -249,7 +251,7 @@ class CudaLlama(Open):
             kernels.best(run.logits, run.best_parts, run.best)
             self._best_tokens[:rows].copy_(run.best, non_blocking=True)
 
-    def _layer(self, index: int, run: Pass, q: Tensor, mixed: Tensor) -> None:
+    def _layer(self, index: int, run: DevicePass, q: Tensor, mixed: Tensor) -> None:
         """A layer; its norms are part of the products around them."""
         layer, rows, eps, x, work = self._layers[index], run.rows, self.config.norm_eps, run.x, run.work
         following = self._layers[index + 1].attention_norm if index + 1 < self.num_layers else self.weights.norm
@@ -262,7 +264,7 @@ class CudaLlama(Open):
         linear(work.next[:rows], gate_up.weight, None, inner, work, Around(eps=eps, gate=True))
         linear(inner, down.weight, None, x, work, Around(gain=following))
 
-    def _attend(self, index: int, run: Pass, joined: Tensor, q: Tensor, mixed: Tensor) -> None:
+    def _attend(self, index: int, run: DevicePass, joined: Tensor, q: Tensor, mixed: Tensor) -> None:
         layer, (keys, values) = self._layers[index], self._cache[index]
         norms = None if layer.query_norm is None or layer.key_norm is None else (layer.query_norm, layer.key_norm)
         kernels.place_qkv(
@@ -270,7 +272,7 @@ class CudaLlama(Open):
         )
         run.attention(q, keys, values, self._table, run.meta, mixed, self.config.sliding_window or 0)
 
-    def _output(self, run: Pass, judged: Tensor) -> Tensor:
+    def _output(self, run: DevicePass, judged: Tensor) -> Tensor:
         """[n, vocab] float32: the logits of the rows that are judged."""
         head, work = _dense(self.weights.head), run.work
         scale = norm_scales(work, run.rows, self.config.hidden_size, self.config.norm_eps)[judged]
