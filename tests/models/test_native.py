@@ -25,7 +25,7 @@ from outrider.drafters.eagle.native_runner import PackedRunner
 from outrider.models.base import Feed
 from outrider.models.load import Place, load
 from outrider.models.native import packed as packing, stack as stacking
-from outrider.models.native.library import SOURCE, NoCompiler, build, library
+from outrider.models.native.library import FLAGS, MACHINES, SOURCE, NoCompiler, build, library
 from outrider.models.native.packed import Packed, packable, use_torch_threads
 from outrider.models.native.stack import NativeStack
 from outrider.models.quant import KINDS, Quantised, from_gguf, quantise
@@ -697,6 +697,12 @@ def works():
 
 
 class TestBuilding:
+    @pytest.mark.parametrize("machine", MACHINES, ids=str)
+    def test_without_a_warning(self, tmp_path, machine):
+        assert {"-Wall", "-Wextra"} < set(FLAGS)
+        assert "-w" not in FLAGS
+        build(SOURCE, tmp_path / "kernels.so", [*machine, "-Werror"])
+
     def test_once_then_never_again_unless_it_breaks(self, fresh, monkeypatch):
         library()
         (kept,) = fresh.iterdir()

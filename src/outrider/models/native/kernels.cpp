@@ -50,13 +50,13 @@ struct Matrix {
     int32_t bits, zero, group;
 };
 
-struct Joint {  // matrices that read the same input; their outputs lie side by side
+struct JoinedMatrices {  // matrices that read the same input; their outputs lie side by side
     Matrix parts[3];
     int64_t count, outputs;  // parts, and outputs of all of them
 };
 
 struct Layer {
-    Joint qkv, output, gate_up, down;
+    JoinedMatrices qkv, output, gate_up, down;
     const float *attention_norm, *mlp_norm, *query_norm, *key_norm;  // the last two may be null
 };
 
@@ -346,7 +346,7 @@ TileFunction tile_function(const Matrix&) { return tile_all; }
 
 #endif
 
-void product(const Joint& w, const Activations& x, int64_t rows, float* y, const float* add) {
+void product(const JoinedMatrices& w, const Activations& x, int64_t rows, float* y, const float* add) {
     pool().run(w.outputs / TILE, 1, [&](int64_t begin, int64_t end, int64_t) {
         int64_t part = 0, first = 0;  // of the tiles of this part
         TileFunction tile = tile_function(w.parts[0]);
@@ -592,7 +592,8 @@ void attend_together(const Query* queries, int64_t count, const float* keys, con
 }
 #endif
 
-void attend_all(const Query* queries, int64_t count, const float* keys, const float* values, int64_t shared, int64_t size) {
+void attend_all(const Query* queries, int64_t count, const float* keys, const float* values, [[maybe_unused]] int64_t shared,
+                int64_t size) {
 #if WIDE
     if (shared > 0 && size % 64 == 0) return attend_together(queries, count, keys, values, shared, size);
 #endif
@@ -675,7 +676,7 @@ struct Work {
 };
 
 // What the layers of a head have that those of a model do not.
-struct Extra {
+struct HeadInputs {
     const float* embedded;        // [rows][hidden]: the first layer reads norm(embedded) and norm(x) side by side; or null
     const float* embedding_norm;
     int64_t replaces;             // whether norm(x) then takes the place of x
@@ -701,7 +702,7 @@ static void attend_item(const Shape& s, const Item& item, const Span& span, int6
 void outrider_threads(int64_t threads) { pool().resize(threads > 1 ? threads : 1); }
 
 // y = W norm(x); `norm` may be null.
-void outrider_linear(const Joint* w, const float* x, const float* norm, float eps, int64_t rows, float* y, const Work* work) {
+void outrider_linear(const JoinedMatrices* w, const float* x, const float* norm, float eps, int64_t rows, float* y, const Work* work) {
     const int64_t inputs = w->parts[0].inputs;
     pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
         for (int64_t r = begin; r < end; r++) {
@@ -717,24 +718,27 @@ void outrider_linear(const Joint* w, const float* x, const float* norm, float ep
 }
 
 // [norm(embedded), norm(x)] of each row, ready to be multiplied
-static void join(const Shape& s, const Layer& layer, const Extra& extra, int64_t rows, float* x, const Work* work) {
+static void join(const Shape& s, const Layer& layer, const HeadInputs& head_inputs, int64_t rows, float* x, const Work* work) {
     pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
         for (int64_t r = begin; r < end; r++) {
             float *both = work->normed + r * 2 * s.hidden, *row = x + r * s.hidden;
-            normalise(extra.embedded + r * s.hidden, extra.embedding_norm, s.eps, s.hidden, both);
+            normalise(head_inputs.embedded + r * s.hidden, head_inputs.embedding_norm, s.eps, s.hidden, both);
             normalise(row, layer.attention_norm, s.eps, s.hidden, both + s.hidden);
-            if (extra.replaces) std::memcpy(row, both + s.hidden, s.hidden * sizeof(float));
+            if (head_inputs.replaces) std::memcpy(row, both + s.hidden, s.hidden * sizeof(float));
             quantise_row(both, 2 * s.hidden, r, work->x);
         }
     });
 }
 
-// As `outrider_layers`; `extra` may be null.
-void outrider_head(const Shape* shape, const Layer* layers, const Span* spans, int64_t span_count, int64_t rows, float* x,
+// The layers of a model over the rows of all spans; x [rows][hidden] is read and overwritten.
+// cos, sin: [rows][head_dim]; positions: [rows]; parents: [rows], a row's parent among its span's rows, or -1.
+// kept: for each layer of `wanted`, x after it, [count][rows][hidden].
+// head_inputs: null for the layers of a model.
+void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans, int64_t span_count, int64_t rows, float* x,
                      const float* cos, const float* sin, const int32_t* positions, const int32_t* parents,
-                     const int32_t* wanted, int64_t wanted_count, float* kept, const Work* work, const Extra* extra) {
+                     const int32_t* wanted, int64_t wanted_count, float* kept, const Work* work, const HeadInputs* head_inputs) {
     const Shape& s = *shape;
-    const auto shared = [&](int64_t n) { return extra && extra->seen ? extra->seen[n] : spans[n].start; };
+    const auto shared = [&](int64_t n) { return head_inputs && head_inputs->seen ? head_inputs->seen[n] : spans[n].start; };
     const int64_t q_size = s.heads * s.head_dim, all = (s.heads + 2 * s.kv_heads) * s.head_dim;
     // what each row sees: the tokens before this pass, then its own ancestors, oldest first
     for (int64_t n = 0; n < span_count; n++) {
@@ -744,7 +748,7 @@ void outrider_head(const Shape* shape, const Layer* layers, const Span* spans, i
             int64_t oldest = s.window ? positions[row] - s.window + 1 : 0;
             int32_t* places = work->places + row * work->longest;
             for (int64_t p = oldest > 0 ? oldest : 0; p < shared(n); p++) places[count++] = static_cast<int32_t>(p);
-            for (int64_t i = 0; extra && i < extra->length; i++) places[count++] = extra->trails[row * extra->length + i];
+            for (int64_t i = 0; head_inputs && i < head_inputs->length; i++) places[count++] = head_inputs->trails[row * head_inputs->length + i];
             int64_t before = count;
             for (int64_t a = r; a >= 0; a = parents[span.first + a])
                 if (positions[span.first + a] >= oldest) places[count++] = static_cast<int32_t>(span.start + a);
@@ -761,8 +765,8 @@ void outrider_head(const Shape* shape, const Layer* layers, const Span* spans, i
     std::vector<Span> ends(spans, spans + span_count);
     for (int64_t index = 0; index < s.layers; index++) {
         const Layer& layer = layers[index];
-        if (index == 0 && extra && extra->embedded) {
-            join(s, layer, *extra, rows, x, work);
+        if (index == 0 && head_inputs && head_inputs->embedded) {
+            join(s, layer, *head_inputs, rows, x, work);
             product(layer.qkv, work->x, rows, work->qkv, nullptr);
         } else outrider_linear(&layer.qkv, x, layer.attention_norm, s.eps, rows, work->qkv, work);
         pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
@@ -771,7 +775,7 @@ void outrider_head(const Shape* shape, const Layer* layers, const Span* spans, i
                 store_row(s, layer, span, index, row - span.first, work->qkv + row * all, cos + row * s.head_dim, sin + row * s.head_dim);
             }
         });
-        if (extra && extra->last && index == s.layers - 1 && rows > 1) {  // of one span; from here on there is one row
+        if (head_inputs && head_inputs->last && index == s.layers - 1 && rows > 1) {  // of one span; from here on there is one row
             ends[0].first += ends[0].rows - 1;
             ends[0].rows = 1;
             items = attention_items(s, ends.data(), 1);
@@ -801,17 +805,8 @@ void outrider_head(const Shape* shape, const Layer* layers, const Span* spans, i
     }
 }
 
-// The layers of a model over the rows of all spans; x [rows][hidden] is read and overwritten.
-// cos, sin: [rows][head_dim]; positions: [rows]; parents: [rows], a row's parent among its span's rows, or -1.
-// kept: for each layer of `wanted`, x after it, [count][rows][hidden].
-void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans, int64_t span_count, int64_t rows, float* x,
-                     const float* cos, const float* sin, const int32_t* positions, const int32_t* parents,
-                     const int32_t* wanted, int64_t wanted_count, float* kept, const Work* work) {
-    outrider_head(shape, layers, spans, span_count, rows, x, cos, sin, positions, parents, wanted, wanted_count, kept, work, nullptr);
-}
-
 struct Head {  // of EAGLE-3, beside its layers
-    Joint fc, output;
+    JoinedMatrices fc, output;
     const Matrix* embedding;   // the target's, or null: then it writes no chains
     const float* input_norms;  // [blocks][hidden] or null
     const float* joined_norm;  // [blocks * hidden] or null
@@ -855,8 +850,8 @@ static bool follow(const Shape& s, const Layer* layers, const Head& head, const 
         positions[r] = static_cast<int32_t>(span.start + r);
         parents[r] = static_cast<int32_t>(r - 1);
     }
-    const Extra extra = {embedded.data(), head.embedding_norm, head.norm_residual, nullptr, 0, nullptr, 1};
-    outrider_head(&s, layers, &span, 1, span.rows, x, cos, sin, positions.data(), parents.data(), nullptr, 0, nullptr, work, &extra);
+    const HeadInputs head_inputs = {embedded.data(), head.embedding_norm, head.norm_residual, nullptr, 0, nullptr, 1};
+    outrider_layers(&s, layers, &span, 1, span.rows, x, cos, sin, positions.data(), parents.data(), nullptr, 0, nullptr, work, &head_inputs);
     return true;
 }
 

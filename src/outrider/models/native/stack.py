@@ -45,7 +45,7 @@ class NativeStack:
         )
         self._work: PackedWorkspace | None = None
         self._threads = 0  # that its buffers are for
-        self._run = library().outrider_head
+        self._run = library().outrider_layers
 
     def first(self, layers: int) -> NativeStack:
         return NativeStack(self.config, self.layers[:layers])
