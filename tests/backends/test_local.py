@@ -1,8 +1,10 @@
 """Our engine behind a tokenizer: requests in, streams out, from any thread."""
 
 import asyncio
+import gc
 import itertools
 import threading
+import weakref
 
 import pytest
 import torch
@@ -358,6 +360,32 @@ class TestDraftersThatRequestsName:
         kept = {99, 13, 20, 19, 18, 17, 16, 15}
         assert self.specs(local) == {f"ngram:length={length}" for length in kept}
         assert "" in local.engine.drafters
+
+    def test_few_with_weights_of_their_own_are_kept(self):
+        """A server that was asked for many variants of a head holds two of them, not one for each."""
+        alive = weakref.WeakSet()
+
+        class Heavy(Drafter):
+            name, has_weights = "heavy", True
+
+            def __init__(self, spec):
+                self.spec = spec
+                alive.add(self)
+
+        local = backend()
+        build = local._drafter
+        local._drafter = lambda spec: Heavy(spec) if spec.startswith("heavy") else build(spec)
+        for length in range(1, 21):
+            for spec in (f"heavy:length={length}", f"ngram:length={length}"):
+                local.submit(Request("ab", params=SamplingParams(max_tokens=2), draft=spec)).result()
+        gc.collect()
+        assert {drafter.spec for drafter in alive} == {"heavy:length=19", "heavy:length=20"}
+        assert len(self.specs(local)) == 6  # with those two the eight that are kept
+        local.close()
+
+    def test_the_methods_with_weights_of_their_own_say_so(self):
+        with_weights = {name for name in drafters.names() if drafters.find(name).has_weights}
+        assert with_weights == {"draft_model", "eagle", "medusa"}
 
     def test_one_in_use_is_not_dropped(self):
         local, go_on = backend(batch=1), threading.Event()

@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import gc
+import weakref
 
 import packs
 import pytest
@@ -219,6 +221,17 @@ def packed_runners(form, bits, count=2):
     torch.manual_seed(7)
     own = eagle_head(packed_model(), **FORMS[form]).requires_grad_(False)
     return own, [PackedRunner(own, packed_model(), bits) for _ in range(count)]
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("form", FORMS)
+def test_a_packed_head_does_not_keep_the_weights_that_it_was_packed_from(form):
+    own, (runner,) = packed_runners(form, 4, count=1)
+    matrices = [weakref.ref(weight) for weight in (own.fc.weight, *own.layers.parameters()) if weight.dim() == 2]
+    del own
+    gc.collect()
+    assert runner.config
+    assert [matrix() for matrix in matrices] == [None] * len(matrices)
 
 
 def scattered(rows, blocks, seed):

@@ -21,6 +21,7 @@ from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Rule, Sequence
 from outrider.drafters.base import Drafter
 from outrider.engine.engine import Engine
+from outrider.models.load import return_heap
 from outrider.models.tokenizer import Tokenizer
 
 
@@ -37,7 +38,8 @@ class _LocalJob:
 
 _logger = logging.getLogger("outrider")
 _ids = itertools.count()  # of sequences
-IDLE = 8  # drafters that requests have named and nobody uses now: so many are kept
+IDLE = 8  # drafters kept that requests have named and none uses now: a client's few variants, without a new build
+IDLE_WITH_WEIGHTS = 2  # of these, drafters with weights of their own: a head or a whole model each (docs/LOG.md)
 
 
 class Local(Reader):
@@ -55,9 +57,8 @@ class Local(Reader):
         self.engine, self.tokenizer, self.notes = engine, tokenizer, tuple(notes)
         self.vocab_size = engine.model.vocab_size
         self._drafter, self._ends, self._rule = drafter, ends, rule
-        self._inbox: queue.SimpleQueue[_LocalJob | tuple[_LocalJob] | None] = (
-            queue.SimpleQueue()
-        )  # new, to cancel, or: end
+        # new requests, one to cancel (in a tuple), or None: end
+        self._inbox: queue.SimpleQueue[_LocalJob | tuple[_LocalJob] | None] = queue.SimpleQueue()
         self._places: dict[int, tuple[_LocalJob, int]] = {}  # sequence id -> its job, and which sample it is
         self._users: dict[str, int] = {}  # drafter that requests have named -> requests under way; the last used last
         self._thread: threading.Thread | None = None
@@ -165,6 +166,8 @@ class Local(Reader):
             if (found := self._use(draft)) is not None:
                 return found
             built = self._drafter(draft)
+            if built.has_weights:  # reading and packing its weights took as much again for a moment
+                return_heap()
             with self._counting:
                 self.engine.drafters[draft], self._users[draft] = built, 1
         return built
@@ -177,14 +180,27 @@ class Local(Reader):
             return found
 
     def _let_go(self, draft: str) -> None:
-        """One use less; of the drafters that nobody uses those that were used last are kept, and the backend's own."""
+        """One use less. Of the drafters that no request uses, the last used are kept, and always the backend's own."""
         with self._counting:
             self._users[draft] -= 1
-            own = self.engine.drafters[""]
-            idle = [spec for spec, users in self._users.items() if not users and self.engine.drafters[spec] is not own]
-            for spec in idle[:-IDLE]:
-                del self._users[spec]
-                self.engine.drop(spec)
+            dropped = [self._drop(spec) for spec in self._too_many()]
+        if any(dropped):
+            return_heap()
+
+    def _too_many(self) -> list[str]:
+        """The idle drafters beyond those that are kept, the longest unused first."""
+        drafters = self.engine.drafters
+        idle = [spec for spec, users in self._users.items() if not users and drafters[spec] is not drafters[""]]
+        heavy = [spec for spec in idle if drafters[spec].has_weights]
+        over = {*idle[:-IDLE], *heavy[:-IDLE_WITH_WEIGHTS]}
+        return [spec for spec in idle if spec in over]
+
+    def _drop(self, spec: str) -> bool:
+        """Whether it had weights of its own."""
+        had = self.engine.drafters[spec].has_weights
+        del self._users[spec]
+        self.engine.drop(spec)
+        return had
 
     def _start(self) -> None:
         if self._thread is None or not self._thread.is_alive():

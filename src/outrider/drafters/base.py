@@ -80,7 +80,7 @@ class Drafter:
     reads_prediction: bool = False  # it drafts from the sequence's `prediction`, the text that the caller expects
     reports_acceptance: bool = False  # its drafts say how likely each node is kept, and it stops where that is low
     is_free: bool = False  # a draft costs next to nothing (no model runs), so it may be asked at every step
-    has_heads: bool = False  # it runs a head (option `head`): a folder, or the one that is shipped for the target
+    has_weights: bool = False  # it holds weights beside the target's, a head's or a model's: few idle ones are kept
     for_measurement: bool = False  # it is told the answer: for benchmarks and tests, not for users
 
     def __init_subclass__(cls, **more: object) -> None:

@@ -96,6 +96,8 @@ class ModelDrafter(Drafter):
 class DraftModel(ModelDrafter):
     """A model of its own file. One of another vocabulary reads and guesses through text."""
 
+    has_weights = True
+
     @dataclass(frozen=True)
     class Options:
         model: str  # name, folder, hub id or GGUF file

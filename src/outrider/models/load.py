@@ -40,12 +40,12 @@ def load(name: str, where: Place) -> Loaded:
         loaded = _load_gguf(path, where) if path.is_file() else _load_folder(path, where)
     except torch.OutOfMemoryError as error:
         raise OutriderError(f"{name} does not fit into the memory of {where.device}; use a smaller model") from error
-    _give_back()
+    return_heap()
     return loaded
 
 
-def _give_back() -> None:
-    """Heap that loading has freed goes back to the system: the C library keeps it, and it would stay resident."""
+def return_heap() -> None:
+    """Heap that was freed (after loading, say) goes back to the system; the C library would keep it resident."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # only glibc has the call
         ctypes.CDLL(None).malloc_trim(0)
 

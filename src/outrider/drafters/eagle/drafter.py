@@ -44,7 +44,7 @@ COMMON = 4096
 
 class Eagle(Drafter):
     name = "eagle"
-    reports_acceptance = has_heads = True
+    reports_acceptance = has_weights = True
 
     @dataclass(frozen=True)
     class Options:

@@ -29,7 +29,8 @@ class PackedRunner:
         """`common`: tokens that every chain can be written with, beside those of its text; 0: all that the head writes,
         and no others."""
         config = self.config = head.config
-        self._head, self._final = head.float(), target.normed
+        head.float()
+        self._rope, self._final = head.rope, target.normed
         self._embed = head.embed_tokens if config.own_embedding else target.embed
         output = head.lm_head.weight if config.own_output else target.output_rows(head.draft_ids)
         self._output = OutputMatrix(output, bits, torch.float32)
@@ -173,7 +174,7 @@ class PackedRunner:
     def _tables(self, count: int) -> tuple[Tensor, Tensor]:
         """Of at least so many positions."""
         if count > len(self._cos):
-            self._cos, self._sin = self._head.rope.tables(2 * count + _POSITIONS)
+            self._cos, self._sin = self._rope.tables(2 * count + _POSITIONS)
         return self._cos, self._sin
 
     def _ahead(self, x: Tensor) -> HeadOutput:

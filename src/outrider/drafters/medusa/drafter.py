@@ -49,7 +49,7 @@ def grow_paths(rates: Seq[Seq[float]], nodes: int) -> Paths:
 
 class Medusa(Drafter):
     name = "medusa"
-    reports_acceptance = has_heads = True
+    reports_acceptance = has_weights = True
 
     @dataclass(frozen=True)
     class Options:
