@@ -11,7 +11,7 @@ import torch
 from outrider.drafters.base import BuildContext
 from outrider.models import quant
 from outrider.models.gguf import GGUFTensor
-from outrider.models.load import Place, load
+from outrider.models.load import LoadOptions, load
 from outrider.models.native.stack import NativeStack
 
 VOCAB = 48  # tiny sizes that can be packed: outputs are multiples of 16, inputs of 32
@@ -45,7 +45,7 @@ def saved(model, where):
 
 def packed(model, bits):
     """The transformers model as the kernels run it."""
-    loaded = saved(model, Place(tiny.CPU.device, None, tiny.MEMORY, bits))
+    loaded = saved(model, LoadOptions(tiny.CPU.device, None, tiny.MEMORY, bits))
     assert isinstance(loaded.model.weights.stack, NativeStack), loaded.notes
     return loaded.model
 

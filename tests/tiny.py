@@ -20,7 +20,7 @@ from outrider.drafters.medusa.head import MedusaConfig, MedusaHead
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Anatomy, Feed, Output
-from outrider.models.load import Place, load
+from outrider.models.load import LoadOptions, load
 from outrider.train import kinds
 from outrider.train.objective import TeacherBatch
 
@@ -29,7 +29,7 @@ transformers.utils.logging.disable_progress_bar()
 
 VOCAB = 40
 MEMORY = 1 << 28
-CPU = Place(torch.device("cpu"), torch.float32, MEMORY)
+CPU = LoadOptions(torch.device("cpu"), torch.float32, MEMORY)
 
 _SIZES = dict(
     vocab_size=VOCAB,
@@ -94,7 +94,7 @@ def ours(model, memory=MEMORY):
     """The same model as Outrider runs it: saved into a folder and loaded from there."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        return load(folder, Place(CPU.device, CPU.dtype, memory)).model
+        return load(folder, LoadOptions(CPU.device, CPU.dtype, memory)).model
 
 
 @functools.cache
@@ -255,6 +255,7 @@ class Markov:
     """
 
     num_layers, context, capacity, device = 3, 64, 1 << 30, torch.device("cpu")
+    packed = False
     anatomy = Anatomy(32, 4, 2, 8, 48, 1e-6, 10_000.0, False)  # for heads: its states tell the last two tokens
 
     def __init__(self, vocab_size=6, seed=0, sharpness=1.5, tables=None):

@@ -132,7 +132,7 @@ def audit(
     if not prompts or samples < 1:
         raise OutriderError("an audit needs at least one prompt and one sample")
     begin = time.perf_counter()
-    small = SMALL_MARGIN[build.place(llm.settings).dense]
+    small = SMALL_MARGIN[build.load_options(llm.settings).dense]
     bench = _Bench(llm, prompts, raw, small, _Ticker(progress))
     bench.ticker.total = 2 * len(prompts) + 1 + len(drafts) * (len(prompts) + 3)
     with _seeded(seed):

@@ -22,10 +22,11 @@ from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Model
 from outrider.models.export import as_folder
-from outrider.models.load import Loaded, available_memory, load, read_tokenizer, words_of
+from outrider.models.load import Loaded, load, read_tokenizer, words_of
+from outrider.models.memory import available_memory
 from outrider.models.sources import resolve
 from outrider.models.tokenizer import Tokenizer
-from outrider.models.weights import Place
+from outrider.models.weights import LoadOptions
 from outrider.settings import Settings
 
 GIB = 1 << 30
@@ -99,7 +100,7 @@ def local(settings: Settings, draft: DrafterSpec | None = None) -> Local:
     spec = draft or drafters.parse(settings.draft)  # a typing error shows before a model is loaded
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    where = place(settings)
+    where = load_options(settings)
     loaded = load(settings.model, where)
     draft_models = DraftModels(settings.model, loaded, where)
 
@@ -119,7 +120,7 @@ def local(settings: Settings, draft: DrafterSpec | None = None) -> Local:
 class DraftModels:
     """Models that drafters draft with. One copy serves all drafters that name it: its cache goes by sequence."""
 
-    def __init__(self, name: str, target: Loaded, where: Place) -> None:
+    def __init__(self, name: str, target: Loaded, where: LoadOptions) -> None:
         self._name, self._target, self._where = name, target, where
         self._models: WeakValueDictionary[tuple[str, str, str], Model] = (
             WeakValueDictionary()
@@ -149,10 +150,10 @@ class DraftModels:
         return other.model
 
 
-def place(settings: Settings) -> Place:
+def load_options(settings: Settings) -> LoadOptions:
     where = device(settings.device)
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    return Place(where, dtype, _memory(settings, where), BITS[settings.quantize])
+    return LoadOptions(where, dtype, _memory(settings, where), BITS[settings.quantize])
 
 
 def check_vocabularies(target: Loaded, draft: Loaded, name: str) -> None:

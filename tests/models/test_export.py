@@ -6,10 +6,10 @@ from ggufs import byte_metadata, write_llama
 
 from outrider.models.base import Feed
 from outrider.models.export import export, to_transformers
-from outrider.models.load import Place, load
+from outrider.models.load import LoadOptions, load
 from outrider.models.tokenizer import from_gguf
 
-WHERE = Place(torch.device("cpu"), torch.float32, 1 << 26)
+WHERE = LoadOptions(torch.device("cpu"), torch.float32, 1 << 26)
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
 TEXTS = ["", "the <|im_end|> path\n", "naïve 日本", "  12345  <|im_start|>"]
 

@@ -11,7 +11,7 @@ from tiny import CONFIGS, CPU, VOCAB, ours, prompts, reference
 from outrider.core.draft import ROOT, Draft
 from outrider.models.base import Feed
 from outrider.models.llama import Llama
-from outrider.models.load import Place, load
+from outrider.models.load import LoadOptions, load
 from outrider.models.native.stack import NativeStack
 from outrider.models.stack import FEW
 
@@ -215,7 +215,7 @@ def packed(bits, kind):
     model = reference(kind, seed=4, vocab_size=48, intermediate_size=64)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        loaded = load(folder, Place(CPU.device, None, CPU.memory, bits)).model
+        loaded = load(folder, LoadOptions(CPU.device, None, CPU.memory, bits)).model
     assert isinstance(loaded.weights.stack, NativeStack)
     return loaded
 

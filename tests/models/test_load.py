@@ -10,7 +10,7 @@ from tiny import CPU, OWN, reference
 from outrider.core.errors import OutriderError
 from outrider.models.base import Feed
 from outrider.models.llama import Llama
-from outrider.models.load import Place, load
+from outrider.models.load import LoadOptions, load
 from outrider.models.transformers import TransformersModel
 
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
@@ -68,7 +68,7 @@ def test_qwen_with_a_window_in_some_layers_goes_through_transformers(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_another_dtype(folder, dtype):
-    model = load(str(folder), Place(CPU.device, dtype, CPU.memory)).model
+    model = load(str(folder), LoadOptions(CPU.device, dtype, CPU.memory)).model
     assert model.dtype == dtype
     assert model.weights.norm.dtype == dtype
     given = logits(model)

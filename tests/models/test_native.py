@@ -23,7 +23,7 @@ from outrider.core.errors import OutriderError
 from outrider.drafters.eagle import native_head as heads
 from outrider.drafters.eagle.native_runner import PackedRunner
 from outrider.models.base import Feed
-from outrider.models.load import Place, load
+from outrider.models.load import LoadOptions, load
 from outrider.models.native import packed as packing, stack as stacking
 from outrider.models.native.library import FLAGS, MACHINES, SOURCE, NoCompiler, build, library
 from outrider.models.native.packed import Packed, packable, use_torch_threads
@@ -453,7 +453,7 @@ class TestAFile:
     )
     def test_of_mixed_kinds(self, tmp_path, kinds):
         path = self.write(tmp_path / "model.gguf", **kinds)
-        loaded = load(path, Place(tiny.CPU.device, None, tiny.MEMORY))
+        loaded = load(path, LoadOptions(tiny.CPU.device, None, tiny.MEMORY))
         assert isinstance(loaded.model.weights.stack, NativeStack)
         assert loaded.notes == ()
         dense = load(path, tiny.CPU).model
@@ -762,7 +762,7 @@ class TestNoLibrary:
 
     def notes(self):
         theirs = packs.reference("llama", seed=4)
-        loaded = packs.saved(theirs, Place(tiny.CPU.device, None, tiny.MEMORY, 4))
+        loaded = packs.saved(theirs, LoadOptions(tiny.CPU.device, None, tiny.MEMORY, 4))
         assert isinstance(loaded.model.weights.stack, TorchStack)
         (output,) = loaded.model.forward([Feed(0, tokens(9))])
         with torch.inference_mode():

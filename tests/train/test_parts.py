@@ -15,7 +15,7 @@ from outrider.drafters.base import BuildContext, Drafter
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Feed
-from outrider.models.load import Place, load
+from outrider.models.load import LoadOptions, load
 from outrider.train import eagle, job as jobs, kinds
 from outrider.train.atomic import write_text
 from outrider.train.data import conversations
@@ -40,7 +40,7 @@ from outrider.train.results import figures
 from outrider.train.run import reserved
 from outrider.train.teacher import Teacher
 
-WHERE = Place(torch.device("cpu"), torch.float32, 1 << 28)
+WHERE = LoadOptions(torch.device("cpu"), torch.float32, 1 << 28)
 
 
 @pytest.fixture(scope="module")

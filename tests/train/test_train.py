@@ -15,7 +15,7 @@ import torch
 from outrider import LLM, SamplingParams
 from outrider.cli import main
 from outrider.drafters.heads import files as heads
-from outrider.models.load import Place, load
+from outrider.models.load import LoadOptions, load
 from outrider.train import checkpoint, medusa, results
 from outrider.train.data.batches import TextBatch
 from outrider.train.data.corpus import FOLDER
@@ -192,7 +192,7 @@ def test_a_tree_is_grown_from_what_the_heads_get_right(calm_folder, prompt_file,
     paths = json.loads((out / "config.json").read_text())["medusa_choices"]
     assert len(paths) == 12
     assert all(path[:-1] in paths[:place] for place, path in enumerate(paths) if len(path) > 1)  # parents first
-    model = load(str(calm_folder), Place(torch.device("cpu"), torch.float32, 1 << 28)).model
+    model = load(str(calm_folder), LoadOptions(torch.device("cpu"), torch.float32, 1 << 28)).model
     head = heads.read(out, model)
     assert [list(path) for path in head.tree] == paths
     again = rates(head, [lesson(model, head)])
@@ -206,7 +206,7 @@ def lesson(model, head):
 
 def test_ranks_are_counted_against_the_target(calm_folder):
     """A head that passes the state on says what the target says one place earlier; counted by hand."""
-    model = load(str(calm_folder), Place(torch.device("cpu"), torch.float32, 1 << 28)).model
+    model = load(str(calm_folder), LoadOptions(torch.device("cpu"), torch.float32, 1 << 28)).model
     head = medusa.fresh(model, None, 2)
     given = lesson(model, head)
     best = (given.last @ given.output.T).topk(10).indices

@@ -21,7 +21,7 @@ from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Rule, Sequence
 from outrider.drafters.base import Drafter
 from outrider.engine.engine import Engine
-from outrider.models.load import return_heap
+from outrider.models.memory import return_heap
 from outrider.models.tokenizer import Tokenizer
 
 

@@ -28,7 +28,7 @@ from outrider.core.request import Chunk, Request, Result
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Finish, Token
 from outrider.core.stats import Stats
-from outrider.models.load import available_memory
+from outrider.models.memory import available_memory
 from outrider.models.tokenizer import Tokenizer
 
 INSTALL = "run `make vllm` in outrider's repository and use .venv-vllm/bin/outrider (docs/guides/vllm.md)"

@@ -69,7 +69,7 @@ def _engine(settings: Settings) -> str:
         spread = [f"{name} {getattr(settings, name)}" for name in sizes if getattr(settings, name) > 1]
         given = [f"{name}={value!r}" for name, value in settings.engine_args.items()]
         return ", ".join(["vLLM", f"dtype {settings.dtype}", *spread, *given])
-    place = build.place(settings)
+    place = build.load_options(settings)
     rounded = "" if settings.quantize == "none" else f", rounded to {settings.quantize}"
     return f"our own engine, on {place.device}, dtype {settings.dtype}{rounded}"
 

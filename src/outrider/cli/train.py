@@ -114,7 +114,7 @@ def _run(
     from outrider.train import checkpoint, run
 
     job = jobs.resumed(kind, given, checkpoint.stored(own.out)["job"]) if own.resume else jobs.new(kind, given)
-    where = run.dense(build.place(place))
+    where = run.dense(build.load_options(place))
     options.pull_known(job.model)
     with bar() as show, _stoppable() as stop:
         task = run.TrainingTask(

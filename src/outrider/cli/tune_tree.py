@@ -41,7 +41,7 @@ def tune_tree(
     from outrider import build
     from outrider.train import run, tune_tree as tuning
 
-    where = run.dense(build.place(settings))
+    where = run.dense(build.load_options(settings))
     texts = [text for _, text in asked.read()]
     options.pull_known(settings.model)
     with bar() as show:

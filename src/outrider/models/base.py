@@ -139,6 +139,11 @@ class Readable(Protocol):
     @property
     def anatomy(self) -> Anatomy: ...
 
+    @property
+    def packed(self) -> bool:
+        """Whether its weights are quantised, and run by the native kernels."""
+        ...
+
     def embed(self, ids: Tensor) -> Tensor:
         """[n, hidden]"""
         ...

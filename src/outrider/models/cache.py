@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.models.memory import PAGE, large
+from outrider.models.large_pages import PAGE, large
 
 ROOM = 192  # tokens that a new buffer holds beyond those that are there: a short answer fits
 SPARE = 2  # buffers of sequences that have ended which the next ones take over: to get memory takes longer than a pass

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from outrider.models.base import Feed, Output
 from outrider.models.cache import Cache
-from outrider.models.llama_weights import LlamaConfig, Weights
+from outrider.models.llama_weights import LlamaConfig, ReadableWeights, Weights
 from outrider.models.native.packed import Packed
 from outrider.models.native.stack import NativeStack
-from outrider.models.read import Open
 from outrider.models.stack import Pass
 
 __all__ = ["Llama", "LlamaConfig", "Weights"]
@@ -21,7 +20,7 @@ __all__ = ["Llama", "LlamaConfig", "Weights"]
 _POSITIONS = 1024  # that rotary tables begin with
 
 
-class Llama(Open):
+class Llama(ReadableWeights):
     def __init__(self, config: LlamaConfig, weights: Weights, memory: int = 1 << 30) -> None:
         """`memory`: bytes that keys and values may take."""
         self.config, self.weights, self._memory = config, weights, memory
@@ -47,11 +46,6 @@ class Llama(Open):
     def first(self, layers: int) -> Llama:
         weights = replace(self.weights, stack=self.weights.stack.first(layers))
         return Llama(replace(self.config, num_layers=layers), weights, self._memory)
-
-    @property
-    def packed(self) -> bool:
-        """Whether its weights are quantised, and run by the kernels."""
-        return isinstance(self.weights.head, Packed)
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], layers: Sequence[int] = ()) -> list[Output]:

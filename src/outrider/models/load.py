@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import math
-import os
-import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -19,9 +15,10 @@ from outrider.models import sources, tokenizer as tokenizers
 from outrider.models.base import Model
 from outrider.models.gguf import GGUFFile
 from outrider.models.llama import Llama, LlamaConfig, Weights
+from outrider.models.memory import return_heap
 from outrider.models.rope import FIXED, Rope, rope
 from outrider.models.tokenizer import Tokenizer
-from outrider.models.weights import FolderStore, GGUFStore, Place, assemble
+from outrider.models.weights import FolderStore, GGUFStore, LoadOptions, assemble
 
 OWN = ("llama", "mistral", "qwen2", "qwen3")  # families that models/llama.py runs; all others go through transformers
 
@@ -34,7 +31,7 @@ class Loaded:
     notes: tuple[str, ...] = ()  # what a user should know about how the weights are kept
 
 
-def load(name: str, where: Place) -> Loaded:
+def load(name: str, where: LoadOptions) -> Loaded:
     path = sources.resolve(name)
     try:
         loaded = _load_gguf(path, where) if path.is_file() else _load_folder(path, where)
@@ -44,31 +41,7 @@ def load(name: str, where: Place) -> Loaded:
     return loaded
 
 
-def return_heap() -> None:
-    """Heap that was freed (after loading, say) goes back to the system; the C library would keep it resident."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # only glibc has the call
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def available_memory() -> int:
-    """Bytes that can be taken without pushing others out: of the machine, or of the container if it has less."""
-    free = (
-        _number_in("/proc/meminfo", "MemAvailable:") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2048
-    )
-    most, used = _number_in("/sys/fs/cgroup/memory.max"), _number_in("/sys/fs/cgroup/memory.current")
-    return free * 1024 if most is None or used is None else min(free * 1024, max(most - used, 0))
-
-
-def _number_in(path: str, word: str = "") -> int | None:
-    """The number after a word in a file of the kernel's; None where there is none."""
-    try:
-        found = re.search(rf"{word}\s*(\d+)", Path(path).read_text())
-    except OSError:
-        return None
-    return int(found[1]) if found else None
-
-
-def _model(config: LlamaConfig, weights: Weights, where: Place, notes: list[str]) -> Model:
+def _model(config: LlamaConfig, weights: Weights, where: LoadOptions, notes: list[str]) -> Model:
     """The forward that suits the device."""
     if where.device.type != "cuda":
         return Llama(config, weights, where.memory)
@@ -80,7 +53,7 @@ def _model(config: LlamaConfig, weights: Weights, where: Place, notes: list[str]
     return CudaLlama(config, weights, where.memory)
 
 
-def _load_gguf(path: Path, where: Place) -> Loaded:
+def _load_gguf(path: Path, where: LoadOptions) -> Loaded:
     file = GGUFFile(path)
     said = file.config()
     config = LlamaConfig(
@@ -106,7 +79,7 @@ def _load_gguf(path: Path, where: Place) -> Loaded:
     return Loaded(_model(config, weights, where, store.notes), tokenizer, ends, tuple(store.notes))
 
 
-def _load_folder(folder: Path, where: Place) -> Loaded:
+def _load_folder(folder: Path, where: LoadOptions) -> Loaded:
     said = _read_json(folder / "config.json")
     if said is None:
         raise OutriderError(f"{folder} has no config.json, so it is not a model folder")
@@ -160,7 +133,7 @@ def _is_own(config: Any) -> bool:
     )
 
 
-def _load_own(folder: Path, config: Any, where: Place) -> tuple[Model, tuple[str, ...]]:
+def _load_own(folder: Path, config: Any, where: LoadOptions) -> tuple[Model, tuple[str, ...]]:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     own = LlamaConfig(
         hidden_size=config.hidden_size,
@@ -199,7 +172,7 @@ def _check_sizes(path: Path, config: LlamaConfig) -> None:
         )
 
 
-def _load_foreign(folder: Path, config: Any, where: Place) -> tuple[Model, tuple[str, ...]]:
+def _load_foreign(folder: Path, config: Any, where: LoadOptions) -> tuple[Model, tuple[str, ...]]:
     if where.bits:
         raise OutriderError("--quantize works for llama-like models, not for models that transformers runs")
     layers, tensors = getattr(config, "num_hidden_layers", 0), len(FolderStore(folder, where))

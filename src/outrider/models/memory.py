@@ -1,56 +1,33 @@
-"""Memory in large pages. A pass reads all weights once; in pages of 4 KiB it waits for the processor to find the next
-page about as long as for what is in it (docs/LOG.md). Linux gives pages of 2 MiB to whoever asks before writing there.
-"""
+"""The memory of the machine: how much of it is free, and what goes back to it."""
 
 from __future__ import annotations
 
-import mmap
-import threading
-
-import torch
-from torch import Tensor
-
-PAGE = 2 << 20
-CHUNK = 32 << 20  # matrices of a layer are smaller than a page, so they share a chunk
-ALIGN = 64
+import contextlib
+import ctypes
+import os
+import re
+from pathlib import Path
 
 
-class Shelf:
-    """Tensors side by side. A chunk of memory goes back when the last tensor in it is gone."""
-
-    def __init__(self) -> None:
-        self._chunk = torch.empty(0, dtype=torch.uint8)
-        self._used = 0
-        self._lock = threading.Lock()
-
-    def copies(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The same numbers in large pages."""
-        sizes = {name: -(-tensor.nbytes // ALIGN) * ALIGN for name, tensor in tensors.items()}
-        with self._lock:
-            room = self._take(sum(sizes.values()))
-        placed, at = {}, 0
-        for name, tensor in tensors.items():
-            placed[name] = room[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            placed[name].copy_(tensor)
-            at += sizes[name]
-        return placed
-
-    def _take(self, size: int) -> Tensor:
-        if size > len(self._chunk) - self._used:
-            if size > CHUNK:
-                return large(size)[:size]
-            self._chunk, self._used = large(CHUNK), 0
-        self._used += size
-        return self._chunk[self._used - size : self._used]
+def return_heap() -> None:
+    """Heap that was freed (after loading, say) goes back to the system; the C library would keep it resident."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # only glibc has the call
+        ctypes.CDLL(None).malloc_trim(0)
 
 
-def large(size: int) -> Tensor:
-    """At least `size` bytes, all of them 0, in large pages where the system has them."""
-    size = -(-size // PAGE) * PAGE
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(size, dtype=torch.uint8)
-    memory = mmap.mmap(-1, size + PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    begin = -whole.data_ptr() % PAGE
-    return whole[begin : begin + size]
+def available_memory() -> int:
+    """Bytes that can be taken without pushing others out: of the machine, or of the container if it has less."""
+    free = (
+        _number_in("/proc/meminfo", "MemAvailable:") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2048
+    )
+    most, used = _number_in("/sys/fs/cgroup/memory.max"), _number_in("/sys/fs/cgroup/memory.current")
+    return free * 1024 if most is None or used is None else min(free * 1024, max(most - used, 0))
+
+
+def _number_in(path: str, word: str = "") -> int | None:
+    """The number after a word in a file of the kernel's; None where there is none."""
+    try:
+        found = re.search(rf"{word}\s*(\d+)", Path(path).read_text())
+    except OSError:
+        return None
+    return int(found[1]) if found else None

@@ -14,7 +14,7 @@ from outrider.core.errors import OutriderError
 from outrider.models import quant
 from outrider.models.gguf import GGUFTensor
 from outrider.models.linear import join
-from outrider.models.llama import LlamaConfig, Weights
+from outrider.models.llama_weights import LlamaConfig, Weights
 from outrider.models.native.library import NoCompiler, library
 from outrider.models.native.packed import Packed, packable
 from outrider.models.native.stack import NativeStack
@@ -24,8 +24,8 @@ from outrider.models.stack import Layer, TorchStack
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a model is to live."""
+class LoadOptions:
+    """Where a model is loaded to, and in which form."""
 
     device: torch.device
     dtype: torch.dtype | None  # None: as the file stores it where that can run, else what suits the device
@@ -127,7 +127,7 @@ def _layer_shapes(config: LlamaConfig, inner: int = 0) -> dict[str, tuple[int, .
     return shapes
 
 
-def _can_pack(where: Place, shapes: Iterable[tuple[int, ...]], notes: list[str]) -> bool:
+def _can_pack(where: LoadOptions, shapes: Iterable[tuple[int, ...]], notes: list[str]) -> bool:
     """Whether packed weights can run here; if not, why."""
     if where.device.type != "cpu":
         notes.append(f"packed weights run on a CPU only; on {where.device} they are expanded to {where.dense}")
@@ -145,7 +145,7 @@ def _can_pack(where: Place, shapes: Iterable[tuple[int, ...]], notes: list[str])
 
 
 class GGUFStore:
-    def __init__(self, tensors: dict[str, GGUFTensor], where: Place) -> None:
+    def __init__(self, tensors: dict[str, GGUFTensor], where: LoadOptions) -> None:
         self._tensors, self._where = tensors, where
         self.notes: list[str] = []
 
@@ -182,7 +182,7 @@ class GGUFStore:
 class FolderStore:
     """Safetensors files of one folder, opened once and read tensor by tensor."""
 
-    def __init__(self, folder: Path, where: Place) -> None:
+    def __init__(self, folder: Path, where: LoadOptions) -> None:
         from safetensors import SafetensorError, safe_open
 
         self._where = where

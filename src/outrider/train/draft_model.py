@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from outrider.core.errors import OutriderError
 from outrider.models.export import to_transformers
+from outrider.models.llama_weights import MATRICES, NORMS
 from outrider.models.stack import Layer
 from outrider.models.tokenizer import GGUFTokenizer, Tokenizer
 from outrider.train.atomic import write_tensors, write_text
@@ -21,18 +22,6 @@ from outrider.train.forward import block, norm
 from outrider.train.objective import Figures, Laws, TeacherBatch, distance
 from outrider.train.teacher import Target
 
-_MATRICES = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "output": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
-_NORMS = {
-    "attention_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-    "query_norm": "self_attn.q_norm",
-    "key_norm": "self_attn.k_norm",
-}
 _COPIED = ("tokenizer", "special_tokens", "vocab", "merges", "generation_config", "chat_template")
 
 
@@ -80,8 +69,8 @@ class DraftNet(nn.Module):
             biases = [bias for name in names for bias in take(f"{name}.bias")]
             return _Joined([weight for name in names for weight in take(f"{name}.weight")], biases)
 
-        norms = {field: next(iter(take(f"{name}.weight")), None) for field, name in _NORMS.items()}
-        return Layer(**norms, **{field: linear(names) for field, names in _MATRICES.items()})  # type: ignore[arg-type]
+        norms = {field: next(iter(take(f"{name}.weight")), None) for field, name in NORMS.items()}
+        return Layer(**norms, **{field: linear(names) for field, names in MATRICES.items()})  # type: ignore[arg-type]
 
     def loss(self, batch: TeacherBatch, steps: int = 0) -> tuple[Tensor, Figures]:
         """Distillation of the target's law at every place."""

@@ -23,7 +23,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Model
 from outrider.models.load import Loaded, load
-from outrider.models.weights import Place
+from outrider.models.weights import LoadOptions
 from outrider.train.atomic import write_text
 from outrider.train.data.conversations import ChatFormat
 
@@ -43,7 +43,7 @@ class Evaluator:
 
     target: Loaded
     chat: ChatFormat
-    where: Place  # where a draft model is loaded
+    where: LoadOptions  # where a draft model is loaded
     chunk: int  # prompt tokens of a pass
 
     def measure(self, spec: str, prompts: Prompts, max_tokens: int) -> dict[str, Stats]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from outrider.core.errors import OutriderError
 from outrider.models import sources
 from outrider.models.load import load
-from outrider.models.weights import Place
+from outrider.models.weights import LoadOptions
 from outrider.train import checkpoint, kinds, results
 from outrider.train.checkpoint import TrainingState
 from outrider.train.data import writer
@@ -44,7 +44,7 @@ class TrainingTask:
 
     job: TrainingJob
     out: Path
-    where: Place
+    where: LoadOptions
     resume: bool = False
     data: Path | None = None  # of another run, whose texts are learned from
     prompts: Sequence[str] = ()  # user turns; (): the target writes them as well
@@ -76,7 +76,7 @@ class TrainingResult:
     interrupted: bool
 
 
-def dense(where: Place) -> Place:
+def dense(where: LoadOptions) -> LoadOptions:
     """Where the target lives while a student learns from it: packed weights have no gradients to give."""
     return replace(where, dtype=where.dense)
 

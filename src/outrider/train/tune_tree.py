@@ -18,7 +18,7 @@ from outrider.drafters.heads import files as heads
 from outrider.drafters.medusa.drafter import RANKS, grow_paths
 from outrider.drafters.medusa.head import MedusaHead, Paths
 from outrider.models.load import Loaded, load
-from outrider.models.weights import Place
+from outrider.models.weights import LoadOptions
 from outrider.train.atomic import write_text
 from outrider.train.data.batches import BatchOrder
 from outrider.train.data.writer import MEAN_TOKENS, CorpusWriter, Show
@@ -43,7 +43,7 @@ class TunedTree:
 
 
 def tune(
-    model: str, head: Path, where: Place, nodes: int, tokens: int, prompts: Sequence[str], show: Show
+    model: str, head: Path, where: LoadOptions, nodes: int, tokens: int, prompts: Sequence[str], show: Show
 ) -> TunedTree:
     """Measure, grow, and write the tree into the head's config."""
     show(f"loading {model}", 0, None)
@@ -60,7 +60,7 @@ def tune(
 
 
 def _batches(
-    loaded: Loaded, teacher: Teacher, where: Place, tokens: int, prompts: Sequence[str], show: Show
+    loaded: Loaded, teacher: Teacher, where: LoadOptions, tokens: int, prompts: Sequence[str], show: Show
 ) -> Iterator[TeacherBatch]:
     """From conversations that the target writes now."""
     kind = where.device.type

@@ -71,12 +71,11 @@ class Eagle(Drafter):
         self._options, self._seen = options, context.target.length
         self._places = _places(head, context.target)
         self._length = options.length or (DEEPEST if options.tree else LENGTH)
-        packed = bool(getattr(target, "packed", False))
-        if options.vocab or packed:
+        if options.vocab or target.packed:
             head.narrow(options.vocab or NARROW)
         self.layers = head.config.layers or (target.num_layers - 1,)
-        self._runner = start(head, target, options.quantize, options.vocab or (COMMON if packed else 0))
-        self._stop = options.stop if options.stop >= 0.0 else STOP if packed else 0.0
+        self._runner = start(head, target, options.quantize, options.vocab or (COMMON if target.packed else 0))
+        self._stop = options.stop if options.stop >= 0.0 else STOP if target.packed else 0.0
         self._ids, self._vocab = head.draft_ids.to(target.device), target.vocab_size
         self._states: dict[int, _EagleState] = {}
         self._guessing, self._drawing = StatedCalibration(), StatedCalibration()

@@ -24,14 +24,13 @@ from outrider.models.cuda.graphs import GIB, DevicePass, Passes, pinned, shape_o
 from outrider.models.cuda.pages import Pages
 from outrider.models.cuda.product import Around, linear, norm_scales
 from outrider.models.linear import Dense
-from outrider.models.llama import LlamaConfig, Weights
-from outrider.models.read import Open
+from outrider.models.llama_weights import LlamaConfig, ReadableWeights, Weights
 
 PAGE = 32  # tokens of one page of keys and values: beginnings are shared in pages, so few tokens are run again
 SLOTS = 4096  # sequences at once
 
 
-class CudaLlama(Open):
+class CudaLlama(ReadableWeights):
     """`graphs`: False runs every kernel by itself, for debugging and comparison."""
 
     def __init__(self, config: LlamaConfig, weights: Weights, memory: int, graphs: bool = True) -> None:

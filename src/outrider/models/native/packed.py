@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.models.memory import Shelf
+from outrider.models.large_pages import Arena
 from outrider.models.native import structs
 from outrider.models.native.library import library
 from outrider.models.quant import Quantised
 
 TILE, BLOCK = 16, 32
 LARGE = 1 << 17  # bytes of a matrix
-SHELF = Shelf()
+ARENA = Arena()
 # What the kernels run, by bits: inputs of a group, whether there are super-blocks, whether there are minimums.
 KINDS = {
     4: ((32, False, False), (32, False, True), (32, True, True)),
@@ -158,7 +158,7 @@ def _tiles(m: Quantised) -> dict[str, Tensor]:
 
 def _placed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Where a pass streams through them without waiting; what is small is in a cache anyway."""
-    return SHELF.copies(tensors) if sum(tensor.nbytes for tensor in tensors.values()) >= LARGE else tensors
+    return ARENA.copies(tensors) if sum(tensor.nbytes for tensor in tensors.values()) >= LARGE else tensors
 
 
 def _lanes(groups: Tensor) -> Tensor:

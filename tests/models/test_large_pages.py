@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 
-from outrider.models import memory
-from outrider.models.memory import PAGE, Shelf, large
+from outrider.models import large_pages
+from outrider.models.large_pages import PAGE, Arena, large
 
 
 @pytest.mark.parametrize("size", [1, PAGE - 1, PAGE, PAGE + 1])
@@ -20,7 +20,7 @@ def test_there_is_enough_of_it_and_it_is_empty(size):
     assert int(tensor.sum()) == 7 * len(tensor)
 
 
-@pytest.mark.skipif(not hasattr(memory.mmap, "MADV_HUGEPAGE"), reason="the system has no large pages")
+@pytest.mark.skipif(not hasattr(large_pages.mmap, "MADV_HUGEPAGE"), reason="the system has no large pages")
 def test_it_begins_where_a_large_page_can():
     assert large(5).data_ptr() % PAGE == 0
 
@@ -35,21 +35,21 @@ def tensors(seed, rows):
 
 
 def test_copies_are_the_same_and_do_not_overlap():
-    shelf, asked = Shelf(), [tensors(seed, 1 + 37 * seed) for seed in range(20)]
-    placed = [shelf.copies(each) for each in asked]
+    arena, asked = Arena(), [tensors(seed, 1 + 37 * seed) for seed in range(20)]
+    placed = [arena.copies(each) for each in asked]
     for each, copies in zip(asked, placed, strict=True):
         assert each.keys() == copies.keys()
         for name, tensor in each.items():
             assert torch.equal(copies[name], tensor)
             assert copies[name].dtype == tensor.dtype
-            assert copies[name].data_ptr() % memory.ALIGN == 0
+            assert copies[name].data_ptr() % large_pages.ALIGN == 0
 
 
 def test_what_is_larger_than_a_chunk_has_its_own(monkeypatch):
-    monkeypatch.setattr(memory, "CHUNK", PAGE)
-    shelf, small = Shelf(), tensors(1, 9)
+    monkeypatch.setattr(large_pages, "CHUNK", PAGE)
+    arena, small = Arena(), tensors(1, 9)
     many = {"q": torch.arange(PAGE, dtype=torch.int32)}
-    first, big, second = shelf.copies(small), shelf.copies(many), shelf.copies(small)
+    first, big, second = arena.copies(small), arena.copies(many), arena.copies(small)
     assert torch.equal(big["q"], many["q"])
     for name, tensor in small.items():
         assert torch.equal(first[name], tensor)
@@ -58,7 +58,7 @@ def test_what_is_larger_than_a_chunk_has_its_own(monkeypatch):
     assert 0 < distance < PAGE  # the chunk that was begun is used on
 
 
-@pytest.mark.skipif(not hasattr(memory.mmap, "MADV_HUGEPAGE"), reason="the system has no large pages")
+@pytest.mark.skipif(not hasattr(large_pages.mmap, "MADV_HUGEPAGE"), reason="the system has no large pages")
 def test_a_chunk_goes_back_with_the_last_tensor_in_it(monkeypatch):
     made = []
 
@@ -67,10 +67,10 @@ def test_a_chunk_goes_back_with_the_last_tensor_in_it(monkeypatch):
             made.append(weakref.ref(new := super().__new__(cls, *args)))
             return new
 
-    monkeypatch.setattr(memory.mmap, "mmap", Watched)
-    monkeypatch.setattr(memory, "CHUNK", PAGE)
-    shelf = Shelf()
-    held = [shelf.copies({"q": torch.zeros(PAGE // 2, dtype=torch.uint8)}) for _ in range(4)]
+    monkeypatch.setattr(large_pages.mmap, "mmap", Watched)
+    monkeypatch.setattr(large_pages, "CHUNK", PAGE)
+    arena = Arena()
+    held = [arena.copies({"q": torch.zeros(PAGE // 2, dtype=torch.uint8)}) for _ in range(4)]
     assert len(made) == 2  # two in each
     del held[0]
     gc.collect()
