@@ -182,10 +182,10 @@ class TestDraftModel:
         assert seq.stats.accepted == seq.stats.drafted == 9
 
     def test_a_long_prompt_comes_in_pieces(self):
-        from outrider.drafters.draft_model import PIECE
+        from outrider.drafters.draft_model import CHUNK
 
         class Long(Markov):
-            context = 4 * PIECE
+            context = 4 * CHUNK
             longest = 0
 
             def forward(self, feeds, layers=()):
@@ -193,9 +193,9 @@ class TestDraftModel:
                 return super().forward(feeds, layers)
 
         drafter = build("draft_model:model=long,length=2", long=Long())
-        tokens = [0, 1, 2] * PIECE
+        tokens = [0, 1, 2] * CHUNK
         assert len(guess(drafter, tokens)) == 2
-        assert Long.longest == PIECE
+        assert Long.longest == CHUNK
 
     def test_tokens_that_it_lacks_are_no_reason_to_fail(self):
         """In the prompt, in the output and among those that are allowed."""

@@ -3,7 +3,7 @@
 import torch
 from hypothesis import given, settings, strategies as st
 
-from outrider.models.cache import ROOM, SPARE, Cache
+from outrider.models.cache import EXTRA, SPARE, Cache
 
 LAYERS, HEADS, DIM = 2, 3, 4
 
@@ -57,10 +57,10 @@ def test_it_holds_what_was_kept_and_nothing_of_others(ours, theirs):
 
 def test_it_grows_by_doubling_and_forgets_nothing():
     held = cache()
-    for mark in range(5 * ROOM):
+    for mark in range(5 * EXTRA):
         write(held, 0, [mark])
-    assert read(held, 0) == list(range(5 * ROOM))
-    assert held.extend(0, 0).size == 8 * (1 + ROOM)
+    assert read(held, 0) == list(range(5 * EXTRA))
+    assert held.extend(0, 0).size == 8 * (1 + EXTRA)
 
 
 def large_cache(clean):

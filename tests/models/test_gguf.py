@@ -176,7 +176,7 @@ def test_kinds_the_package_cannot_write(monkeypatch: pytest.MonkeyPatch, name: s
     assert np.isfinite(expected).all()
     assert expected.std() > 0
     np.testing.assert_array_equal(tensor.dequantize().numpy(), expected)
-    monkeypatch.setattr(ours, "_PIECE", 512 * 5)  # pieces of 5 rows and a last one of 2
+    monkeypatch.setattr(ours, "_CHUNK", 512 * 5)  # chunks of 5 rows and a last one of 2
     np.testing.assert_array_equal(tensor.dequantize().numpy(), expected)
     torch.testing.assert_close(tensor.dequantize(torch.bfloat16), torch.from_numpy(expected).bfloat16(), rtol=0, atol=0)
 

@@ -79,7 +79,7 @@ def _lines() -> Iterator[str]:
 class Conversation:
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
         self._llm, self._params = llm, params
-        self._draft = ""  # the one that the model was opened with
+        self._draft = ""  # a drafter for the next answers; "": the one of the settings
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self._turns: list[dict[str, str]] = []  # user and assistant by turns
         self._stats = Stats()
@@ -124,8 +124,8 @@ class Conversation:
     def _answer(self, text: str) -> None:
         turns = self._fit([*self._turns, {"role": "user", "content": text}])
         messages = [*self._system, *turns]
-        room = self._llm.backend.context - len(self._render(turns))
-        params = replace(self._params, max_tokens=max(1, min(self._params.max_tokens, room)))
+        left = self._llm.backend.context - len(self._render(turns))
+        params = replace(self._params, max_tokens=max(1, min(self._params.max_tokens, left)))
         # the drafter `prediction` takes the answer before this one as what is expected: "now the same, but ..."
         predicts = options.reads_prediction(self._draft or self._llm.settings.draft)
         expected = self._turns[-1]["content"] if predicts and self._turns else None
@@ -148,7 +148,7 @@ class Conversation:
         return stream.result()
 
     def _fit(self, turns: list[dict[str, str]]) -> list[dict[str, str]]:
-        """The turns without the oldest ones, so that the answer has room in the model's context."""
+        """The turns without the oldest ones, so that the answer fits into the model's context."""
         context = self._llm.backend.context
         most = context - min(self._params.max_tokens, context // 2)
         dropped = 0

@@ -1,5 +1,5 @@
 """Commands whose options are fields of dataclasses. A field has its help text in the dataclass (core/option.py);
-`command` makes a command's parameters of such fields, and hands it the object that is made of what the user gave."""
+`command` turns these fields into a command's parameters, and hands it the object that is made of what the user gave."""
 
 from __future__ import annotations
 

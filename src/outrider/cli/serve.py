@@ -1,4 +1,4 @@
-"""`outrider serve`: models behind the HTTP faces that people know."""
+"""`outrider serve`: models behind well-known HTTP APIs."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def _greet(url: str) -> None:
 
 
 def _only_one(**given: object) -> object:
-    """The one that is given, if any."""
+    """The given value, if any."""
     names = [name for name, value in given.items() if value]
     if len(names) > 1:
         raise OutriderError(f"{names[0]} and {names[1]} say the same thing twice; leave out one of them")
@@ -211,7 +211,7 @@ def _only_one(**given: object) -> object:
 
 
 def _draft(own: str, launch: LaunchOptions, access: Access) -> str:
-    """The default drafter: the one that was named, prompt lookup of a number of tokens, or a head."""
+    """The default drafter: the drafter that was named, prompt lookup of a number of tokens, or a head."""
     if launch.speculative_tokens:
         return f"{drafters.LOOKUP}:length={launch.speculative_tokens}"
     if launch.adapter_id:

@@ -67,7 +67,7 @@ class Client:
         n_gpu: int | str | None = "auto",
         model_uid: str | None = None,
     ) -> str:
-        """Launch a model together with the smaller one that drafts for it. Returns the uid of the pair."""
+        """Launch a model together with a smaller model that drafts for it. Returns the uid of the pair."""
         body = {
             "model_uid": model_uid,
             "model_name": model_name,

@@ -38,7 +38,7 @@ class BuildContext:
     # (name, folder or file; none, int8 or int4; a tokenizer's folder if given)
     load: Callable[..., Model | RetokenizedModel]
     name: str = ""  # what the target is called
-    heads: Mapping[str, Any] = field(default_factory=dict)  # those that lie in memory, by name; all others in folders
+    heads: Mapping[str, Any] = field(default_factory=dict)  # heads in memory, by name; all others lie in folders
 
     def readable(self, what: str) -> Readable:
         """The target, if heads can be built beside it. `what` wants to be."""
@@ -49,7 +49,7 @@ class BuildContext:
         return cast(Readable, self.target)
 
     def head(self, kind: str, name: str, allow_pickle: bool) -> Any:
-        """A head of that kind: one in memory, one in a folder, or the one that is shipped for the target."""
+        """A head of that kind: from memory, from a folder, or the head that is shipped for the target."""
         target = self.readable(f"a head for {kind}")
         if name in self.heads:
             return deepcopy(self.heads[name])
@@ -63,7 +63,7 @@ class Step:
     seq: Sequence  # with the kept tokens already committed
     tokens: Seq[int]  # committed tokens that were fed
     draft: Draft
-    verdict: Verdict | None  # None: a piece of a long prompt, nothing to judge; else the path is cut where it ended
+    verdict: Verdict | None  # None: a chunk of a long prompt, nothing to judge; else the path is cut where it ended
     hidden: Tensor | None  # [len(tokens) + len(draft), layers, hidden] of the layers that the drafter asked for
 
 

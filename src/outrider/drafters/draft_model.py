@@ -16,7 +16,7 @@ from outrider.drafters.base import BuildContext, Drafter, RetokenizedModel, Step
 from outrider.drafters.retokenize import Translation
 from outrider.models.base import Feed, Model, Paged
 
-PIECE = 512  # tokens of a prompt that one pass takes in
+CHUNK = 512  # tokens of a prompt that one pass takes in, as many as the target's by default
 
 
 class ModelDrafter(Drafter):
@@ -76,11 +76,11 @@ class ModelDrafter(Drafter):
         return [token if token < self._model.vocab_size else 0 for token in tokens]
 
     def _unseen(self, seq: Sequence) -> list[int]:
-        """The tokens that the draft model has not seen; all but the last piece of a long stretch are run here."""
+        """The tokens that the draft model has not seen; all but the last chunk of a long stretch are run here."""
         tokens = self._known(seq.tokens[self._model.length(seq.id) :])
-        while len(tokens) > PIECE:
-            self._model.forward([Feed(seq.id, tokens[:PIECE])])
-            tokens = tokens[PIECE:]
+        while len(tokens) > CHUNK:
+            self._model.forward([Feed(seq.id, tokens[:CHUNK])])
+            tokens = tokens[CHUNK:]
         return tokens
 
     def observe(self, step: Step) -> None:

@@ -12,7 +12,7 @@ from outrider.core.sequence import Sequence
 from outrider.models.tokenizer import Tokenizer
 
 WINDOW = 16  # tokens before new text that are encoded again with it: what lies further back stays as it was
-TRIES = 8  # places to begin the window at
+TRIES = 8  # places, one token apart, that are tried as the beginning of the window
 SPLIT = 4  # a character has at most four bytes, so it is never split into more tokens
 UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are not yet a character
 
@@ -109,7 +109,7 @@ class Translation:
         self._readings: dict[int, Reading] = {}
 
     def held(self, more: int) -> int:
-        """Tokens of the draft model's over all sequences, with so many more in each."""
+        """Tokens of the draft model over all sequences, with `more` further tokens in each."""
         return sum(len(reading.seq.tokens) + more for reading in self._readings.values())
 
     def read(self, seq: Sequence) -> Reading:
@@ -132,7 +132,7 @@ class Translation:
         if not text:
             return []
         before = self._target.tail(seq.tokens, reading.read)
-        held = seq.tokens[reading.read :]  # the beginning of a character: the guess must be one that begins so
+        held = seq.tokens[reading.read :]  # the beginning of a character: the guess must begin with it
         guessed = self._target.after(before, text)
         return guessed[len(held) :] if guessed[: len(held)] == held else []
 

@@ -48,7 +48,7 @@ class PassCost:
             self._curve, self._known, self._new = self._fit(), {}, 0
 
     def beginning(self) -> PassCost:
-        """A new one that begins with these averages, as if each were of few passes."""
+        """A new curve that begins with these averages, as if each were of few passes."""
         other = PassCost()
         other._seconds = dict(self._seconds)
         other._counts = {rows: min(count, LINE_WEIGHT) for rows, count in self._counts.items()}

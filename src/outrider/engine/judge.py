@@ -73,7 +73,7 @@ def of_layers(hidden: Tensor | None, layers: Seq[int], wanted: Seq[int]) -> Tens
 
 
 def _token(seq: Sequence, id: int, drafter: str | None, depth: int, logits: Tensor | None) -> Token:
-    """The committed token; `logits` [vocab]: the ones it was chosen from."""
+    """The committed token; `logits` [vocab]: the logits it was chosen from."""
     if seq.params.logprobs is None or logits is None:
         return plain_token(id, drafter, depth)
     logprob, top = logprobs(logits, id, seq.params.logprobs)

@@ -24,7 +24,7 @@ LONGEST_STEP = 1.5
 MARGIN = 1.03
 # Steps after which the slower way is tried again: at first, and at most, where it has never been the faster one.
 TRY_AGAIN, TRY_SELDOM = 64, 1024
-# Steps of such a try.
+# Steps of one try of the slower way: few, since each loses time where it still is slower.
 TRY_STEPS = 3
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from outrider.models.large_pages import PAGE, large
 
-ROOM = 192  # tokens that a new buffer holds beyond those that are there: a short answer fits
-SPARE = 2  # buffers of sequences that have ended which the next ones take over: to get memory takes longer than a pass
+EXTRA = 192  # tokens that a new buffer holds beyond the given ones: a short answer fits
+SPARE = 2  # buffers kept of ended sequences for the next ones: to allocate one takes longer than a pass
 
 
 @dataclass(eq=False)
@@ -54,13 +54,13 @@ class Cache:
         return slot.length if slot else 0
 
     def extend(self, id: int, count: int) -> Slot:
-        """The sequence's slot, with room for `count` more tokens, which it now counts as held."""
+        """The sequence's slot, with space for `count` more tokens, which it now counts as held."""
         slot = self._slots.get(id)
         if slot is None:
-            slot = self._slots[id] = self._new(count + ROOM)
+            slot = self._slots[id] = self._new(count + EXTRA)
         need = slot.length + count
         if need > slot.size:
-            bigger = self._new(max(need + ROOM, 2 * slot.size))
+            bigger = self._new(max(need + EXTRA, 2 * slot.size))
             bigger.keys[:, :, : slot.length] = slot.keys[:, :, : slot.length]
             bigger.values[:, :, : slot.length] = slot.values[:, :, : slot.length]
             bigger.length = slot.length

@@ -24,7 +24,7 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 FLOATS = ("F32", "F16", "BF16")
 QUANTS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 
-_PIECE = 1 << 22  # weights dequantised at a time: 16 MiB of float32
+_CHUNK = 1 << 22  # weights dequantised at a time: 16 MiB of float32
 _ARRAYS = {"F32": np.float32, "F16": np.float16}
 _HEADER = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of metadata entries
 _STRING, _ARRAY = 8, 9
@@ -64,7 +64,7 @@ class GGUFTensor:
         columns = self.shape[-1]
         rows = self.raw.reshape(-1, self.raw.shape[-1])
         out = torch.empty(len(rows), columns, dtype=dtype)
-        step = max(1, _PIECE // columns)
+        step = max(1, _CHUNK // columns)
         for start in range(0, len(rows), step):
             out[start : start + step] = self._values(rows[start : start + step])
         return out.view(self.shape)

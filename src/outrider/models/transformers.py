@@ -424,7 +424,7 @@ def _attention(model: PreTrainedModel) -> str:
 
 
 class _Probe:
-    """A few tokens with two branches, in three pieces and beside a second sequence, against one plain forward."""
+    """A few tokens with two branches, in three chunks and beside a second sequence, against one plain forward."""
 
     HEAD, BRANCHES = (3, 4, 5, 6), ((7, 8), (9, 10))
     TREE = Draft((7, 9, 8, 10), (ROOT, ROOT, 0, 1))

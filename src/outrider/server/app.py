@@ -78,8 +78,8 @@ async def _answer_error(request: HttpRequest, error: Exception) -> Response:
 
 
 def _bad(error: RequestValidationError) -> Bad:
-    """What is wrong with the body, in one line; of several possible shapes the one that fitted furthest tells, and one
-    that is only too long fitted."""
+    """What is wrong with the body, in one line. Where a field may have several shapes, the error is about the shape
+    that fits best; one that is only too long fits."""
     first = max(error.errors(), key=lambda each: (each["type"].endswith("too_long"), len(each["loc"])))
     parts = (str(part) for part in first["loc"][1:] if isinstance(part, int) or FIELD.fullmatch(part))
     place = ".".join(parts)[:QUOTED]

@@ -1,4 +1,4 @@
-"""Answers that end with their clients: one that goes away, or waits too long, stops its sequence."""
+"""Answers that end with their clients: a client that goes away, or waits too long, stops its sequence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from outrider.server.fleet.supervisor import ServerStream
 from outrider.server.log import log
 
 T = TypeVar("T")
-CHARACTERS_PER_TOKEN = 32  # of a prompt, more than which it is refused unread
+CHARACTERS_PER_TOKEN = 32  # a prompt with more of them for each token of the context is refused before it is encoded
 
 
 class ClientGone(Exception):

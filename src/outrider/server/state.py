@@ -18,12 +18,12 @@ from outrider.server.fleet.fleet import Description, Fleet
 from outrider.server.fleet.spec import LaunchSpec
 from outrider.server.log import log
 
-VERSION = 1
+VERSION = 1  # of the file's format; a file of another version is refused
 
 
 class State:
     def __init__(self, path: Path, fleet: Fleet) -> None:
-        """Reads the file at once: one that cannot be read is refused before anything runs, and never overwritten."""
+        """Reads the file at once: an unreadable file is refused before anything runs, and never overwritten."""
         self._path, self._fleet = path, fleet
         self._saved = read(path)
 
@@ -40,7 +40,7 @@ class State:
         self.save()
 
     def save(self) -> None:
-        # one that is loading is written down when it is ready
+        # a model that is loading is written down when it is ready
         launched = [model for model in self._fleet.list() if model.status != "loading"]
         specs = [model.spec for model in launched if model.uid not in self._given]
         try:
@@ -76,7 +76,7 @@ def read(path: Path) -> list[LaunchSpec]:
 
 
 def write(path: Path, specs: list[LaunchSpec]) -> None:
-    """Whole or not at all: whoever reads sees the old file or the new one."""
+    """Whole or not at all: a reader sees the old file or the new one."""
     text = json.dumps({"version": VERSION, "models": [spec.as_dict() for spec in specs]}, indent=2)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=path.name)

@@ -37,5 +37,5 @@ def write_bytes(path: Path, content: bytes) -> None:
             new.unlink()
         raise OutriderError(
             f"cannot write {path} ({error.strerror or error}); what was there before is untouched: "
-            "make room or choose another --out, then go on with --resume"
+            "free disk space or choose another --out, then go on with --resume"
         ) from error

@@ -178,7 +178,7 @@ class _Attend(torch.autograd.Function):
 
 @contextmanager
 def _repeatable() -> Iterator[None]:
-    """A run that goes on has the losses of one that was never interrupted."""
+    """A resumed run has the losses of an uninterrupted run."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:

@@ -131,7 +131,7 @@ class LossLog:
             with open(self._path, "a") as file:
                 file.writelines(json.dumps(line) + "\n" for line in lines)
         except OSError as error:
-            raise OutriderError(f"cannot write {self._path} ({error.strerror}); make room, then --resume") from error
+            raise OutriderError(f"cannot write {self._path} ({error.strerror}); make space, then --resume") from error
 
     def recent(self) -> dict[str, float]:
         """Means over the last steps."""

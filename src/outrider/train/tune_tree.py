@@ -27,7 +27,7 @@ from outrider.train.objective import TeacherBatch
 from outrider.train.teacher import Teacher
 
 LONGEST, BATCH = 1024, 4096  # tokens of a text, and of a batch: as in training
-SEED = 1  # other conversations than the ones that a head learns from by default (seed 0)
+SEED = 1  # of the conversations: others than a head learns from by default (seed 0)
 
 
 @dataclass(frozen=True)

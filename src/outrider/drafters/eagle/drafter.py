@@ -48,7 +48,7 @@ class Eagle(Drafter):
 
     @dataclass(frozen=True)
     class Options:
-        head: str = ""  # folder; "": the one that is shipped for the target
+        head: str = ""  # folder; "": the head that is shipped for the target
         length: int = 0  # of a chain, or how deep a tree may be; 0: 5 and 16
         tree: int = 0  # nodes; 0: a chain
         width: int = 6  # nodes of a tree that are followed at each depth

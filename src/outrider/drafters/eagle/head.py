@@ -1,6 +1,6 @@
 """An EAGLE head: a decoder layer that reads the target's own states (Li et al. 2024, 2025).
 
-The head is the one that vLLM runs, under the same names: at place s it reads the embedding of token s + 1 and the state
+The head is the same as vLLM's, under the same names: at place s it reads the embedding of token s + 1 and the state
 at s (the target's, joined from several of its blocks; while drafting its own last one) and says what token s + 2 is.
 """
 
@@ -124,7 +124,7 @@ class EagleHead(nn.Module):
         return self.config.layers
 
     def narrow(self, vocab: int) -> None:
-        """From now on it writes only the first so many of its tokens."""
+        """From now on it writes only the first `vocab` of its tokens."""
         self.draft_ids = self.draft_ids[:vocab]
         self.config = replace(self.config, draft_vocab_size=len(self.draft_ids))
         if self.config.own_output:

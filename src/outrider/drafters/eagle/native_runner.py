@@ -72,7 +72,7 @@ class PackedRunner:
             return None
         if min(common, len(ids)) < TILE:  # not one tile of them: the few that were asked for, and no others
             return None
-        if bool((ids.diff() > 0).all()):  # not by how often they are used: who knows which ones are common
+        if bool((ids.diff() > 0).all()):  # sorted by id, not by frequency: the common ones are unknown
             common = len(ids)
         return Lexicon(output, ids, head.learned, common, target.output_rows, bits)
 
@@ -172,7 +172,7 @@ class PackedRunner:
         return cos[place], sin[place]
 
     def _tables(self, count: int) -> tuple[Tensor, Tensor]:
-        """Of at least so many positions."""
+        """cos and sin of at least `count` positions."""
         if count > len(self._cos):
             self._cos, self._sin = self._rope.tables(2 * count + _POSITIONS)
         return self._cos, self._sin

@@ -1,4 +1,4 @@
-"""The tokens that a chain can be written with: the most frequent ones, and those that the text itself has.
+"""The tokens that a chain can be written with: the most frequent ones, and the tokens of the text itself.
 
 A rare token that comes next has nearly always come before. So the most frequent 4096 and those of the text keep as much
 as all 32768 that a head has learned (docs/LOG.md), and reading their rows of the output matrix takes far less time.
@@ -62,7 +62,7 @@ class TextVocabulary:
     def __init__(self, lexicon: Lexicon) -> None:
         self._lexicon = lexicon
         self._seen: set[int] = set()
-        self._groups: list[list[int]] = [[], []]  # rare tokens: those of long texts, and those that came one by one
+        self._groups: list[list[int]] = [[], []]  # rare tokens: of long texts, and of single steps
         self._packed: list[Packed | None] = [None, None]
         self.changed = True  # since `output` was last asked for
 
@@ -90,5 +90,5 @@ class TextVocabulary:
 
 
 def _full(tokens: Seq[int]) -> list[int]:
-    """Tiles are full: the last token stands in for those that are not there."""
+    """Tiles are full: the last token is repeated to fill the last tile."""
     return [*tokens, *[tokens[-1]] * (-len(tokens) % TILE)]

@@ -28,7 +28,7 @@ class Lookup:
         self._parted: dict[int, _Parting] = {}  # by sequence, in its last draft
 
     def propose(self, seq: Sequence, budget: int) -> Draft:
-        """A copy of what followed, if so many tokens match; the choice looks at nothing but the past."""
+        """A copy of what followed, if enough tokens match; the choice looks at nothing but the past."""
         draft = self._ngram.propose([seq], [budget])[0] if budget > 0 else EMPTY
         return replace(draft, sources=(Ngram.name,) * len(draft)) if draft else EMPTY
 

@@ -26,7 +26,7 @@ _ALIKE = 0.9  # what their cosine must be; the same weights in 4 bits have 0.99
 
 
 def find(kind: str, name: str, target: Readable, target_name: str, allow_pickle: bool = False) -> Head:
-    """The head in the folder `name`, or the one that is shipped for the target."""
+    """The head in the folder `name`, or the head that is shipped for the target."""
     if name:
         if not Path(name).is_dir():
             raise OutriderError(f"there is no folder {name} with a head for {kind}")

@@ -267,7 +267,7 @@ def _medusa_name(name: str) -> str:
 
 
 def _fill(folder: Path, head: Head, tensors: Tensors, ignored: Set[str] = frozenset()) -> None:
-    """Put the tensors in their places; every one that the head has must be there and have its shape."""
+    """Put the tensors in their places; every tensor of the head must be there and have its shape."""
     places = dict(head.named_parameters())
     for name, place in places.items():
         given = tensors.get(name)

@@ -1,7 +1,7 @@
 """Medusa (Cai et al. 2024): heads on the target's last state, each of which guesses one place further ahead.
 
 What they say of one place does not depend on the places before it, so a draft is a tree of the likeliest combinations:
-a tree of ranks that was measured once (`outrider tune-tree`), or else the one that is likeliest now.
+a tree of ranks that was measured once (`outrider tune-tree`), or else the tree that is likeliest now.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ RANKS = 10  # likeliest tokens of each head that a tree may use, as many as in t
 
 
 def grow_paths(rates: Seq[Seq[float]], nodes: int) -> Paths:
-    """The tree of so many nodes that keeps most, one node after the other. `rates[j][r]`: how often the token of rank r
-    is the right one j places ahead."""
+    """The tree of `nodes` nodes that keeps most, one node after the other. `rates[j][r]`: how often the token of
+    rank r is the right one j places ahead."""
     if not rates or not rates[0]:
         return ()
     paths: list[tuple[int, ...]] = []
@@ -53,10 +53,10 @@ class Medusa(Drafter):
 
     @dataclass(frozen=True)
     class Options:
-        head: str = ""  # folder; "": the one that is shipped for the target
+        head: str = ""  # folder; "": the head that is shipped for the target
         nodes: int = 16  # of the tree
         length: int = 0  # how deep it may be; 0: as many heads as there are
-        vocab: int = 0  # write only the first so many of the tokens that the heads know; 0: all
+        vocab: int = 0  # write only the first `vocab` of the tokens that the heads know; 0: all
         quantize: Literal["auto", "none", "int8", "int4"] = "auto"  # auto: int4 beside a packed target
         allow_pickle: bool = False
 
@@ -136,7 +136,7 @@ class Medusa(Drafter):
         return tokens, stated
 
     def _draft(self, tokens: list[list[int]], stated: list[list[float]], nodes: int) -> Draft:
-        """The measured tree, or the one that is likeliest now. It ends before a head whose numbers overflowed."""
+        """The measured tree, or the tree that is likeliest now. It ends before a head whose numbers overflowed."""
         sound = next((i for i, row in enumerate(stated) if not all(map(math.isfinite, row))), len(stated))
         tokens, stated = tokens[:sound], stated[:sound]
         paths = self._tree[:nodes] or grow_paths(stated, nodes)

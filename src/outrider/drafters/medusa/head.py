@@ -64,7 +64,7 @@ class MedusaHead(nn.Module):
         return ()
 
     def narrow(self, vocab: int) -> None:
-        """From now on it writes only the first so many of its tokens."""
+        """From now on it writes only the first `vocab` of its tokens."""
         self.draft_ids = self.draft_ids[:vocab]
         self.config = replace(self.config, draft_vocab_size=len(self.draft_ids))
         if self.config.own_output:

@@ -24,7 +24,7 @@ SOURCE = Path(__file__).with_name("kernels.cpp")
 HEADER = SOURCE.with_name("pool.h")
 FLAGS = ("-O3", "-ffp-contract=off", "-std=c++17", "-fPIC", "-pthread", "-Wall", "-Wextra")
 MACHINES = (("-march=native",), ())  # the first that compiles and loads is taken: a compiler may know no "native"
-PATIENCE = 300  # seconds for one run of the compiler
+PATIENCE = 300  # seconds for one run of the compiler: many times what it takes, for a machine that is busy
 
 
 class NoCompiler(Exception):
@@ -36,7 +36,7 @@ def library() -> ctypes.CDLL:
     key = _key()
     try:
         folder = cache_dir() / "kernels"
-    except OutriderError:  # no folder of this user's: never one that others can write to, for what lies there is run
+    except OutriderError:  # no folder of this user's: others could write to a shared one, and its code is run
         with tempfile.TemporaryDirectory() as name:
             return _made(Path(name), key)
     return _kept(folder, key) or _made(folder, key)
@@ -108,10 +108,10 @@ def _made(folder: Path, key: str) -> ctypes.CDLL:
     """A new build, kept in the folder, or for this process alone where the folder cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        room = tempfile.TemporaryDirectory(dir=folder)
+        scratch = tempfile.TemporaryDirectory(dir=folder)
     except OSError:
-        room = tempfile.TemporaryDirectory()
-    with room as name:  # what is loaded stays loaded when its file is gone
+        scratch = tempfile.TemporaryDirectory()
+    with scratch as name:  # what is loaded stays loaded when its file is gone
         path = Path(name) / f"{key}.so"
         kernels = _first_that_loads(path)
         if path.parent.parent == folder:

@@ -15,8 +15,8 @@ from outrider.models.native import structs
 from outrider.models.native.library import library
 from outrider.models.quant import Quantised
 
-TILE, BLOCK = 16, 32
-LARGE = 1 << 17  # bytes of a matrix
+TILE, BLOCK = 16, 32  # outputs of a tile, inputs of a block: as in kernels.cpp
+LARGE = 1 << 17  # bytes: from this size on a matrix is put into large pages; smaller ones stay in the processor's cache
 ARENA = Arena()
 # What the kernels run, by bits: inputs of a group, whether there are super-blocks, whether there are minimums.
 KINDS = {

@@ -16,7 +16,7 @@ from outrider.models.native.library import library
 from outrider.models.native.packed import Packed, PackedWorkspace, use_torch_threads
 from outrider.models.stack import Layer, Pass, StackConfig
 
-TOGETHER = 12  # as in kernels.cpp
+TOGETHER = 12  # queries that share one reading of keys and values; the same number as in kernels.cpp
 
 
 class NativeStack:
@@ -86,7 +86,7 @@ class NativeStack:
         return x, None if kept is None else kept.transpose(0, 1)
 
     def workspace(self, rows: int, longest: int) -> PackedWorkspace:
-        """Buffers for so many rows and such long sequences; grown, never shrunk."""
+        """Buffers for this number of rows and sequences up to this length; grown, never shrunk."""
         old, threads = self._work, torch.get_num_threads()
         if old is not None and rows <= old.rows and longest <= old.struct.longest and threads <= self._threads:
             return old

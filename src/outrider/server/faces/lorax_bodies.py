@@ -66,8 +66,8 @@ class LoraxParameters(StrictBody):
         return self.details or self.decoder_input_details
 
     def chosen_seed(self) -> int | None:
-        """The one that is given, or one that can be told, so that it gives the text again. None for several samples:
-        each has random numbers of its own, and no seed would give one of them again."""
+        """The given seed, or a random one that the response names, so that it gives the text again. None for several
+        samples: each has random numbers of its own, and no seed would give one of them again."""
         if self.seed is not None or not self.samples or self.count > 1:
             return self.seed
         return random.getrandbits(63)

@@ -307,7 +307,7 @@ def _bias(given: dict[str, float] | None) -> dict[int, float]:
 
 
 def _for_prediction(access: Access, own: str) -> str:
-    """The model's own drafter if it reads predictions, else the one that does."""
+    """The model's own drafter if it reads predictions, else the drafter `prediction`."""
     return "" if access.expects(own.partition(":")[0]) else "prediction"
 
 

@@ -78,8 +78,8 @@ def _files() -> dict[str, tuple[bytes, str]]:
 
 
 def _ready(name: str, model: str) -> bool:
-    """Whether a drafter can be named without more: no option is missing, a head is shipped for the model, and of those
-    that are told the answer only the one that takes text."""
+    """Whether a drafter can be named without more: no option is missing, a head is shipped for the model, and of the
+    drafters that are given the expected answer only the drafter that takes text."""
     kind = drafters.find(name)
     fields = dataclasses.fields(kind.Options)
     if any(field.default is field.default_factory is dataclasses.MISSING for field in fields):

@@ -126,7 +126,7 @@ async def launch_model(request: HttpRequest, body: LaunchBody, wait_ready: Annot
 
 @router.post("/experimental/speculative_llms")
 async def launch_speculative_llm(request: HttpRequest, body: PairBody) -> Json:
-    """Launch a model together with a smaller one that drafts for it."""
+    """Launch a model together with a smaller model that drafts for it."""
     server = server_of(request)
     choice = _choose(server, body.model_name, body.model_size_in_billions, body.quantization)
     draft = _choose(server, body.draft_model_name, body.draft_model_size_in_billions, body.draft_quantization)

@@ -1,4 +1,4 @@
-"""The server as a Ray Serve application: one door with all the HTTP faces, and replicas of the model behind it.
+"""The server as a Ray Serve application: one entrance with all the HTTP APIs, and replicas of the model behind it.
 
 outrider serve --ray --replicas 2
 serve run outrider.server.ray.app:application model=smollm2-135m replicas=1:4

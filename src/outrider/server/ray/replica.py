@@ -36,7 +36,7 @@ class Replica:
         self._sender.start()
 
     async def answer(self, request: wire.Json, fit: wire.Json) -> AsyncIterator[wire.Json]:
-        """Frames without ids, for there is only one request; whoever stops reading stops the sequence."""
+        """Frames without ids, for there is only one request; a caller that stops reading stops the sequence."""
         self._loop = asyncio.get_running_loop()
         id, inbox = next(self._ids), asyncio.Queue[wire.Json]()
         self._inboxes[id] = inbox
@@ -54,7 +54,7 @@ class Replica:
         return {**describe(self._backend), "name": self._name}
 
     def check_health(self) -> None:
-        """Ray asks every few seconds, and starts another replica in place of one that raises."""
+        """Ray asks every few seconds, and starts another replica in place of a failed one."""
         if not self._sender.is_alive():
             raise RuntimeError(f"the replica sends nothing any more: {self._fault}")
         if why := WorkerLimits().overdue(self._backend.load()):

@@ -33,7 +33,7 @@ from outrider.train.data.corpus import Corpus, CorpusFolder, CorpusInfo
 from outrider.train.job import TimeBudget, TrainingJob
 
 WRITING_SHARE = 0.4  # of the time goes into writing; the rest is for learning and measuring
-ROUNDS = 4  # conversations of a wave for each one that runs at once: a wave is what a killed run loses
+ROUNDS = 4  # times the conversations that run at once make a wave; a killed run loses its last wave
 MEAN_TOKENS = 260  # of a conversation, about: a guess until a wave has shown it
 WRITERS = {"cpu": 32, "cuda": 2048}  # conversations at once, unless --writers says otherwise
 PROMPT_CHUNK = {"cpu": 512, "cuda": 2048}  # prompt tokens of a pass; on a GPU longer ones have no graph
