@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -180,6 +181,7 @@ class Reader(threading.Thread):
         super().__init__(daemon=True)
         self.server, self.model, self.tokens = server, model, tokens
         self.events = []
+        self.times = []  # when each of them came
         self.start()
 
     def run(self):
@@ -189,7 +191,13 @@ class Reader(threading.Thread):
             self.status = answer.status_code
             for line in answer.iter_lines():
                 if line.startswith("data: "):
+                    self.times.append(time.monotonic())
                     self.events.append(line.removeprefix("data: "))
+
+    def pause(self, begin, end=float("inf")):
+        """The longest time without an event, of those that lie at least in part between the two times."""
+        pairs = itertools.pairwise(self.times)
+        return max((after - before for before, after in pairs if after > begin and before < end), default=0.0)
 
     @property
     def finished(self):
@@ -227,6 +235,42 @@ def test_a_worker_is_killed_under_load(serve, quick):
     for reader in others:
         reader.join(60)
         assert reader.finished
+
+
+PAUSES = 10  # times the longest pause of any stream in the seconds before: what a kill may take to be heard, or cost
+
+
+def test_a_kill_is_heard_at_once_and_costs_the_others_nothing(serve, quick):
+    """In terms of the pauses that streams had in the same run, before anything was killed. A busy machine may stop for
+    a moment at the wrong time: one of three kills has to be clean."""
+    server = serve(limits=WorkerLimits(first_wait=2.0))
+    server.launch(quick, uid="a")
+    server.launch(quick, uid="b")
+    seen = []
+    while not any(max(each) <= PAUSES for each in seen):
+        assert len(seen) < 3, f"heard after, others paused for, in pauses of before: {seen}"
+        server.wait_for(lambda: server.get("/health").status_code == 200)
+        seen.append(_killed(server))
+
+
+def _killed(server):
+    """After how long the clients of a killed worker heard of it, and how long other streams paused meanwhile; both
+    as multiples of the longest pause before."""
+    hit, others = [Reader(server, "a", 8000) for _ in range(3)], [Reader(server, "b", 2000) for _ in range(2)]
+    for reader in (*hit, *others):
+        server.wait_for(lambda reader=reader: len(reader.events) > 50)
+    kill = time.monotonic()
+    usual = max(reader.pause(0.0, kill) for reader in (*hit, *others))
+    os.kill(server.pid("a"), signal.SIGKILL)
+    for reader in hit:
+        reader.join(30)
+        assert reader.error["code"] == "unavailable"
+    heard = max(reader.times[-1] for reader in hit)
+    assert server.fleet.describe("a").status == "restarting"  # it is heard while the worker is gone
+    for reader in others:
+        reader.join(60)
+        assert reader.finished
+    return (heard - kill) / usual, max(reader.pause(kill, heard) for reader in others) / usual
 
 
 def test_a_worker_that_hangs_is_ended(serve, quick):

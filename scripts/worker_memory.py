@@ -1,0 +1,78 @@
+"""What holds a worker's memory under mixed traffic: resident size by stage, and the largest owners.
+
+    python scripts/worker_memory.py [--model smollm2-135m] [--rounds 3]
+
+Each round sends eight requests at once for each drafter, with prompts of different lengths. Then it prints
+what is left: tensors that Python can reach, drafters, and how much of the heap the C library returns when asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from outrider import build
+from outrider.core.request import Request
+from outrider.core.sampling import SamplingParams
+from outrider.settings import Settings
+
+DRAFTS = ("none", "ngram", "layer_skip", "medusa", "eagle", "eagle:lookup=3", "eagle:length=6", "eagle:tree=16")
+MIB = 1 << 20
+
+
+def resident() -> int:
+    """MiB of this process that lie in memory, without pages of files."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines["RssAnon"].split()[0]) >> 10
+
+
+def tensors() -> Counter[str]:
+    """MiB of the tensors that Python can reach, by shape."""
+    seen, sizes = set(), Counter[str]()
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor) and thing.device.type == "cpu":
+            storage = thing.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                sizes[f"{tuple(thing.shape)} {thing.dtype}"] += storage.nbytes()
+    return Counter({name: size // MIB for name, size in sizes.items() if size >= MIB})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    backend = build.local(Settings(model=args.model, threads=1, cache_memory=0.5))
+    print(f"loaded {resident()} MiB")
+    for number in range(args.rounds):
+        for draft in DRAFTS:
+            prompts = [f"{i} {'the fox reads a long book about rivers ' * (2 + 2 * i)}" for i in range(8)]
+            params = SamplingParams(max_tokens=24)
+            streams = [backend.submit(Request(prompt, params=params, draft=draft)) for prompt in prompts]
+            for stream in streams:
+                stream.result()
+            print(f"round {number} {draft}: {resident()} MiB")
+    gc.collect()
+    print("tensors, MiB:", tensors().most_common(12), "in all", sum(tensors().values()))
+    print("drafters:", len(set(backend.engine.drafters.values())))
+    before = resident()
+    ctypes.CDLL(None).malloc_trim(0)
+    print(f"malloc_trim gives back {before - resident()} of {before} MiB")
+    for draft in list(backend.engine.drafters):
+        if draft not in ("", "ngram"):
+            backend.engine.drop(draft)
+    gc.collect()
+    before = resident()
+    ctypes.CDLL(None).malloc_trim(0)
+    print(f"without drafters {before} MiB, trimmed {resident()} MiB")
+    backend.close()
+
+
+if __name__ == "__main__":
+    main()
