@@ -38,7 +38,7 @@ from outrider.llm import LLM
 from outrider.models.base import Feed
 from outrider.prompts import NamedPrompt
 
-ALPHA = 1e-4  # how often the law test may fail an exact drafter
+ALPHA = 1e-4  # probability that the law test fails an exact drafter
 LENGTH = 3  # tokens of a continuation in the law test: drafts of two nodes
 LEAST = 5.0  # continuations that a cell of the chi-square test must expect
 SMALL_MARGIN = {torch.float32: 0.0, torch.bfloat16: 0.5, torch.float16: 0.25}  # logits; a near tie is below
@@ -105,7 +105,7 @@ class Report:
 
 
 def default_drafts(llm: LLM) -> list[str]:
-    """Every drafter that runs beside this model without arguments, except the one it is all compared with."""
+    """Every drafter that runs beside this model without arguments, except plain decoding."""
     return [name for name in drafters.names() if name != drafters.PLAIN and _runs_alone(llm, name)]
 
 

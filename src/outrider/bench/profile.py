@@ -27,9 +27,9 @@ from outrider.models import sources
 from outrider.models.base import Feed, Model
 from outrider.models.llama import Llama
 
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of the passes that are timed on a CPU
-GPU_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # on a GPU, where more rows cost little
-ACCEPTANCES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # for which the best length is shown
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # rows of the passes that are timed on a CPU
+GPU_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the same on a GPU, where more rows cost little
+ACCEPTANCES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # acceptances for which the best length is shown
 
 LENGTHS = range(1, 9)  # tokens of the drafts that are timed: the usual ones
 DRAFT_ROUNDS = 8  # drafts of each length that are timed

@@ -146,7 +146,7 @@ def speculative(mode: str) -> dict[str, Any]:
 
 
 def run(plan: LoadPlan, show: Show) -> LoadResult:
-    """StreamMeasurement the plan. Ctrl-C ends it early and keeps the waves that were complete."""
+    """Run the plan. Ctrl-C ends it early and keeps the waves that were complete."""
     outcome = LoadResult()
     try:
         if plan.url:

@@ -45,7 +45,7 @@ def chat(
         str | None, typer.Option(help="What the model is told first.", show_default="the model's own")
     ] = None,
 ) -> None:
-    """Talk to a model. Words that came from the draft are coloured; /help lists the commands.
+    """Chat with a model. Words that came from the draft are coloured; /help lists the commands.
 
     [dim]$[/] outrider chat
     [dim]$[/] outrider chat --temperature 0.7 --system "Answer in one sentence."

@@ -106,7 +106,7 @@ _SPECULATION = ("draft", "speculative_config")
 
 
 def pull_known(*names: str | None) -> None:
-    """Those of the models that have a known name are downloaded if they are not here yet."""
+    """Download the models with a known name that are not here yet."""
     for name in names:
         if name in sources.KNOWN:
             pull(name)

@@ -191,8 +191,8 @@ def _check_ray(ray: RayOptions, launch: LaunchOptions, listen: ListenOptions) ->
 
 
 def _prepare_ray(address: str) -> None:
-    """What Ray reads when it is imported: that it shall tell nobody that we run it; and a token for a Ray of our own,
-    for which it would otherwise write one into the home folder."""
+    """What Ray reads when it is imported: no usage statistics; and a token for a Ray of our own, for which it would
+    otherwise write one into the home folder."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if not address and "RAY_AUTH_MODE" not in os.environ:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))

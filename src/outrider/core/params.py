@@ -18,7 +18,7 @@ BadWord = str | tuple[int, ...]
 # Bounds within which no logit overflows in float32, where a law is computed. Others allow less: OpenAI temperatures up
 # to 2 and penalties from -2 to 2. The lowest temperature is a normal number of float32; a law is greedy long before.
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-37, 100.0
-LARGEST_PENALTY = 100.0  # of a presence or a frequency, either way
+LARGEST_PENALTY = 100.0  # logits, of a presence or frequency penalty, positive or negative
 LOWEST_REPETITION, HIGHEST_REPETITION = 0.01, 100.0
 HIGHEST_BIAS = 1e9  # added to a logit; any lower one may be, down to minus infinity, which bans the token
 

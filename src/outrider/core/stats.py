@@ -22,7 +22,7 @@ class Stats:
     accepted_by_drafter: Counter[str] = field(default_factory=Counter)
     # This sequence's share of the engine's time; the shares of a batch add up to the time that passed.
     seconds: dict[str, float] = field(default_factory=dict)
-    first_seconds: float = 0.0  # of them, those until the first step that wrote something was over: the prompt's
+    first_seconds: float = 0.0  # the part of them until the end of the first step that wrote something: the prompt's
 
     def record(self, draft: Draft, path: tuple[int, ...], written: int, drafter: str) -> None:
         """One step: the draft, the kept nodes that were committed, and the tokens written in all."""

@@ -41,7 +41,7 @@ class BuildContext:
     heads: Mapping[str, Any] = field(default_factory=dict)  # heads in memory, by name; all others lie in folders
 
     def readable(self, what: str) -> Readable:
-        """The target, if heads can be built beside it. `what` wants to be."""
+        """The target, if heads can be built beside it. `what`: the kind of head, for the message."""
         if not isinstance(getattr(self.target, "anatomy", None), Anatomy):
             raise OutriderError(
                 f"{what} reads the weights of a llama-like target; this one is none, use another drafter"

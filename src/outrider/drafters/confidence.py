@@ -75,7 +75,7 @@ class StatedCalibration(Calibration):
         super().__init__(BINS, FADE, PRIOR_WEIGHT)
 
     def probability(self, stated: float) -> float:
-        """The head's own probability, corrected by as much as those alike were wrong."""
+        """The head's own probability, corrected by the error of similar ones so far."""
         return min(max(stated + self.correction(_bin(stated)), LEAST), MOST)
 
     def learn(self, stated: float, kept: bool) -> None:

@@ -94,7 +94,7 @@ class ModelDrafter(Drafter):
 
 
 class DraftModel(ModelDrafter):
-    """A model of its own file. One of another vocabulary reads and guesses through text."""
+    """A model of its own file. A model of another vocabulary reads and guesses through text."""
 
     has_weights = True
 

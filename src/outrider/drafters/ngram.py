@@ -122,7 +122,7 @@ class Recent:
 
 
 def _grams(tokens: list[int], n: int, first: int, last: int) -> Iterable[tuple[tuple[int, ...], int]]:
-    """Those of n tokens that end at `first` to `last`, each with its end."""
+    """The n-grams of n tokens that end at `first` to `last`, each with its end."""
     if last - first < FEW:
         return [(tuple(tokens[end - n : end]), end) for end in range(first, last + 1)]
     columns = (tokens[first - n + i : last - n + 1 + i] for i in range(n))

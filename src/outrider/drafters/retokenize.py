@@ -1,4 +1,4 @@
-"""Between two tokenizers: the target's text in the draft model's tokens, and what that one adds in the target's.
+"""Between two tokenizers: the target's text in the draft model's tokens, and what the draft model adds in the target's.
 
 Drafts that went through text are guesses, so whatever is lost on the way costs acceptance and never the answer.
 """

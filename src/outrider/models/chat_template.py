@@ -1,4 +1,4 @@
-"""Chat templates: programs in Jinja that come with a model. They run caged, and in the dialect of transformers."""
+"""Chat templates: programs in Jinja that come with a model. They run in a sandbox, in the dialect of transformers."""
 
 from __future__ import annotations
 

@@ -17,9 +17,7 @@ from outrider.models.stack import Pass
 
 __all__ = ["Llama", "LlamaConfig", "Weights"]
 
-_POSITIONS = (
-    1024  # positions that the rotary tables begin with: a short text needs no more, and they take little memory
-)
+_POSITIONS = 1024  # positions that the rotary tables begin with: enough for a short text, and little memory
 
 
 class Llama(ReadableWeights):

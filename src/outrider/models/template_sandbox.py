@@ -26,7 +26,7 @@ SECONDS = 10.0  # a render takes milliseconds; this is for what the counting of 
 CHARACTERS = 1 << 22  # that a template may write beside what it was given; the longest known writes 20,000
 GROWTH = 8  # and how often it may repeat what it was given: known templates write a message at most twice
 WIDTH = 10_000  # columns of padding, items of a batch, digits of a number
-BITS = 4096  # of a whole number
+BITS = 4096  # bits of a whole number: larger ones take long to multiply and to print
 INDENT = 16  # columns that JSON is indented by, at each level
 HELD = 1_000_000  # items of lists that are kept because they have been weighed: 8 MB of references
 

@@ -32,8 +32,8 @@ from outrider.core.draft import EMPTY, ROOT, Draft
 from outrider.core.errors import OutriderError
 from outrider.models.base import Feed, Output
 
-FEW = 32  # new tokens up to which feeds share a padded pass
-FIRST = 64  # tokens that a new buffer holds
+FEW = 32  # new tokens up to which feeds share a padded pass: the padding of short feeds costs little
+FIRST = 64  # tokens that a new buffer holds; it doubles when it is full
 UNBOUNDED = 1 << 20  # the context of a model that has no longest sequence
 
 
@@ -370,7 +370,7 @@ class _PassLayer(DynamicLayer):
 
 
 class _Sight:
-    """Who may see whom in one padded pass, before the model's own rule: positions of queries and keys, and a mask."""
+    """Which keys each query of one padded pass may see, before the model's own rule: their positions, and a mask."""
 
     def __init__(self, rows: Sequence[_Row], width: int, device: torch.device) -> None:
         count, longest = len(rows), max(row.begin + len(row.tokens) for row in rows)

@@ -27,7 +27,7 @@ class Access:
     def __init__(
         self, folders: tuple[Path, ...] = (), names: Mapping[str, str] = MappingProxyType({}), hub: bool = False
     ) -> None:
-        """`folders`: what lies in them may be opened. `names`: those of the registry. `hub`: whether hub ids may be."""
+        """`folders`: whose files may be opened. `names`: of the registry. `hub`: whether hub ids may be opened."""
         self._folders = tuple(folder.expanduser().resolve() for folder in folders)
         self._names, self._hub = names, hub
 

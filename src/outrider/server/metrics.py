@@ -6,6 +6,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 
 from outrider.core.stats import Stats
 
+# Upper bounds of the buckets of the histograms: seconds of a request, from a cached answer to a long one; seconds
+# between tokens, from a small model on a GPU to a large one on a CPU; speed-ups, finest around 1.
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
 SPEEDUPS = (0.5, 0.75, 0.9, 1, 1.1, 1.25, 1.5, 2, 2.5, 3, 4, 6, 8, 12)

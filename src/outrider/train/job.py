@@ -13,7 +13,7 @@ from outrider.core.errors import OutriderError
 from outrider.core.option import option
 
 KINDS = ("eagle", "medusa", "draft")
-MINUTES = 10.0  # of a run for which neither time nor tokens are given
+MINUTES = 10.0  # minutes of a run for which neither time nor tokens are given
 LARGE_VOCABULARY = 40_000  # tokens: from this size on a head writes the most frequent ones only
 DRAFT_VOCABULARY = 32_768  # tokens that it then writes (docs/LOG.md: accepts more than 8,192 and 4,096)
 DATA, LEARN = "What is learned from", "How it is learned"  # headings of --help

@@ -27,7 +27,7 @@ from outrider.train.teacher import Teacher
 
 WARM_UP = 20  # steps until the rate reaches its peak; a run with few planned steps takes a tenth of them
 SETTLED = {"cpu": 20, "cuda": 400}  # steps after which compiling and recording are over; the last quarter is timed
-PLANNED_SHARE = 0.97  # of the time that is left is planned: steps vary a little
+PLANNED_SHARE = 0.97  # share of the time left that is planned: steps vary a little
 LOG = "log.jsonl"
 RECENT = 50  # steps whose mean is shown; also how many wait on the device before they are written
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 STEP_DECAY = 0.8  # weight of a draft step's loss against the step before it: later steps are reached less often
-VARIATION_WEIGHT = 0.7  # of the total variation against the cross-entropy
+VARIATION_WEIGHT = 0.7  # weight of the total variation against the cross-entropy
 
 Figures = dict[str, Tensor]  # 0-dim, on the device: reading one waits for the device, so do it rarely
 

@@ -11,8 +11,8 @@ from torch.optim import AdamW, Muon, Optimizer
 
 from outrider.train.step import GraphRecorder
 
-LAST = 0.02  # of the peak, at the end
-EAGER = 3  # steps after which all that is allocated once is there
+LAST = 0.02  # share of the peak rate at the end of the cosine
+EAGER = 3  # steps before a graph is recorded: all that is allocated once is there by then
 
 
 def rate(step: int, warm: int, planned: int) -> float:

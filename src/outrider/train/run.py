@@ -30,12 +30,15 @@ from outrider.train.teacher import Teacher
 
 LONGEST = 1024  # tokens of a text that are learned from; memory grows with it, and answers are shorter
 LOOKS, LOOK_TOKENS = 5, 64  # times acceptance is measured during learning, and tokens of each answer then
-LOOKING_SHARE = 0.05  # of the time, at most, for these looks
-MEASURING_SHARE = 0.25  # of the time after the texts, at most, is kept for the table at the end
+LOOKING_SHARE = 0.05  # largest share of the time for these measurements
+MEASURING_SHARE = 0.25  # largest share of the time after the texts that is kept for the table at the end
 TABLE_TOKENS = 128  # tokens of an answer in the table at the end
 SAVING = 2.0  # seconds kept for the last checkpoint
-SAVE_SECONDS, SHOW_SECONDS = 30.0, 0.5  # between two checkpoints, and between two lines of progress
-FEWEST_PROMPTS = 8  # of a file; with fewer a head learns them by heart
+SAVE_SECONDS, SHOW_SECONDS = (
+    30.0,
+    0.5,
+)  # between two checkpoints (a killed run loses that), and lines of progress
+FEWEST_PROMPTS = 8  # prompts of a file; with fewer a head learns them by heart
 
 
 @dataclass(frozen=True, eq=False)

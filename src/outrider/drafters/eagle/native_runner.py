@@ -21,7 +21,7 @@ from outrider.models.native.stack import NativeStack
 from outrider.models.quant import quantise
 from outrider.models.stack import Layer, Pass, StackConfig
 
-_POSITIONS = 1024  # of the rotary tables, to begin with
+_POSITIONS = 1024  # positions of the rotary tables to begin with
 
 
 class PackedRunner:

@@ -17,7 +17,7 @@ from outrider.models.rope import rotate
 
 FEW = 16  # new rows of a sequence up to which it is padded to share a pass; more cost less in a pass of their own
 _SIZE = 256  # tokens that a slot holds to begin with: most chats fit after one doubling
-_POSITIONS = 1024  # of the rotary tables to begin with
+_POSITIONS = 1024  # positions of the rotary tables to begin with
 
 
 class Slots:

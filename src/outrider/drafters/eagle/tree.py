@@ -77,7 +77,7 @@ class _Followed:
         self.trails = torch.empty(*tokens.shape, 0, dtype=torch.long, device=device)  # ancestors among the rows run
 
     def next(self, tokens: Tensor, scores: Tensor, chosen: Tensor, states: Tensor, level: int) -> _Followed:
-        """Those that follow: `chosen` [b, width] of the nodes under these, `width` under each."""
+        """The nodes that follow: `chosen` [b, width] of the nodes under these, `width` under each."""
         b, width = chosen.shape
         parents = chosen // width
         rows = torch.arange(b, device=chosen.device).unsqueeze(1)

@@ -37,7 +37,7 @@ class Lookup:
         return bool(copy) and (1.0 - copy.acceptance[0]) * self._kept / self._tries < self._price(seq)
 
     def spend(self, seconds: float) -> None:
-        """A draft of the head took so long."""
+        """Learn how many seconds a draft of the head took."""
         more = seconds - self._seconds
         self._seconds += 0.1 * min(more, self._seconds) if self._seconds else more
 

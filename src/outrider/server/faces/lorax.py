@@ -86,7 +86,7 @@ async def info(request: HttpRequest) -> Json:
 
 
 def _model(server: ServerContext) -> Description:
-    """LoRAX's requests name none: of several they mean the first, which is the command's own."""
+    """LoRAX's requests name no model: of several they mean the first, which is the command's own."""
     launched = server.fleet.list()
     return launched[0] if launched else server.fleet.describe()
 

@@ -1,6 +1,6 @@
 """Bodies of OpenAI's API, and what they mean to the engine.
 
-Every field is honoured, refused with the reason, or harmless (it cannot change the answer). Unknown ones are refused.
+Every field is honoured, refused with the reason, or harmless (it cannot change the answer). Unknown fields are refused.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from outrider.server.faces.fields import (
     Word,
 )
 
-MOST_TOKENS = 2048  # of a chat answer without a limit of its own, if the context holds them
+MOST_TOKENS = 2048  # tokens of a chat answer without a limit of its own, if the context holds them
 MOST_SAMPLES = 128  # choices for a prompt
 MOST_PROMPTS = 256  # prompts of a request, and their samples share one place in the queue
-MOST_MESSAGES = 10_000  # of a conversation
+MOST_MESSAGES = 10_000  # messages of a conversation
 MOST_PARTS = 1000  # texts of a message
 MOST_STOPS, MOST_TOP = 16, 20  # stop strings; alternatives shown beside a token
 MOST_EXPECTED = 100_000  # characters of a prediction
-MOST_OPTIONS = 32  # of a drafter
-TOKEN_DIGITS = 10  # of a token's id as text
+MOST_OPTIONS = 32  # options of a drafter
+TOKEN_DIGITS = 10  # digits of a token's id as text
 
 
 class TextPart(StrictBody):

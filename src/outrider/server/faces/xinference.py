@@ -29,7 +29,7 @@ DeviceIndex = Annotated[StrictInt, Field(ge=0, lt=1024)]
 
 # How large a model may be run that a request launches.
 CORES = os.cpu_count() or 1  # threads
-MOST_SEQUENCES = 4096  # that run at once: each has its state in memory, and a pass of more than this pays nowhere
+MOST_SEQUENCES = 4096  # sequences at once: each has its state in memory, and a pass of more than this pays nowhere
 MOST_MEMORY = 1024.0  # GiB for keys and values, where it is a GPU's; a CPU's is what the machine has
 GIB = 1 << 30
 

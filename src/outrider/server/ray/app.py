@@ -1,4 +1,4 @@
-"""The server as a Ray Serve application: one entrance with all the HTTP APIs, and replicas of the model behind it.
+"""The server as a Ray Serve application: one ingress with all the HTTP APIs, and replicas of the model behind it.
 
 outrider serve --ray --replicas 2
 serve run outrider.server.ray.app:application model=smollm2-135m replicas=1:4
@@ -45,7 +45,7 @@ QUIET = {"log_level": "WARNING", "enable_access_log": False}  # the app itself w
 
 @dataclass(frozen=True)
 class Inside:
-    """What the door needs to know."""
+    """What the ingress (`Door`) needs to know."""
 
     spec: LaunchSpec
     options: ServerOptions
@@ -90,7 +90,7 @@ class Door:
 
 
 def assemble(inside: Inside, scale: Scale, grace: float = 60.0) -> serve.Application:
-    """Door and model. Waiting requests stay with the door until a replica has a place, so a dead one loses few."""
+    """Ingress and model. Requests wait in the ingress until a replica has a place, so a dead replica loses few."""
     settings = scale.fitted(inside.spec.settings)
     model = serve.deployment(Replica, name=MODEL).options(
         **scale.replicas(settings.max_batch),
@@ -135,7 +135,7 @@ def run(plan: ServePlan, scale: Scale, address: str, level: str) -> None:
         plan.ready(f"http://{host}:{port}")
         end.wait()
         log.log("draining", seconds=plan.grace)
-        with contextlib.suppress(Exception):  # a door that has died has nothing to drain
+        with contextlib.suppress(Exception):  # an ingress that has died has nothing to drain
             handle.drain.remote(plan.grace).result(timeout_s=plan.grace + 10)
 
 

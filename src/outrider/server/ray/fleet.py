@@ -25,7 +25,7 @@ from outrider.server.log import log
 from outrider.server.metrics import Metrics
 from outrider.server.ray.replica import DEALT
 
-LOOK = 1.0  # seconds between looks at the replicas
+LOOK = 1.0  # seconds between checks of the replicas
 TRIES = 3  # a request whose replica dies before it has written anything goes to another
 
 
@@ -93,7 +93,7 @@ class RayWorker(Worker):
         return None if stream.done else Failed("the replica ended its answer without a result")
 
     def _finish(self, id: int, outcome: Result | Exception) -> None:
-        """Whoever follows a stream that is over need not go on: its replica stops the sequence."""
+        """The follower of a stream that is over is cancelled: its replica stops the sequence."""
         super()._finish(id, outcome)
         follower = self._followers.get(id)
         if follower is not None and isinstance(outcome, Exception) and follower is not asyncio.current_task():

@@ -87,6 +87,6 @@ class Replica:
 
 class _ReplicaSession(Session):
     def _show(self, tokens: Iterable[Token], frame: dict[str, Any]) -> None:
-        """Every time anew: who reads now need not have seen what was shown before."""
+        """Every time anew: this reader may not have seen what was shown before."""
         self._shown.clear()
         super()._show(tokens, frame)

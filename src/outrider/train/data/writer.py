@@ -32,9 +32,9 @@ from outrider.train.data.conversations import (
 from outrider.train.data.corpus import Corpus, CorpusFolder, CorpusInfo
 from outrider.train.job import TimeBudget, TrainingJob
 
-WRITING_SHARE = 0.4  # of the time goes into writing; the rest is for learning and measuring
+WRITING_SHARE = 0.4  # share of the time that goes into writing; the rest is for learning and measuring
 ROUNDS = 4  # times the conversations that run at once make a wave; a killed run loses its last wave
-MEAN_TOKENS = 260  # of a conversation, about: a guess until a wave has shown it
+MEAN_TOKENS = 260  # tokens of a conversation, about: a guess until a wave has shown it
 WRITERS = {"cpu": 32, "cuda": 2048}  # conversations at once, unless --writers says otherwise
 PROMPT_CHUNK = {"cpu": 512, "cuda": 2048}  # prompt tokens of a pass; on a GPU longer ones have no graph
 _MOST_REQUESTS = 8  # more than any conversation has: each request gets random numbers of its own
