@@ -20,13 +20,12 @@ import pytest
 from outrider import LLM, OutriderError, SamplingParams
 from outrider.core.request import Chunk, Request, Result
 from outrider.core.sequence import Token
-from outrider.core.stats import Stats
+from outrider.core.stats import Stats, estimated_speedup
 from outrider.server.errors import Gone
 from outrider.server.fleet import wire
 from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.fleet.pieces import Pieces
 from outrider.server.fleet.spec import LaunchSpec
-from outrider.server.speedup import estimated_speedup
 from outrider.settings import Settings
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,3 +101,18 @@ class Stats:
 
 def _pairs(drafted: Counter[Any], accepted: Counter[Any]) -> dict[Any, dict[str, int]]:
     return {key: {"drafted": drafted[key], "accepted": accepted[key]} for key in sorted(drafted)}
+
+
+def estimated_speedup(samples: Sequence[Stats], row_seconds: float) -> float | None:
+    """Over plain decoding: tokens per step, times the share of the time that the same steps would take without drafts.
+
+    Time after the first step counts: drafting goes off, and what the drafted rows added to the passes (`row_seconds`
+    each, as measured). None where nothing came after the first step, and where it is not known what drafting cost
+    (vLLM).
+    """
+    total = sum(samples, Stats())
+    decode = sum(total.seconds.values()) - total.first_seconds
+    if total.steps <= len(samples) or decode <= 0 or (total.drafted and "draft" not in total.seconds):
+        return None
+    drafting = total.seconds.get("draft", 0.0) + row_seconds * total.drafted
+    return round(total.tokens_per_step * max(0.0, 1.0 - drafting / decode), 3)

@@ -19,13 +19,13 @@ from typing import Any
 from outrider.backends.base import BackendLoad
 from outrider.core.errors import OutriderError
 from outrider.core.request import Chunk, Request, Result
+from outrider.core.stats import estimated_speedup
 from outrider.server.errors import Busy, Failed, Gone
 from outrider.server.fleet import wire
 from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.fleet.spec import LaunchSpec, settings_as_dict
 from outrider.server.log import log
 from outrider.server.metrics import Metrics
-from outrider.server.speedup import estimated_speedup
 
 
 @dataclass(frozen=True)
