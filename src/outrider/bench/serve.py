@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,13 @@ MOST_STREAMS = 1024  # each is a thread of this process
 Show = Callable[[str, int, int], None]  # (what, done, of how many)
 
 
-@dataclass(frozen=True)
-class LoadPlan:
+@dataclass(frozen=True, kw_only=True)
+class LoadSettings:
+    """What a plan has as the user asks for it."""
+
     model: str  # with a url: the name that requests carry, "" where there is only one
     url: str  # "": a server of our own
     key: str
-    drafts: tuple[str, ...]
-    streams: tuple[int, ...]
-    prompts: tuple[BenchPrompt, ...]
     rounds: int
     max_tokens: int
     temperature: float
@@ -39,6 +38,13 @@ class LoadPlan:
     seed: int
     timeout: float
     output: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadPlan(LoadSettings):
+    drafts: tuple[str, ...]
+    streams: tuple[int, ...]
+    prompts: tuple[BenchPrompt, ...]
 
     def __post_init__(self) -> None:
         for name, least in (("rounds", 1), ("max_tokens", 2), ("threads", 0), ("temperature", 0)):
@@ -91,34 +97,23 @@ class LoadResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadRequest:
+class LoadRequest(LoadSettings):
     """What a user asks for; `plan` refuses mistakes."""
 
-    model: str
-    url: str
-    key: str
     drafts: Sequence[str]
     streams: str  # "1,4,16"
     prompts: str | None  # a JSONL file; None: our own
     kinds: Sequence[str]
     limit: int | None  # prompts of each kind
-    rounds: int
-    max_tokens: int
-    temperature: float
-    threads: int
-    seed: int
-    timeout: float
-    output: Path
 
     def plan(self) -> LoadPlan:
         for spec in self.drafts:
             drafters.parse(spec)
-        same = ("model", "url", "key", "rounds", "max_tokens", "temperature", "threads", "seed", "timeout", "output")
         plan = LoadPlan(
             drafts=tuple(dict.fromkeys(spec for spec in self.drafts if spec != PLAIN)),
             streams=parse_streams(self.streams),
             prompts=workloads.chosen(self.prompts, self.kinds, self.limit),
-            **{name: getattr(self, name) for name in same},
+            **{setting.name: getattr(self, setting.name) for setting in fields(LoadSettings)},
         )
         if self.url:
             Load(self.url)

@@ -138,9 +138,7 @@ class GGUFTokenizer:
         **extra: Any,
     ) -> str:
         """The text of a chat; `extra` are more variables for the template."""
-        if tokenize:
-            raise ValueError("give tokenize=False and encode the text with add_special_tokens=False")
-        variables = {**self.special_tokens_map, "add_generation_prompt": add_generation_prompt, **extra}
+        variables = _template_variables(self.special_tokens_map, tokenize, add_generation_prompt, extra)
         return self._template.render(messages, variables)
 
     @cached_property
@@ -234,6 +232,15 @@ def from_folder(path: str | Path) -> Tokenizer | None:
         ) from None
 
 
+def _template_variables(
+    special: Mapping[str, Any], tokenize: bool, add_generation_prompt: bool, extra: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a chat template can read beside the messages."""
+    if tokenize:
+        raise ValueError("give tokenize=False and encode the text with add_special_tokens=False")
+    return {**special, "add_generation_prompt": add_generation_prompt, **extra}
+
+
 def _with_bounded_template(tokenizer: Any) -> Tokenizer:
     """A tokenizer of transformers whose template runs in our sandbox: theirs bounds neither time nor size."""
     from outrider.models.chat_template import ChatTemplate
@@ -247,10 +254,8 @@ def _with_bounded_template(tokenizer: Any) -> Tokenizer:
         add_generation_prompt: bool = False,
         **extra: Any,
     ) -> str:
-        if tokenize:
-            raise ValueError("give tokenize=False and encode the text with add_special_tokens=False")
+        variables = _template_variables(tokenizer.special_tokens_map, tokenize, add_generation_prompt, extra)
         source = tokenizer.get_chat_template(None, extra.get("tools"))  # a folder may have several
-        variables = {**tokenizer.special_tokens_map, "add_generation_prompt": add_generation_prompt, **extra}
         return compiled(source).render(messages, variables)
 
     tokenizer.apply_chat_template = apply_chat_template

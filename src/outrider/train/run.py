@@ -34,10 +34,8 @@ LOOKING_SHARE = 0.05  # largest share of the time for these measurements
 MEASURING_SHARE = 0.25  # largest share of the time after the texts that is kept for the table at the end
 TABLE_TOKENS = 128  # tokens of an answer in the table at the end
 SAVING = 2.0  # seconds kept for the last checkpoint
-SAVE_SECONDS, SHOW_SECONDS = (
-    30.0,
-    0.5,
-)  # between two checkpoints (a killed run loses that), and lines of progress
+SAVE_SECONDS = 30.0  # seconds between two checkpoints: a killed run loses at most these
+SHOW_SECONDS = 0.5  # seconds between two lines of progress
 FEWEST_PROMPTS = 8  # prompts of a file; with fewer a head learns them by heart
 
 
