@@ -1,8 +1,8 @@
 """What holds a worker's memory under mixed traffic: resident size by stage, and the largest owners.
 
-    python scripts/worker_memory.py [--model smollm2-135m] [--rounds 3]
+    python scripts/worker_memory.py [--model smollm2-135m] [--rounds 3] [--requests 8]
 
-Each round sends eight requests at once for each drafter, with prompts of different lengths. Then it prints
+Each round sends some requests at once for each drafter, with prompts of different lengths. Then it prints
 what is left: tensors that Python can reach, drafters, and how much of the heap the C library returns when asked.
 """
 
@@ -47,12 +47,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=8)
     args = parser.parse_args()
     backend = build.local(Settings(model=args.model, threads=1, cache_memory=0.5))
     print(f"loaded {resident()} MiB")
     for number in range(args.rounds):
         for draft in DRAFTS:
-            prompts = [f"{i} {'the fox reads a long book about rivers ' * (2 + 2 * i)}" for i in range(8)]
+            prompts = [f"{i} {'the fox reads a long book about rivers ' * (2 + 2 * i)}" for i in range(args.requests)]
             params = SamplingParams(max_tokens=24)
             streams = [backend.submit(Request(prompt, params=params, draft=draft)) for prompt in prompts]
             for stream in streams:
