@@ -22,7 +22,7 @@ LENGTH = 3
 # kind -> how it is made, the steps and the rate at which it learns, and its chain on our own engine
 KINDS = {
     "eagle3": (eagle_head, 60, 1e-2, "eagle", "greedy=true"),
-    "eagle": (lambda model: eagle_head(model, layers=()), 800, 1e-2, "eagle", "greedy=true"),
+    "eagle": (lambda model: eagle_head(model, layers=()), 1600, 1e-2, "eagle", "greedy=true"),
     "medusa": (lambda model: medusa_head(model, heads=LENGTH), 150, 1e-2, "medusa", ""),
 }
 

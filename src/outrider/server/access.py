@@ -21,6 +21,7 @@ LARGEST_OPTION = 256
 # The exceptions: `vocab` counts tokens of a vocabulary, and today's have up to 262,144.
 LARGEST_OPTIONS = {"vocab": 1 << 20}
 PICKLE = "allow_pickle"  # the option that has a head unpickled
+NO_PICKLES = "pickles are never opened for a request; convert the head to safetensors"
 
 
 class Access:
@@ -99,7 +100,7 @@ class Access:
         asked = {key: value for key, value in vars(spec.options).items() if key not in kept or kept[key] != value}
         files = drafters.free_text(type(spec.options))
         if getattr(spec.options, PICKLE, False) and (PICKLE in asked or files & asked.keys()):
-            raise Forbidden("pickles are never opened for a request; convert the head to safetensors")
+            raise Forbidden(NO_PICKLES)
         for key, value in asked.items():
             _check_size(key, value)
         opened = {key: self.source(value) for key, value in asked.items() if key in files and value}
@@ -125,6 +126,7 @@ class VllmAccess(Access):
         return method in drafters.names() and super().expects(method)
 
     def vary(self, own: str, options: Mapping[str, Any]) -> str:
+        _scalars(options)
         if own.startswith("{"):
             raise Bad(f"vLLM speculates as it was loaded ({own}), the same for all requests", param=next(iter(options)))
         return super().vary(own, options)
@@ -133,6 +135,8 @@ class VllmAccess(Access):
         return speculation.spec_from_text(text)
 
     def _from_values(self, method: str, values: Mapping[str, Any]) -> DrafterSpec:
+        if values.get(PICKLE):  # not among vLLM's options, but the reason is the same
+            raise Forbidden(NO_PICKLES)
         if self.expects(method):
             return super()._from_values(method, values)
         return speculation.spec_from_values(method, values)
@@ -146,9 +150,11 @@ def _check_size(key: str, value: Any) -> None:
 
 
 def _scalars(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that a request may have at all, whatever the drafter is: single values, and no huge number."""
     for key, value in options.items():
         if not isinstance(value, str | int | float):
             raise Bad(f"speculative: {quoted(key)} must be text, a number, true or false", param="speculative")
+        _check_size(key, value)
     return dict(options)
 
 
