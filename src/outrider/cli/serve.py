@@ -106,8 +106,8 @@ def serve(
     [dim]$[/] outrider serve --no-model --state models.json --allow-folder ~/models
     [dim]$[/] outrider serve --ray --replicas 2 --threads 1
     """
+    _check_ray(ray, launch, listen)  # first: outrider[ray] brings the server's packages too
     check_installed()
-    _check_ray(ray, launch, listen)
     if launch.no_model and server.no_launch and listen.state is None:
         raise OutriderError("--no-model and --no-launch together serve nothing; leave out one of them, or add --state")
     from outrider.server.log import configure
