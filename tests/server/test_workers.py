@@ -21,7 +21,7 @@ from outrider import LLM, OutriderError, SamplingParams
 from outrider.core.request import Chunk, Request, Result
 from outrider.core.sequence import Token
 from outrider.core.stats import Stats, estimated_speedup
-from outrider.server.errors import Gone
+from outrider.server.errors import Failed, Gone
 from outrider.server.fleet import wire
 from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.fleet.pieces import Pieces
@@ -162,7 +162,7 @@ class TestLaunching:
             return await asyncio.gather(first, ending, second, return_exceptions=True)
 
         first, ended, second = server.call(twice())
-        assert (type(first), ended, second) == (OutriderError, None, "tiny")
+        assert (type(first), ended, second) == (Failed, None, "tiny")  # its worker was ended, no fault of the request
         assert [(model.uid, model.status) for model in server.fleet.list()] == [("tiny", "ready")]
         assert 'outrider_worker_up{model_name="tiny"} 1.0' in server.get("/metrics").text
         assert server.post("/v1/completions", {"prompt": "the", "max_tokens": 1}).status_code == 200
