@@ -75,7 +75,7 @@ def test_a_missing_peer_is_listed_and_the_rest_goes_on(outrider, tiny_folder, pr
         (["--limit", "0"], "limit must be at least 1"),
         (["--rounds", "0"], "rounds must be at least 1"),
         (["--max-tokens", "1"], "max_tokens must be at least 2"),
-        (["--threads", "-1"], "threads must be at least 1"),
+        (["--threads", "-1"], "threads must be at least 0"),
         (["--engine", "transformers", "--draft", "ngram"], "draft: only for our own engine; add --engine outrider"),
         (["--engine", "transformers", "--dtype", "float32"], "dtype: only for our own engine"),
         (["--timeout", "0"], "timeout must be more than 0"),
