@@ -8,8 +8,8 @@ from scipy import stats
 
 from outrider import LLM
 from outrider.audit import audit, chi_square, default_drafts
+from outrider.core import verify as rules
 from outrider.core.verify import Verdict
-from outrider.engine import engine
 from outrider.prompts import NamedPrompt
 
 SHORT = (NamedPrompt("fox", "prose", "the red fox and the red"), NamedPrompt("sea", "prose", "one, two, one, two, one"))
@@ -55,14 +55,14 @@ def test_progress_ends_at_the_total(llm):
 
 
 def accept_one_too_many(monkeypatch):
-    honest = engine.coupled
+    honest = rules.coupled
 
     def coupled(draft, choose):
         verdict = honest(draft, choose)
         following = draft.children(verdict.path[-1] if verdict.path else -1)
         return Verdict((*verdict.path, following[0]), verdict.token) if following else verdict
 
-    monkeypatch.setattr(engine, "coupled", coupled)
+    monkeypatch.setattr(rules, "coupled", coupled)
 
 
 def test_it_catches_a_token_too_many(llm, monkeypatch):
@@ -80,7 +80,7 @@ def test_it_catches_a_token_too_many(llm, monkeypatch):
 
 
 def test_it_catches_a_rule_that_accepts_everything(llm, monkeypatch):
-    honest = engine.rejection
+    honest = rules.rejection
 
     def generous(draft, law, dice, position):
         if not draft:
@@ -88,7 +88,7 @@ def test_it_catches_a_rule_that_accepts_everything(llm, monkeypatch):
         token = int(law(len(draft) - 1).argmax())
         return Verdict(tuple(range(len(draft))), token)
 
-    monkeypatch.setattr(engine, "rejection", generous)
+    monkeypatch.setattr(rules, "rejection", generous)
     for draft in default_drafts(llm):
         found = checks(audit(llm, [draft], SHORT, samples=300))
         assert found["greedy"].passed
