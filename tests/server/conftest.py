@@ -124,13 +124,13 @@ def on(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # a module may have an `on` of its own
 def target(on: str, request: pytest.FixtureRequest) -> Path:
     """The model that is served as `tiny`."""
     return request.getfixturevalue("tiny_folder" if on == "local" else "wide_folder")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # a module may have an `on` of its own
 def face(on: str, request: pytest.FixtureRequest) -> Door:
     """A server with the model `tiny`."""
     return request.getfixturevalue({"local": "server", PLAIN: "vllm_plain", DRAFTING: "vllm_drafting"}[on])

@@ -62,14 +62,14 @@ class Access:
     def draft(self, method: str, options: Mapping[str, Any], own: str = "") -> str:
         """The drafter and options that a request asks for, as the text of a spec. `own`: that of the model, which is
         allowed with the values it has."""
-        return self._allowed(lambda: self._from_values(method, _scalars(options)), own)
+        return self._allowed(lambda: self._from_values(method, self._scalars(options, own)), own)
 
     def vary(self, own: str, options: Mapping[str, Any]) -> str:
         """The model's own drafter with some options changed."""
 
         def varied() -> DrafterSpec:
             method, kept = self._from_text(own)
-            return self._from_values(method, vars(kept) | _scalars(options))
+            return self._from_values(method, vars(kept) | self._scalars(options, own))
 
         return self._allowed(varied, own)
 
@@ -87,12 +87,26 @@ class Access:
         """The text of the spec that `read` gives, made from the very values that were checked."""
         try:
             spec = read()
-            kept = self._from_text(own) if own and not own.startswith("{") else None  # JSON: vLLM's own words
+            kept = self._own(own)
             return own if spec == kept else self._checked(spec, kept).text()
         except ServerError:
             raise
         except OutriderError as error:
             raise Bad(str(error), param="speculative") from error
+
+    def _own(self, own: str) -> DrafterSpec | None:
+        return self._from_text(own) if own and not own.startswith("{") else None  # JSON: vLLM's own words
+
+    def _scalars(self, options: Mapping[str, Any], own: str) -> dict[str, Any]:
+        """Options that a request may have at all, whatever the drafter is: single values, and no huge number that the
+        model's own drafter does not have."""
+        kept = self._own(own)
+        for key, value in options.items():
+            if not isinstance(value, str | int | float):
+                raise Bad(f"speculative: {quoted(key)} must be text, a number, true or false", param="speculative")
+            if kept is None or value != getattr(kept.options, key, None):
+                _check_size(key, value)
+        return dict(options)
 
     def _checked(self, spec: DrafterSpec, own: DrafterSpec | None) -> DrafterSpec:
         """The spec with its models and files as they may be opened; a value that `own` has too is allowed."""
@@ -126,7 +140,7 @@ class VllmAccess(Access):
         return method in drafters.names() and super().expects(method)
 
     def vary(self, own: str, options: Mapping[str, Any]) -> str:
-        _scalars(options)
+        self._scalars(options, own)
         if own.startswith("{"):
             raise Bad(f"vLLM speculates as it was loaded ({own}), the same for all requests", param=next(iter(options)))
         return super().vary(own, options)
@@ -147,15 +161,6 @@ def _check_size(key: str, value: Any) -> None:
     if isinstance(value, int | float) and not -LARGEST_OPTION <= value <= most:
         bound = f"at most {most}" if value > 0 else f"at least {-LARGEST_OPTION}"
         raise Bad(f"speculative: {quoted(key)} must be {bound}, not {quoted(value)}", param="speculative")
-
-
-def _scalars(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that a request may have at all, whatever the drafter is: single values, and no huge number."""
-    for key, value in options.items():
-        if not isinstance(value, str | int | float):
-            raise Bad(f"speculative: {quoted(key)} must be text, a number, true or false", param="speculative")
-        _check_size(key, value)
-    return dict(options)
 
 
 def _resolved(name: str) -> Path | None:
