@@ -6,6 +6,7 @@ import pytest
 import tiny
 
 from outrider.core.draft import EMPTY, Draft
+from outrider.core.errors import OutriderError
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.core.verify import Verdict
@@ -29,6 +30,13 @@ def sequence() -> Sequence:
 
 def copy(*tokens: int, acceptance: list[float]) -> Draft:
     return replace(Draft.chain(tokens, acceptance=acceptance), sources=("ngram",) * len(tokens))
+
+
+def test_as_many_tokens_have_to_match_as_can_be_counted():
+    tokens = list(range(16)) * 2
+    assert Lookup(16, tiny.parts("llama")).propose(Sequence(0, tokens, SamplingParams(max_tokens=50)), 3)
+    with pytest.raises(OutriderError, match="eagle:lookup must be at most 16, not 17"):
+        Lookup(17, tiny.parts("llama"))
 
 
 def test_what_followed_the_match_is_copied():

@@ -111,6 +111,8 @@ def test_a_refusal_repeats_little_of_what_is_long():
         ("ngram:length=0", "ngram:length must be at least 1"),
         ("ngram:min_n=5", "1 <= min_n <= max_n"),
         ("ngram:min_n=0", "1 <= min_n <= max_n"),
+        ("ngram:max_n=17", "ngram:max_n must be at most 16, not 17"),
+        ("ngram:max_n=17,store=adaptive", "ngram:max_n must be at most 16, not 17"),
         ("draft_model:model=noisy,length=0", "draft_model:length must be at least 1"),
         ("prediction:length=0", "prediction:length must be at least 1"),
         ("prediction:least=9", "1 <= least <= overlap"),

@@ -106,6 +106,8 @@ PLACES = [
 NUMBERS = [
     (*speculate("ngram", max_n="1000000000"), 400, "a whole number"),
     (*speculate("ngram", max_n=1000000000), 400, "at most 256"),
+    (*speculate("ngram", max_n=256), 400, "at most 16"),
+    (*speculate("ngram", max_n=256, store="adaptive"), 400, "at most 16"),
     (*speculate("ngram", length="30000000"), 400, "a whole number"),
     (*speculate("ngram", length=30000000), 400, "at most 256"),
     (*speculate("ngram", length=10**400), 400, "at most 256"),

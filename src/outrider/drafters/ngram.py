@@ -33,7 +33,7 @@ class Ngram(Drafter):
 
     @dataclass(frozen=True)
     class Options:
-        max_n: int = 4  # the longest n-gram that is looked up; shorter ones follow
+        max_n: int = 4  # the longest n-gram that is looked up, at most LONGEST; shorter ones follow
         min_n: int = 1
         length: int = 12
         store: Literal["recent", "adaptive"] = "recent"
@@ -41,6 +41,8 @@ class Ngram(Drafter):
     def __init__(self, options: Options, context: BuildContext) -> None:
         if not 1 <= options.min_n <= options.max_n:
             raise OutriderError(f"ngram needs 1 <= min_n <= max_n, not min_n={options.min_n}, max_n={options.max_n}")
+        if options.max_n > LONGEST:  # every n-gram of every size is kept, for each sequence
+            raise OutriderError(f"ngram:max_n must be at most {LONGEST}, not {options.max_n}")
         if options.length < 1:
             raise OutriderError(f"ngram:length must be at least 1, not {options.length}")
         self._options = options

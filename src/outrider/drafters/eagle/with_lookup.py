@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from outrider.core.draft import EMPTY, ROOT, Draft
+from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext, Step
-from outrider.drafters.confidence import StatedCalibration
+from outrider.drafters.confidence import LONGEST, StatedCalibration
 from outrider.drafters.ngram import Ngram
 
 _FADE = 0.97  # weight of an old draft of the head after each new one: about the last 30 count
@@ -21,7 +22,9 @@ _KNOWN = 8  # tokens of a sequence after which its measured speed is believed; t
 class Lookup:
     def __init__(self, least: int, context: BuildContext) -> None:
         """`least`: how many tokens have to match."""
-        self._ngram = Ngram(Ngram.Options(max_n=least + 2, min_n=least), context)
+        if least > LONGEST:
+            raise OutriderError(f"eagle:lookup must be at most {LONGEST}, not {least}")
+        self._ngram = Ngram(Ngram.Options(max_n=min(least + 2, LONGEST), min_n=least), context)
         self._tries, self._kept = 1.0, 1.0  # drafts that the head was asked for, and their tokens that were kept
         self._seconds = 0.0  # of a draft of the head
         self._calibration = StatedCalibration()  # of copied tokens where the head says something else
