@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import eagle_head, family, lesson, medusa_head, ours, prompts, reference
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.core.errors import OutriderError
 from outrider.drafters.eagle.head import EagleHead
@@ -329,12 +330,61 @@ def test_any_value_of_a_config_may_be_strange(tmp_path, form):
             place[key] = value
 
 
+@pytest.mark.parametrize("eps", [None, "1e-6", True, [1], 0, -1e-6, float("inf"), float("nan"), 2], ids=str)
+def test_a_head_whose_eps_is_no_number_is_refused(tmp_path, eps):
+    heads.write(FORMS["eagle"](), tmp_path, model())
+    change_config(tmp_path, rms_norm_eps=eps)
+    with pytest.raises(OutriderError, match=r"rms_norm_eps in .* is not a number between 0 and 1"):
+        heads.read(tmp_path, model())
+
+
+@pytest.mark.parametrize("sizes", [dict(num_kv_heads=8), dict(num_kv_heads=3), dict(head_dim=7)])
+def test_heads_that_cannot_share_keys_are_refused(tmp_path, sizes):
+    """The file is whole and fits its config; the kernels would divide by zero, or read what nobody wrote."""
+    heads.write(EagleHead(replace(FORMS["eagle"]().config, **sizes)), tmp_path, model())
+    with pytest.raises(OutriderError, match=r"4 heads of . numbers cannot share . heads of keys and values"):
+        heads.read(tmp_path, model())
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the numbers that tensors in memory are made for."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.empty.memory_format and made.device.type == "cpu":
+            self.numbers += made.numel()
+        return made
+
+
+@pytest.mark.parametrize(
+    ("form", "changes"),
+    [
+        ("eagle", dict(intermediate_size=1 << 18)),
+        ("eagle", dict(num_attention_heads=1 << 20, num_key_value_heads=1 << 20, head_dim=1 << 20)),
+        ("medusa", dict(num_heads=64, num_hidden_layers=32)),
+    ],
+)
+def test_shapes_are_compared_before_memory_is_taken(tmp_path, form, changes):
+    heads.write(FORMS[form](), tmp_path, model())
+    change_config(tmp_path, **changes)
+    with Allocated() as allocated, pytest.raises(OutriderError, match=r"its config says|lacks the tensor"):
+        heads.read(tmp_path, model())
+    assert allocated.numbers < 100_000
+
+
 @pytest.mark.parametrize("ids", [[40, 1], [-1, 2], [[1, 2]], [0.5, 1.0], []])
 def test_a_token_map_that_does_not_fit_is_refused(tmp_path, ids):
     heads.write(FORMS["medusa"](), tmp_path, model())
     change_tensors(tmp_path, lambda tensors: tensors.update(token_map=torch.tensor(ids)))
     with pytest.raises(OutriderError, match=r"token_map|but the target has 40 tokens"):
         heads.read(tmp_path, model())
+
+
+def test_a_folder_whose_name_is_too_long_is_refused(tmp_path):
+    with pytest.raises(OutriderError, match="there is no folder"):
+        heads.find("eagle", f"{tmp_path}/{'x' * 300}", model(), "tiny")
 
 
 def test_folders_that_hold_no_head_are_refused(tmp_path):

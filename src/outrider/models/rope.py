@@ -49,7 +49,8 @@ def rope(
     if kind not in ("default", *FIXED):
         raise OutriderError(f"rotary positions scaled by {kind!r} are not known; known: {', '.join(FIXED)}")
     try:
-        made = _plain(head_dim, theta) if kind == "default" else _scaled(head_dim, theta, context, scaling or {})
+        with torch.device("cpu"):  # also for a head that is made without memory, on the device meta
+            made = _plain(head_dim, theta) if kind == "default" else _scaled(head_dim, theta, context, scaling or {})
         made = made if factors is None else Rope(made.frequencies / factors, made.scale, theta)
         usable, reason = bool(made.frequencies.isfinite().all()) and 0 < made.scale <= LARGEST, "out of range"
     except Exception as error:  # whatever numbers out of a file make transformers or torch raise

@@ -28,7 +28,7 @@ _ALIKE = 0.9  # what their cosine must be; the same weights in 4 bits have 0.99
 def find(kind: str, name: str, target: Readable, target_name: str, allow_pickle: bool = False) -> Head:
     """The head in the folder `name`, or the head that is shipped for the target."""
     if name:
-        if not Path(name).is_dir():
+        if not os.path.isdir(name):  # also False where the name is too long for a path
             raise OutriderError(f"there is no folder {name} with a head for {kind}")
         return read(name, target, allow_pickle)
     named = SHIPPED / Path(target_name).name / kind

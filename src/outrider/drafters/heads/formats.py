@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,9 +15,11 @@ from outrider.drafters.medusa.head import MedusaConfig, MedusaHead, Paths
 from outrider.models.base import Readable
 
 Head = EagleHead | MedusaHead
+H = TypeVar("H", EagleHead, MedusaHead)
 Tensors = dict[str, Tensor]
 
-# Bounds of what a config may ask for, far above any published head: memory is taken before tensors are compared.
+# Bounds of what a config may ask for, far above any published head: a module is made for each layer, without memory for
+# its weights, before its shapes are compared with the file's.
 LARGEST = 1 << 20  # rows of a matrix, tokens, attention heads
 LAYERS = 128  # decoder layers of an EAGLE head; heads of Medusa and blocks of each
 
@@ -92,16 +94,16 @@ def eagle(folder: Path, said: Mapping[str, Any], tensors: Tensors, target: Reada
     hidden, vocab = _number(folder, layer, "hidden_size"), _number(folder, layer, "vocab_size")
     same(folder, "hidden numbers", hidden, target.anatomy.hidden_size)
     same(folder, "tokens", vocab, target.vocab_size)
-    heads = _number(folder, layer, "num_attention_heads")
+    heads, kv_heads, head_dim = _attention_sizes(folder, layer, hidden)
     ids = _draft_ids(folder, tensors, vocab)
     shared = _shared(tensors, target, ids)
     config = EagleConfig(
         hidden_size=hidden,
         num_heads=heads,
-        num_kv_heads=_number(folder, {"num_key_value_heads": heads, **_given(layer)}, "num_key_value_heads"),
-        head_dim=_number(folder, {"head_dim": hidden // heads, **_given(layer)}, "head_dim"),
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
         inner_size=_number(folder, layer, "intermediate_size"),
-        norm_eps=layer.get("rms_norm_eps", 1e-6),
+        norm_eps=_norm_eps(folder, layer),
         rope_theta=_rope(folder, layer)[0],
         rope_scaling=_rope(folder, layer)[1],
         vocab_size=vocab,
@@ -118,9 +120,28 @@ def eagle(folder: Path, said: Mapping[str, Any], tensors: Tensors, target: Reada
         own_output="lm_head.weight" in tensors and "lm_head.weight" not in shared,
         own_embedding="embed_tokens.weight" in tensors and "embed_tokens.weight" not in shared,
     )
-    head = EagleHead(config, ids)
-    _fill(folder, head, tensors, ignored=shared | {"d2t", "t2d", "layers.0.input_layernorm.weight"})
-    return head
+    ignored = shared | {"d2t", "t2d", "layers.0.input_layernorm.weight"}
+    return _filled(folder, lambda: EagleHead(config, ids), tensors, ignored)
+
+
+def _attention_sizes(folder: Path, layer: Mapping[str, Any], hidden: int) -> tuple[int, int, int]:
+    """Heads of queries, heads of keys and values, numbers of each; the kernels rely on how they divide."""
+    heads = _number(folder, layer, "num_attention_heads")
+    said = {"num_key_value_heads": heads, "head_dim": hidden // heads, **_given(layer)}
+    kv_heads, head_dim = (_number(folder, said, key) for key in ("num_key_value_heads", "head_dim"))
+    if heads % kv_heads or head_dim % 2:
+        raise OutriderError(
+            f"{folder / 'config.json'} is broken: {heads} heads of {head_dim} numbers cannot share {kv_heads} heads of "
+            "keys and values; get the head again"
+        )
+    return heads, kv_heads, head_dim
+
+
+def _norm_eps(folder: Path, layer: Mapping[str, Any]) -> float:
+    value = layer.get("rms_norm_eps", 1e-6)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
+        raise _wrong(folder, "rms_norm_eps", "a number between 0 and 1")
+    return float(value)
 
 
 def _given(said: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,9 +245,9 @@ def medusa(folder: Path, said: Mapping[str, Any], tensors: Tensors, target: Read
         "blocks.0.layers.0.bias" in tensors,
         own,
     )
-    head = MedusaHead(config, ids)
-    head.tree = _tree(folder, said.get("medusa_choices", ()))
-    _fill(folder, head, tensors)
+    tree = _tree(folder, said.get("medusa_choices", ()))
+    head = _filled(folder, lambda: MedusaHead(config, ids), tensors)
+    head.tree = tree
     return head
 
 
@@ -266,9 +287,18 @@ def _medusa_name(name: str) -> str:
     return f"lm_heads.{parts[0]}.{parts[-1]}"
 
 
-def _fill(folder: Path, head: Head, tensors: Tensors, ignored: Set[str] = frozenset()) -> None:
-    """Put the tensors in their places; every tensor of the head must be there and have its shape."""
-    places = dict(head.named_parameters())
+def _filled(folder: Path, make: Callable[[], H], tensors: Tensors, ignored: Set[str] = frozenset()) -> H:
+    """The head with the tensors in their places. A first one without memory says which tensors it needs."""
+    with torch.device("meta"):
+        _check_tensors(folder, dict(make().named_parameters()), tensors, ignored)
+    head = make()
+    for name, place in head.named_parameters():
+        place.copy_(tensors[name])
+    return head
+
+
+def _check_tensors(folder: Path, places: Mapping[str, Tensor], tensors: Tensors, ignored: Set[str]) -> None:
+    """Every tensor of the head must be there and have its shape, and there must be no others."""
     for name, place in places.items():
         given = tensors.get(name)
         if given is None:
@@ -278,7 +308,6 @@ def _fill(folder: Path, head: Head, tensors: Tensors, ignored: Set[str] = frozen
                 f"the tensor {name} of the head in {folder} has shape {tuple(given.shape)}, but its config says "
                 f"{tuple(place.shape)}; get it again"
             )
-        place.copy_(given)
     extra = sorted(set(tensors) - set(places) - ignored)
     if extra:
         raise OutriderError(f"the head in {folder} has a tensor {extra[0]} that its config does not speak of")
