@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -67,7 +67,7 @@ class Budget:
         """Characters and items of a value: a list that holds another twice, which holds another twice, and so on, is
         small in memory and has no end when it is printed."""
         if not isinstance(value, list | tuple | dict):
-            return 1 + len(value) if isinstance(value, str) else 1
+            return 1 + (len(value) if isinstance(value, str) else _digits(value))
         if known := self._weights.get(id(value)):
             return known[1]
         weight = 1
@@ -187,6 +187,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.globals["lipsum"] = _refuse
         for name, check in _FILTERS.items():
             self.filters[name] = _guarded(self.filters[name], check)
+        for name in _LAZY:
+            self.filters[name] = _weighed(self.filters[name])
 
     @staticmethod
     def count(text: int) -> bool:
@@ -220,6 +222,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         _budget().step()
         text, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(text, str) and name in _METHODS:
+            args = tuple(map(_listed, args))
             _METHODS[name](text, *args, **kwargs)
         return __self.measured(super().call(__context, __obj, *args, **kwargs))
 
@@ -305,6 +308,16 @@ def _check_join_filter(values: Any, between: Any = "", *rest: Any, **named: Any)
     _check_join(named.get("d", between), values)
 
 
+def _check_list(values: Any, *rest: Any, **named: Any) -> None:
+    if isinstance(values, str):  # each character becomes a text of its own
+        _budget().check(2 * len(values))
+
+
+def _check_slice(values: Any, *rest: Any, **named: Any) -> None:
+    _check_width(*rest, **named)
+    _check_list(values)
+
+
 def _check_indent(text: Any, width: Any = 4, *rest: Any, **named: Any) -> None:
     width = named.get("width", width)
     _check_width(width)
@@ -340,13 +353,17 @@ _METHODS: dict[str, Callable[..., None]] = {
     "join": _check_join,
 }
 _FILTERS: dict[str, Callable[..., None]] = {
-    **dict.fromkeys(("center", "batch", "slice", "wordwrap", "round"), _check_arguments),
+    **dict.fromkeys(("center", "batch", "wordwrap", "round"), _check_arguments),
+    **dict.fromkeys(("list", "sort", "groupby"), _check_list),
     "format": _check_percent,
     "indent": _check_indent,
     "join": _check_join_filter,
     "replace": _check_replace,
+    "slice": _check_slice,
     "sum": _check_total,
 }
+# Filters that give their values one by one, as they are asked for: what they come to is seen by nobody else.
+_LAZY = ("batch", "items", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice", "unique")
 
 
 def _guarded(function: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
@@ -356,7 +373,37 @@ def _guarded(function: Callable[..., Any], check: Callable[..., None]) -> Callab
     @functools.wraps(function)
     def guarded(*args: Any, **named: Any) -> Any:
         _budget().step()
+        args = tuple(map(_listed, args))
         check(*args[handed:], **named)
         return function(*args, **named)
 
     return guarded
+
+
+def _weighed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter whose values are weighed together as they come, whatever collects them."""
+
+    @functools.wraps(function)
+    def weighed(*args: Any, **named: Any) -> Any:
+        made = function(*args, **named)
+        return _weighed_items(made) if isinstance(made, Iterator) else made
+
+    return weighed
+
+
+def _weighed_items(values: Iterator[Any]) -> Iterator[Any]:
+    budget, weight = _budget(), 0
+    for value in values:
+        weight += budget.weigh(value)
+        budget.check(weight)
+        yield value
+
+
+def _listed(value: Any) -> Any:
+    """A check looks at every value of an iterator, and leaves none for the function that is checked."""
+    return list(_weighed_items(value)) if isinstance(value, Iterator) else value
+
+
+def _digits(value: Any) -> int:
+    """At most this many, for a whole number: each takes more than three bits."""
+    return value.bit_length() // 3 if isinstance(value, int) else 0
