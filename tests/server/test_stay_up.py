@@ -284,6 +284,14 @@ class TestTheCommand:
             assert time.monotonic() - begin < 20
             ended.join(10)
 
+    def test_a_local_host_that_is_named_answers_to_local_names_alone(self):
+        with Served("--no-model", "--host", "127.0.0.1") as served:
+            status = {
+                name: httpx.get(f"{served.url}/v1/models", headers={"host": name}).status_code
+                for name in ("evil.example", "localhost", "127.0.0.1:1")
+            }
+        assert status == {"evil.example": 421, "localhost": 200, "127.0.0.1:1": 200}
+
     def test_a_taken_port_is_one_line(self, quick):
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]

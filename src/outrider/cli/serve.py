@@ -28,7 +28,7 @@ from outrider.server.registry import Registry
 from outrider.settings import VLLM_DEFAULTS
 
 SERVER, RAY = "Server", "Ray"
-LOCAL = ("127.0.0.1", "localhost", "::1")
+LOCAL = ("127.0.0.1", "localhost", "::1")  # listening there, only requests for these names are answered
 INSTALL_RAY, INSTALL_SERVER = "pip install 'outrider[ray]'", "pip install 'outrider[server]'"
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")  # of the extra `server`
 LEVELS = ("debug", "info", "warning", "error")
@@ -127,7 +127,7 @@ def serve(
         host,
         listen.port,
         [] if launch.no_model else [spec],
-        replace(server, defaults=defaults, hosts=() if listen.host else LOCAL),
+        replace(server, defaults=defaults, hosts=LOCAL if host in LOCAL else ()),
         limits,
         known,
         listen.state,

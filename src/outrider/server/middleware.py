@@ -54,7 +54,7 @@ class RequestGuard:
         host = _host_of(headers.get(b"host", b""))
         if self._hosts and host and host not in self._hosts and not host.endswith(".localhost"):
             names = ", ".join(self._hosts)
-            raise WrongHost(f"the Host header is {quoted(host)}, and this server is {names} (serve --host says more)")
+            raise WrongHost(f"the Host header is {quoted(host)}; send one of {names} (others: serve --host 0.0.0.0)")
 
     def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         reads = scope["method"] in ("GET", "HEAD")
