@@ -103,5 +103,6 @@ def test_check_downloads_nothing(outrider, tmp_path, monkeypatch):
     path = tmp_path / "c.yaml"
     path.write_text(f"model: {Settings().model}\n")
     assert "not here yet" in outrider("config", "check", path).out
-    path.write_text("model: meta-llama/Llama-3.1-8B\n")
-    assert "a hub id" in outrider("config", "check", path).out
+    for name in ("meta-llama/Llama-3.1-8B", "hub:meta-llama/Llama-3.1-8B"):
+        path.write_text(f"model: {name}\n")
+        assert "a hub id" in outrider("config", "check", path).out

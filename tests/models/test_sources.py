@@ -80,6 +80,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     set_hub(monkeypatch, NOWHERE)
     monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(tmp_path / "hub"))  # its own copy
     monkeypatch.setattr(sources, "HUB_TIMEOUT", 0.5)
     monkeypatch.setitem(sources.KNOWN, "tiny", source_of(CONTENT))
 
@@ -434,6 +435,16 @@ def test_a_gguf_file_of_a_hub_id(hub, monkeypatch):
     assert path.read_bytes() == CONTENT
     set_hub(monkeypatch, NOWHERE)
     assert sources.resolve("org/tiny:tiny.gguf") == path
+
+
+def test_with_the_word_hub_a_folder_of_the_same_name_is_not_looked_at(hub, monkeypatch, tmp_path):
+    for name in ("here/org/tiny:tiny.gguf", "here/org/other"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    assert sources.resolve("org/tiny:tiny.gguf").is_dir()
+    assert sources.resolve("hub:org/tiny:tiny.gguf").read_bytes() == CONTENT
+    with pytest.raises(OutriderError, match="none on the Hugging Face hub"):
+        sources.resolve("hub:org/other")
 
 
 def test_a_folder_of_a_hub_id_has_no_pickles(hub, monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 
 from outrider import drafters
 from outrider.core.errors import OutriderError
+from outrider.models import sources
 from outrider.server.access import Access
 from outrider.server.errors import Bad, Forbidden
 
@@ -168,6 +169,24 @@ def test_a_refusal_does_not_tell_whether_a_path_exists(tmp_path, monkeypatch):
     assert reason("a/b") == reason("a/c")
     assert reason(f"{tmp_path}/a/b") == reason(f"{tmp_path}/a/c")
     assert Access((tmp_path,)).source("a/b") == str(tmp_path / "a" / "b")
-    assert Access((tmp_path,), hub=True).source("a/c") == "a/c"
-    with pytest.raises(Forbidden):
-        Access(hub=True).source("a/b")
+    assert Access((tmp_path,), hub=True).source("a/c") == "hub:a/c"
+
+
+def test_a_hub_id_is_never_the_folder_of_that_name(tmp_path, monkeypatch):
+    """What happens to it is the same whether there is such a folder or not: the hub is asked."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    access = Access(hub=True)
+    assert [access.source(name) for name in ("a/b", "a/c")] == ["hub:a/b", "hub:a/c"]
+    assert access.draft("draft_model", {"model": "a/b"}) == "draft_model:model=hub:a/b"
+
+
+@pytest.mark.parametrize("name", ["x" * 300, f"a/{'x' * 300}"])
+def test_a_name_that_is_too_long_for_a_path_is_no_error_of_ours(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    assert Access((tmp_path,)).source(f"{tmp_path}/{name}") == f"{tmp_path}/{name}"
+    with pytest.raises(Forbidden, match="--allow-"):
+        Access((tmp_path / "a",)).source(name)
+    with pytest.raises(OutriderError, match="is no path"):
+        sources.resolve(f"{tmp_path}/{name}")

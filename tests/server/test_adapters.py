@@ -118,6 +118,7 @@ def test_sampling_with_a_head_is_the_models_own(server, llm):
         ("empty", 400, "has no config.json"),
         ("with,comma", 400, "comma"),
         ("absent", 400, "no such file or folder"),
+        ("x" * 300, 400, "is no path"),
         ("../elsewhere", 403, "--allow-folder"),
     ],
 )

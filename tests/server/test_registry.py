@@ -99,12 +99,13 @@ def test_a_name_without_an_entry_goes_through_access(registry, tmp_path, monkeyp
         return registry.choose(str(name), direct=access.source).source
 
     assert chosen("llama") == access.source("llama") == "org/llama-8b"
-    assert chosen("org/elsewhere") == "org/elsewhere"
+    assert chosen("org/elsewhere") == "hub:org/elsewhere"
+    assert chosen("org/secret") == "hub:org/secret"  # and never the folder
     assert chosen(inside) == chosen(f"{inside}/../model") == str(inside)
     for name in (outside, inside / "../../secret", tmp_path / "allowed/link", "../secret", "~", "/nowhere"):
         with pytest.raises(Forbidden):
             chosen(name)
-    for name in ("org/secret", "lama", "a\0b", "~nobody-at-all/x", "x" * 5000, ""):
+    for name in ("lama", "a\0b", "~nobody-at-all/x", "x" * 5000, ""):
         with pytest.raises(Forbidden):
             chosen(name)
     with pytest.raises(Forbidden, match="hub"):

@@ -53,7 +53,7 @@ def _where(name: str) -> str:
     if name in sources.KNOWN:
         here = next(model for model in sources.installed() if model.name == name).path
         return "pulled" if here else f"known, not here yet: outrider pull {name}"
-    if sources.HUB_ID.fullmatch(name) and not Path(name).expanduser().exists() and not name.startswith("."):
+    if name.startswith(sources.HUB) or (sources.HUB_ID.fullmatch(name) and not _is_path(name)):
         return "a hub id: taken from the cache of the Hugging Face hub, or downloaded"
     path = sources.resolve(name)
     if path.is_file():
@@ -61,6 +61,10 @@ def _where(name: str) -> str:
     if not (path / "config.json").is_file():
         raise OutriderError(f"{path} has no config.json, so it is not a model folder")
     return "a folder"
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith(".") or Path(name).expanduser().exists()
 
 
 def _engine(settings: Settings) -> str:

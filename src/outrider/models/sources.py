@@ -26,6 +26,7 @@ from outrider.core.errors import OutriderError
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all); called from a thread of its own
 
 HUB_TIMEOUT = 5.0  # seconds until the hub counts as unreachable
+HUB = "hub:"  # before a hub id: the hub is meant, also where a folder here has the same name
 HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<file>[\w./-]+\.gguf))?")
 # Weights and tokenizer at the top of a repository: no pickles, no second copy of the weights in another layout.
 HUB_WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
@@ -87,6 +88,8 @@ def user_folder(variable: str, usual: str, own: str) -> Path:
 
 def resolve(name: str, progress: Progress | None = None) -> Path:
     """A folder or a .gguf file for whatever the user named; downloads what is not here yet."""
+    if name.startswith(HUB) and (match := HUB_ID.fullmatch(name.removeprefix(HUB))):
+        return _from_hub_id(match["repo"], match["file"])
     try:
         path = Path(name).expanduser()
         path.exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -47,7 +48,7 @@ class Access:
         if name in sources.KNOWN:
             return name
         path = _resolved(name)
-        here = path is not None and self._allows(path) and path.exists()
+        here = path is not None and self._allows(path) and os.path.exists(path)  # False where the name is too long
         return self._hub_id(name) if sources.HUB_ID.fullmatch(name) and not here else str(self.path(name))
 
     def path(self, name: str) -> Path:
@@ -121,13 +122,12 @@ class Access:
         return DrafterSpec(spec.name, dataclasses.replace(spec.options, **opened))
 
     def _hub_id(self, name: str) -> str:
+        """The id as it is always taken from the hub: a folder of that name is not even looked for."""
         if not self._hub:
             raise Forbidden(
                 f"{quoted(name)} would come from the hub, which requests may not use here (serve --allow-hub)"
             )
-        if Path(name).exists():  # it would be opened instead
-            raise Forbidden(f"{quoted(name)} cannot be taken from the hub here; name it in the registry")
-        return name
+        return sources.HUB + name
 
     def _allows(self, path: Path) -> bool:
         return any(path.is_relative_to(folder) for folder in self._folders)
