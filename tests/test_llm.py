@@ -229,6 +229,7 @@ def test_close_ends_the_engine_and_may_be_called_twice(tiny_folder):
         (dict(rule="hope"), "unknown rule 'hope'"),
         (dict(speed=11), "unknown setting 'speed'; known: model"),
         (dict(max_batch=0), "max_batch must be at least 1"),
+        (dict(max_batch=2049), "max_batch must be at most 2048"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(tiny_folder, settings, reason):

@@ -66,8 +66,9 @@ class Settings:
         for name, least in _LEAST.items():
             if not getattr(self, name) >= least:
                 raise OutriderError(f"{name} must be at least {least}, not {getattr(self, name)}")
-        if self.threads > 1024:
-            raise OutriderError(f"threads must be at most 1024, not {self.threads}")
+        for name, most in _MOST.items():
+            if getattr(self, name) > most:
+                raise OutriderError(f"{name} must be at most {most}, not {getattr(self, name)}")
         if self.backend == "local":
             self._refuse_what_is_vllms()
 
@@ -163,6 +164,7 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
 _CHOICES = {"backend": BACKENDS, "dtype": DTYPES, "quantize": QUANTIZE, "rule": RULES}
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 VLLM_DEFAULTS = ("dtype", *_PARALLEL, "engine_args")  # how vLLM runs, whatever the model
+MOST_BATCH = 2048  # sequences at once: each has its state in memory, and a pass of more pays nowhere
 _LEAST = {
     "max_batch": 1,
     "max_draft_batch": 0,
@@ -171,6 +173,7 @@ _LEAST = {
     "threads": 0,
     **dict.fromkeys(_PARALLEL, 1),
 }
+_MOST = {"max_batch": MOST_BATCH, "threads": 1024}
 _TYPES: dict[str, tuple[Any, str]] = {
     "str": (str, "text"),
     "bool": (bool, "true or false"),

@@ -9,6 +9,7 @@ from tiny import Markov
 
 from outrider.backends.base import BackendStopped, StepClock
 from outrider.backends.faults import REPEATS, FaultCounter
+from outrider.core.errors import OutriderError
 from outrider.core.request import Request
 from outrider.core.sampling import SamplingParams
 
@@ -111,6 +112,12 @@ class TestWhatItSurvives:
         for _ in range(3 * REPEATS):
             assert not counter.failed(FULL)
             counter.succeeded()
+
+    def test_memory_that_runs_out_is_known_behind_the_words_for_the_user(self):
+        error = OutriderError("a pass of 512 rows does not fit: lower --max-batch")
+        error.__cause__ = FULL
+        counter = FaultCounter()
+        assert [counter.failed(error) for _ in range(REPEATS)] == [False] * (REPEATS - 1) + [True]
 
 
 def _raise(error):

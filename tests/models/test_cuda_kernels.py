@@ -10,13 +10,14 @@ from outrider.models.base import Feed
 from outrider.models.cuda import attention, product
 from outrider.models.cuda.attention import Attention, PartSums
 from outrider.models.cuda.batch import Batch, Field
-from outrider.models.cuda.model import CudaLlama
+from outrider.models.cuda.model import SLOTS, CudaLlama
 from outrider.models.cuda.pages import Pages
 from outrider.models.cuda.product import Around, Workspace, linear, norm_scales
 from outrider.models.linear import Dense
 from outrider.models.llama import Llama, LlamaConfig, Weights
 from outrider.models.rope import Rope
 from outrider.models.stack import Layer, TorchStack
+from outrider.settings import MOST_BATCH
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled: tests/gpu"),
@@ -167,12 +168,14 @@ def weights(layers=1, vocab=60, hidden=32, inner=40, heads=4, kv=2, d=16):
     return config, Weights(Dense(rand(vocab, hidden)), stack, 1 + rand(hidden), Dense(rand(vocab, hidden)), rope)
 
 
-def test_a_model_of_these_kernels_equals_plain_torch():
-    models = Llama(*weights()), CudaLlama(*weights(), 1 << 20)
+@pytest.mark.parametrize("vocab", [60, 2100])
+def test_a_model_of_these_kernels_equals_plain_torch(vocab):
+    """With 2,100 tokens the sums of the output matrix alone are taken in parts."""
+    models = Llama(*weights(vocab=vocab)), CudaLlama(*weights(vocab=vocab), 1 << 20)
     rng = random.Random(1)
 
     def text(count):
-        return [rng.randrange(60) for _ in range(count)]
+        return [rng.randrange(vocab) for _ in range(count)]
 
     def run(feeds, layers=()):
         for plain, ours in zip(*(model.forward(feeds, layers) for model in models), strict=True):
@@ -186,6 +189,10 @@ def test_a_model_of_these_kernels_equals_plain_torch():
         model.crop(1, 67, (0, 3, 4))
         model.crop(2, 4, (0,))
     run([Feed(1, text(1)), Feed(2, text(2))])
+
+
+def test_the_page_table_has_a_row_for_every_sequence_that_runs_or_is_paused():
+    assert SLOTS >= 2 * MOST_BATCH
 
 
 def test_a_page_table_that_is_still_on_its_way_is_not_overwritten():

@@ -9,6 +9,9 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
 
 
 def out_of_memory(error: BaseException) -> bool:
+    """Also where the failure was put into words for the user."""
+    if error.__cause__ is not None and out_of_memory(error.__cause__):
+        return True
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return any(words in str(error) for words in _OUT_OF_MEMORY)

@@ -107,7 +107,7 @@ class Passes:
     def __init__(
         self, config: LlamaConfig, widest: int, dtype: torch.dtype, device: torch.device, graphs: bool
     ) -> None:
-        """`widest`: outputs of the largest matrix whose strips are shared. `graphs`: False runs kernel by kernel."""
+        """`widest`: outputs of the largest matrix that is summed in parts. `graphs`: False runs kernel by kernel."""
         self._config, self._widest, self._dtype, self._device = config, widest, dtype, device
         self._graphs = graphs and device.type == "cuda"
         self._passes: dict[Shape, DevicePass] = {}

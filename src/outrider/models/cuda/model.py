@@ -22,12 +22,12 @@ from outrider.models.cuda import kernels
 from outrider.models.cuda.batch import FEW_ROWS, NODES, Batch, Field
 from outrider.models.cuda.graphs import GIB, DevicePass, Passes, pinned, shape_of
 from outrider.models.cuda.pages import Pages
-from outrider.models.cuda.product import Around, linear, norm_scales
+from outrider.models.cuda.product import Around, linear, norm_scales, widest_in_parts
 from outrider.models.linear import Dense
 from outrider.models.llama_weights import LlamaConfig, ReadableWeights, Weights
 
 PAGE = 32  # tokens of one page of keys and values: beginnings are shared in pages, so few tokens are run again
-SLOTS = 4096  # sequences at once
+SLOTS = 4096  # sequences at once: twice the largest max_batch (settings.MOST_BATCH), as that many may be paused
 
 
 class CudaLlama(ReadableWeights):
@@ -66,7 +66,8 @@ class CudaLlama(ReadableWeights):
     def _allocate(self) -> None:
         config, device = self.config, self.device
         shape = (config.num_layers, 2, self._pages.count, config.num_kv_heads, PAGE, config.head_dim)
-        widest = max(_dense(part).weight.shape[0] for layer in self._layers for part in (layer.qkv, layer.output))
+        parts = (part for layer in self._layers for part in (layer.qkv, layer.output, layer.down))
+        widest = widest_in_parts(_dense(part).weight for part in (*parts, self.weights.head))
         try:
             # zeros: what lies past the end of a sequence is multiplied by 0, and 0 * nan is nan
             self._cache = torch.zeros(shape, dtype=self.dtype, device=device)

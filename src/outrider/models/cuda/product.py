@@ -12,6 +12,7 @@ bound by arithmetic: a program takes a tile of rows and outputs, through the ten
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -282,6 +283,11 @@ def tiling(size: int, inner: int, gate: bool = False) -> Tiling:
     return Tiling(width, block, split, warps, stages)
 
 
+def widest_in_parts(weights: Iterable[Tensor]) -> int:
+    """Outputs of the largest of these matrices whose sums are taken in parts, which share a workspace; 0: of none."""
+    return max((weight.shape[0] for weight in weights if tiling(*weight.shape).split > 1), default=0)
+
+
 @dataclass(frozen=True)
 class Tile:
     """What a program of many rows takes."""
@@ -328,7 +334,7 @@ class Workspace:
     """What the kernels of a pass hand to each other, for up to `rows` rows."""
 
     def __init__(self, rows: int, hidden: int, widest: int, dtype: torch.dtype, device: torch.device) -> None:
-        """`widest`: outputs of the largest matrix whose strips are shared."""
+        """`widest`: outputs of the largest matrix whose sums are taken in parts."""
         # squares of bfloat16 and float16 are exact in float32, those of float32 in float64: sums of either are the same
         # whether a product is rounded before it is added or not, which compilers decide as they like
         exact = torch.float64 if dtype == torch.float32 else torch.float32

@@ -17,7 +17,7 @@ from outrider.server.faces.fields import MOST_LISTED, Ignored, Name, Uid, Word
 from outrider.server.fleet.fleet import Description
 from outrider.server.fleet.spec import LaunchSpec
 from outrider.server.registry import Choice
-from outrider.settings import VLLM_DEFAULTS, from_mapping
+from outrider.settings import MOST_BATCH, VLLM_DEFAULTS, from_mapping
 
 router = APIRouter(tags=["Xinference"])
 
@@ -29,7 +29,6 @@ DeviceIndex = Annotated[StrictInt, Field(ge=0, lt=1024)]
 
 # How large a model may be run that a request launches.
 CORES = os.cpu_count() or 1  # threads
-MOST_SEQUENCES = 4096  # sequences at once: each has its state in memory, and a pass of more than this pays nowhere
 MOST_MEMORY = 1024.0  # GiB for keys and values, where it is a GPU's; a CPU's is what the machine has
 GIB = 1 << 30
 
@@ -83,7 +82,7 @@ class LaunchBody(Placement):
     dtype: Word | None = None
     rule: Word | None = None
     pace: StrictBool | None = None
-    max_batch: Annotated[StrictInt, Field(le=MOST_SEQUENCES)] | None = None
+    max_batch: Annotated[StrictInt, Field(le=MOST_BATCH)] | None = None
     cache_memory: Annotated[float, Field(le=MOST_MEMORY)] | None = None
     threads: Annotated[StrictInt, Field(le=CORES)] | None = None
 
