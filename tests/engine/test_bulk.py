@@ -41,9 +41,13 @@ class PagedMarkov:
 
     def begin(self, id, tokens):
         self.begun.append(id)
+        return 0
 
     def seen(self, id, tokens):
         self.committed[id] = list(tokens)
+
+    def forget_prefixes(self):
+        self.committed.clear()
 
     def write(self, ids, last, dice, temperatures, steps):
         self.written.append(list(ids))

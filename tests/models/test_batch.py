@@ -5,13 +5,13 @@ import numpy as np
 from outrider.core.draft import Draft
 from outrider.models.base import Feed
 from outrider.models.cuda.batch import LARGE_TILE, SMALL_TILE, Batch, Field
-from outrider.models.cuda.pages import Pages
+from outrider.models.cuda.pages import PageTable
 
 TREE = Draft((5, 6, 7, 8, 9), (-1, -1, 0, 0, 3))
 
 
 def written(feeds, held=(), group=3, rows=None):
-    pages = Pages(50, 4, 8, 200)
+    pages = PageTable(50, 4, 8, 200)
     for id, count in held:
         pages.extend(id, count)
     batch = Batch(feeds, pages, group)

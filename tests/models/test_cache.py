@@ -63,12 +63,12 @@ def test_it_grows_by_doubling_and_forgets_nothing():
     assert held.extend(0, 0).size == 8 * (1 + EXTRA)
 
 
-def large_cache(clean):
-    return Cache(4, 4, 256, torch.float32, torch.device("cpu"), clean)  # so that a buffer takes some pages
+def large_cache():
+    return Cache(4, 4, 256, torch.float32, torch.device("cpu"))  # so that a buffer takes some pages
 
 
 def test_the_buffer_of_a_sequence_that_ended_is_taken_over():
-    held = large_cache(False)
+    held = large_cache()
     first = held.extend(0, 1000).keys
     held.free(0)
     second = held.extend(1, 700)
@@ -80,14 +80,14 @@ def test_the_buffer_of_a_sequence_that_ended_is_taken_over():
 
 
 def test_a_buffer_that_was_outgrown_is_taken_over_too():
-    held = large_cache(False)
+    held = large_cache()
     small = held.extend(0, 300).keys
     held.extend(0, 300)
     assert held.extend(1, 300).keys is small
 
 
 def test_nothing_of_the_sequence_before_is_left_where_it_could_be_seen():
-    held = large_cache(True)
+    held = large_cache()
     held.extend(0, 300).keys.fill_(float("nan"))
     held.free(0)
     slot = held.extend(1, 200)
@@ -96,7 +96,7 @@ def test_nothing_of_the_sequence_before_is_left_where_it_could_be_seen():
 
 
 def test_not_more_than_a_few_are_kept():
-    held = large_cache(False)
+    held = large_cache()
     for id in range(6):
         held.extend(id, 300)
     for id in range(6):

@@ -11,7 +11,7 @@ from outrider.models.cuda import attention, product
 from outrider.models.cuda.attention import Attention, PartSums
 from outrider.models.cuda.batch import Batch, Field
 from outrider.models.cuda.model import SLOTS, CudaLlama
-from outrider.models.cuda.pages import Pages
+from outrider.models.cuda.pages import PageTable
 from outrider.models.cuda.product import Around, Workspace, linear, norm_scales
 from outrider.models.linear import Dense
 from outrider.models.llama import Llama, LlamaConfig, Weights
@@ -81,7 +81,7 @@ class Cache:
     """Keys and values of some sequences in pages, and attention over them in plain torch."""
 
     def __init__(self, chunk, window=0):
-        self.chunk, self.window, self.pages = chunk, window, Pages(80, 4, 6, 400)
+        self.chunk, self.window, self.pages = chunk, window, PageTable(80, 4, 6, 400)
         made = torch.Generator().manual_seed(5)
         self.keys, self.values = (torch.randn(80, KV, 4, D, generator=made) for _ in range(2))
         self.made = made

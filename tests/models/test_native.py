@@ -361,6 +361,26 @@ class TestModels:
                 path = [draft.tokens[i] for i in draft.path(node)]
                 assert torch.equal(output.logits[node + 1], one_by_one(model, [*text, *path])[-1])
 
+    def test_bits_do_not_depend_on_a_prefix_from_the_cache(self, name):
+        """Computed in any chunks, by a sequence that runs or has ended."""
+        model, text = pair(name)[0], tokens(100, seed=11)
+        plain, seen = one_by_one(model, text), 0
+        for size in (7, 1, 40, 52):
+            model.forward([Feed("first", text[seen : seen + size])])
+            seen += size
+            model.seen("first", text[:seen])
+        assert model.begin("second", text) == 96
+        (output,) = model.forward([Feed("second", text[96:98], Draft.chain(text[98:]))])
+        assert torch.equal(output.logits, plain[97:])
+        for id in ("first", "second"):
+            model.free(id)
+        other = [*text[:70], 3]
+        assert model.begin("third", other) == 64
+        (output,) = run(model, [Feed("third", other[64:], TREES["branches"])])
+        for node in range(ROOT, 7):
+            path = [TREES["branches"].tokens[i] for i in TREES["branches"].path(node)]
+            assert torch.equal(output.logits[node + 1], one_by_one(model, [*other, *path])[-1])
+
 
 @st.composite
 def schedules(draw):

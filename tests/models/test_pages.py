@@ -5,7 +5,7 @@ import random
 import pytest
 
 from outrider.core.errors import OutriderError
-from outrider.models.cuda.pages import TRASH, Pages
+from outrider.models.cuda.pages import TRASH, PageTable
 
 
 def text(seed, count):
@@ -18,7 +18,7 @@ def held(pages, id):
 
 
 def test_a_sequence_gets_pages_as_it_grows_and_gives_them_back():
-    pages = Pages(10, 4, 3, 40)
+    pages = PageTable(10, 4, 3, 40)
     pages.extend(1, 5)
     assert len(held(pages, 1)) == 2
     assert pages.length(1) == 5
@@ -34,7 +34,7 @@ def test_a_sequence_gets_pages_as_it_grows_and_gives_them_back():
 
 
 def test_the_table_says_where_tokens_lie():
-    pages = Pages(10, 4, 3, 40)
+    pages = PageTable(10, 4, 3, 40)
     holder = pages.extend(7, 10)
     assert pages.table[holder.slot, :3].tolist() == held(pages, 7)
     assert holder.slot in pages.changed
@@ -43,7 +43,7 @@ def test_the_table_says_where_tokens_lie():
 
 
 def test_a_new_sequence_shares_what_others_have_of_its_beginning_but_never_all():
-    pages = Pages(20, 4, 5, 60)
+    pages = PageTable(20, 4, 5, 60)
     first = text(1, 12)
     pages.extend(1, 12)
     pages.name(1, first)
@@ -58,7 +58,7 @@ def test_a_new_sequence_shares_what_others_have_of_its_beginning_but_never_all()
 
 
 def test_only_committed_full_pages_are_shared():
-    pages = Pages(20, 4, 5, 60)
+    pages = PageTable(20, 4, 5, 60)
     tokens = text(1, 12)
     pages.extend(1, 12)
     pages.name(1, tokens[:7])  # what comes after is a draft
@@ -68,7 +68,7 @@ def test_only_committed_full_pages_are_shared():
 
 
 def test_the_same_page_after_another_beginning_is_another_page():
-    pages = Pages(20, 4, 5, 60)
+    pages = PageTable(20, 4, 5, 60)
     end = text(3, 4)
     pages.extend(1, 8)
     pages.name(1, [*text(1, 4), *end])
@@ -77,7 +77,7 @@ def test_the_same_page_after_another_beginning_is_another_page():
 
 
 def test_pages_that_nobody_holds_are_known_until_they_are_needed():
-    pages = Pages(7, 4, 3, 40)
+    pages = PageTable(7, 4, 3, 40)
     tokens = text(1, 8)
     pages.extend(1, 8)
     pages.name(1, tokens)
@@ -93,7 +93,7 @@ def test_pages_that_nobody_holds_are_known_until_they_are_needed():
 
 
 def test_a_full_cache_and_too_many_sequences_are_said_so():
-    pages = Pages(4, 4, 2, 40)
+    pages = PageTable(4, 4, 2, 40)
     pages.extend(1, 12)
     with pytest.raises(OutriderError, match="the cache is full: 1 pages of 4 tokens are needed, 0 free"):
         pages.extend(2, 1)
@@ -102,7 +102,7 @@ def test_a_full_cache_and_too_many_sequences_are_said_so():
 
 
 def test_nothing_is_lost_whatever_happens():
-    luck, pages = random.Random(0), Pages(40, 4, 8, 60)
+    luck, pages = random.Random(0), PageTable(40, 4, 8, 60)
     texts = [text(n % 3, 50) for n in range(200)]
     live = {}
     for id, tokens in enumerate(texts):
@@ -128,7 +128,7 @@ def test_nothing_is_lost_whatever_happens():
 
 def test_a_token_that_was_not_run_yet_fills_no_page():
     """The engine names one more token than the cache has seen: the newest is run with the next pass."""
-    pages = Pages(20, 4, 5, 60)
+    pages = PageTable(20, 4, 5, 60)
     tokens = text(3, 8)
     pages.extend(1, 7)
     pages.name(1, tokens)
@@ -137,7 +137,7 @@ def test_a_token_that_was_not_run_yet_fills_no_page():
 
 
 def test_a_page_that_is_taken_again_is_given_to_nobody_else():
-    pages = Pages(6, 4, 5, 60)
+    pages = PageTable(6, 4, 5, 60)
     tokens = text(4, 4)
     pages.extend(1, 4)
     pages.name(1, tokens)
@@ -149,7 +149,7 @@ def test_a_page_that_is_taken_again_is_given_to_nobody_else():
 
 
 def test_the_end_of_a_text_is_forgotten_before_its_beginning():
-    pages = Pages(5, 4, 5, 60)
+    pages = PageTable(5, 4, 5, 60)
     tokens = text(5, 16)
     pages.extend(1, 16)
     pages.name(1, tokens)

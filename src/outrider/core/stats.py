@@ -14,6 +14,7 @@ from outrider.core.draft import Draft
 class Stats:
     tokens: int = 0  # written
     steps: int = 0  # passes of the target that wrote something
+    cached: int = 0  # tokens of the prompt that were not run, because the cache had them from other sequences
     drafts: int = 0  # steps that verified a draft
     drafted: int = 0
     accepted: int = 0
@@ -81,6 +82,7 @@ class Stats:
         return {
             "tokens": self.tokens,
             "steps": self.steps,
+            "cached": self.cached,
             "drafts": self.drafts,
             "drafted": self.drafted,
             "accepted": self.accepted,

@@ -14,7 +14,7 @@ from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext, Drafter, RetokenizedModel, Step
 from outrider.drafters.retokenize import Translation
-from outrider.models.base import Feed, Model, Paged
+from outrider.models.base import Feed, Model, Paged, SharesPrefixes
 
 CHUNK = 512  # tokens of a prompt that one pass takes in, as many as the target's by default
 
@@ -28,6 +28,9 @@ class ModelDrafter(Drafter):
         if length < 1:
             raise OutriderError(f"{self.name}:length must be at least 1, not {length}")
         self._model, self._vocab, self._length, self._greedy = model, vocab_size, length, greedy
+        # it can share only what it reads as the target does: the target's tokens, all of which it knows
+        known = model.vocab_size >= vocab_size
+        self._prefixes = model if known and isinstance(model, SharesPrefixes) else None
         self._committed: dict[int, int] = {}  # tokens that were committed when the sequence was last drafted for
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
@@ -77,6 +80,8 @@ class ModelDrafter(Drafter):
 
     def _unseen(self, seq: Sequence) -> list[int]:
         """The tokens that the draft model has not seen; all but the last chunk of a long stretch are run here."""
+        if self._prefixes is not None and not self._model.length(seq.id):
+            self._prefixes.begin(seq.id, seq.tokens)
         tokens = self._known(seq.tokens[self._model.length(seq.id) :])
         while len(tokens) > CHUNK:
             self._model.forward([Feed(seq.id, tokens[:CHUNK])])
@@ -87,6 +92,8 @@ class ModelDrafter(Drafter):
         committed = self._committed.pop(step.seq.id, None)
         if committed is not None and step.verdict is not None:
             self._model.crop(step.seq.id, committed + len(step.verdict.path))
+            if self._prefixes is not None:
+                self._prefixes.seen(step.seq.id, step.seq.tokens)
 
     def forget(self, id: int) -> None:
         self._committed.pop(id, None)
@@ -136,7 +143,7 @@ class DraftModel(ModelDrafter):
     def _count(self, seq: Sequence, budget: int) -> int:
         """Other tokens may be more, and the scheduler has reserved memory for the target's only."""
         if self._translation is not None:
-            page = self._model.page if isinstance(self._model, Paged) else 1
+            page = self._model.page if isinstance(self._model, SharesPrefixes) else 1
             if not seq.tokens or self._translation.held(self._length + page) > self._model.capacity:
                 return 0
         return super()._count(seq, budget)

@@ -20,7 +20,7 @@ from outrider.engine.drafting import DrafterPool
 from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import FeedPlan, Limits, Scheduler
 from outrider.engine.throughput import ThroughputTrial
-from outrider.models.base import Feed, Model, Output, Outputs, Paged
+from outrider.models.base import Feed, Model, Output, Outputs, Paged, SharesPrefixes
 
 # Sequences on a GPU from which on it is measured whether drafts pay at all: for one they do, as its rows are free
 # (LOG, 2026-11-15, drafts on many sequences).
@@ -36,7 +36,8 @@ class Engine:
         self.model, self.policy = model, policy
         self._pool = DrafterPool(drafter, model)
         self._paged = model if isinstance(model, Paged) else None
-        page = 1 if self._paged is None else self._paged.page
+        self._prefixes = model if isinstance(model, SharesPrefixes) else None
+        page = 1 if self._prefixes is None else self._prefixes.page
         self.scheduler = Scheduler(limits, model.context, model.capacity, page)
         self._trial = ThroughputTrial()
         self._passing = False
@@ -78,10 +79,10 @@ class Engine:
 
     def step(self) -> list[Sequence]:
         """One pass of the target, or several of a large plain batch; the sequences that ended with it."""
-        for seq in self.scheduler.admit():
-            if self._paged is not None and not self._pool.of(seq).layers:  # a shared prefix brings no states
-                self._paged.begin(seq.id, seq.tokens)
+        self.scheduler.admit()
         running = self.scheduler.running
+        if self._prefixes is not None:
+            self._take_prefixes(self._prefixes, running)
         if not self._measures_drafting(running):
             return self._advance(drafting=True)
         settled = all(seq.output for seq in running)  # no prompt is left, which would take longer
@@ -94,13 +95,25 @@ class Engine:
     def _advance(self, drafting: bool) -> list[Sequence]:
         running, paged = self.scheduler.running, self._paged
         if paged is None or not bulk.possible(running, self._pool, drafting):
-            return self._pass(self.scheduler.plan(self.model.length), drafting)
+            return self._pass(self._plan(), drafting)
         if unread := bulk.unread(running, self.model.length):
-            return self._pass(self.scheduler.plan(self.model.length, unread), drafting=False)
+            return self._pass(self._plan(unread), drafting=False)
         begin = perf_counter()
         bulk.write(running, self.model, paged, self._wait)
         _share([("target", perf_counter() - begin)], running)
         return self.sweep()
+
+    def _take_prefixes(self, model: SharesPrefixes, running: Seq[Sequence]) -> None:
+        """A sequence whose prompt is not run yet takes what others have run of it by now."""
+        for seq in running:
+            if not seq.output and self._takes_prefix(seq):
+                seq.stats.cached += model.begin(seq.id, seq.tokens)
+
+    def _takes_prefix(self, seq: Sequence) -> bool:
+        return self._prefixes is not None and not self._pool.of(seq).layers  # a shared prefix brings no states
+
+    def _plan(self, seqs: Seq[Sequence] | None = None) -> list[FeedPlan]:
+        return self.scheduler.plan(self.model.length, seqs, self._takes_prefix)
 
     def _pass(self, plans: Seq[FeedPlan], drafting: bool) -> list[Sequence]:
         if not plans:
@@ -150,8 +163,8 @@ class Engine:
             logits = None if seq.params.logprobs is None else outputs[place].logits
             verdict = judge.commit(seq, draft, verdict, logits, drafter.name)
             self.model.crop(seq.id, seen, verdict.path)
-            if self._paged is not None:
-                self._paged.seen(seq.id, seq.tokens)
+        if self._prefixes is not None:
+            self._prefixes.seen(seq.id, seq.tokens)
         return Step(seq, plan.tokens, draft, verdict, hidden)
 
     def _measures_drafting(self, running: Seq[Sequence]) -> bool:

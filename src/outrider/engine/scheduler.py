@@ -137,11 +137,18 @@ class Scheduler:
             self.running = [*self.running, seq]
         return False
 
-    def plan(self, length: Callable[[int], int], seqs: Iterable[Sequence] | None = None) -> list[FeedPlan]:
-        """What each running sequence (or those of `seqs`) feeds next. `length` tells what the cache has seen."""
+    def plan(
+        self,
+        length: Callable[[int], int],
+        seqs: Iterable[Sequence] | None = None,
+        shares: Callable[[Sequence], bool] = lambda seq: False,
+    ) -> list[FeedPlan]:
+        """What each running sequence (or those of `seqs`) feeds next. `length` tells what the cache has seen.
+
+        `shares`: of a sequence, whether it waits while another feeds the same prefix, to take that over afterwards."""
         widest = self.limits.budget if len(self.running) <= (self.limits.drafting or len(self.running)) else 0
         unseen = [(seq, seq.tokens[length(seq.id) :]) for seq in (self.running if seqs is None else seqs)]
-        counts = self._chunks([(seq, len(tokens)) for seq, tokens in unseen if len(tokens) > 1])
+        counts = self._chunks([(seq, len(tokens)) for seq, tokens in unseen if len(tokens) > 1], shares)
         plans = []
         for seq, tokens in unseen:
             count = counts.get(seq.id, len(tokens))
@@ -150,7 +157,7 @@ class Scheduler:
                 plans.append(FeedPlan(seq, tokens[:count], min(widest, seq.left - 1) if last else 0, last))
         return plans
 
-    def _chunks(self, prompts: Seq[tuple[Sequence, int]]) -> dict[int, int]:
+    def _chunks(self, prompts: Seq[tuple[Sequence, int]], shares: Callable[[Sequence], bool]) -> dict[int, int]:
         """How much of each prompt this step takes in, by the sequence's id: requests take turns, in their order."""
         if not prompts:
             return {}
@@ -160,11 +167,26 @@ class Scheduler:
             order.append((turns[seq.request], place))
             turns[seq.request] += 1
         counts, budget = {}, self.limits.chunk
+        fed: list[tuple[Sequence, int]] = []  # of this step: the sequence, and how many of its tokens are run then
         for _, place in sorted(order):
             seq, count = prompts[place]
-            counts[seq.id] = min(count, budget)
+            seen = len(seq.tokens) - count
+            waits = budget > 0 and bool(fed) and shares(seq) and self._runs_elsewhere(seq, seen, fed)
+            counts[seq.id] = 0 if waits else min(count, budget)
             budget -= counts[seq.id]
+            if counts[seq.id]:
+                fed.append((seq, seen + counts[seq.id]))
         return counts
+
+    def _runs_elsewhere(self, seq: Sequence, seen: int, fed: Seq[tuple[Sequence, int]]) -> bool:
+        """Whether the next page of its prompt is run in this step for another sequence that begins alike."""
+        end = seen + self._page
+        if seen % self._page or end >= seq.prompt:  # it could not take that page over
+            return False
+        return any(
+            run >= end and other.tokens[seen:end] == seq.tokens[seen:end] and other.tokens[:seen] == seq.tokens[:seen]
+            for other, run in fed
+        )
 
     def retire(self) -> list[Sequence]:
         """The running sequences that have ended, taken off."""

@@ -89,18 +89,28 @@ class Model(Protocol):
 
 
 @runtime_checkable
-class Paged(Protocol):
-    """A model whose cache is made of pages, and which can write by itself."""
+class SharesPrefixes(Protocol):
+    """A model whose cache is made of pages, which sequences that begin alike share."""
 
     page: int  # tokens: a sequence takes memory for a multiple of this number
 
-    def begin(self, id: int, tokens: Sequence[int]) -> None:
-        """A sequence is about to be fed: what the cache has of its beginning, from others, counts as seen."""
+    def begin(self, id: int, tokens: Sequence[int]) -> int:
+        """A sequence is about to be fed: what the cache has of its beginning, from others, counts as seen. Returns how
+        many tokens were added so; may be asked again before every feed."""
         ...
 
     def seen(self, id: int, tokens: Sequence[int]) -> None:
         """`tokens` are committed: others that begin so may share what the cache holds of them."""
         ...
+
+    def forget_prefixes(self) -> None:
+        """What others may share now is forgotten: the next prompts are computed afresh."""
+        ...
+
+
+@runtime_checkable
+class Paged(SharesPrefixes, Protocol):
+    """Such a model that can also write by itself."""
 
     def write(
         self,

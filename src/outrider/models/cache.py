@@ -1,4 +1,4 @@
-"""Where keys and values lie: one growing buffer per sequence, so that attention on a CPU reads it in place."""
+"""Where keys and values of dense models lie: one growing buffer per sequence, so that torch reads it in place."""
 
 from __future__ import annotations
 
@@ -29,18 +29,9 @@ class Slot:
 
 
 class Cache:
-    def __init__(
-        self,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        clean: bool = True,
-    ) -> None:
-        """`clean`: what lies past the end is never a NaN. Masked attention multiplies it by 0, kernels skip it."""
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self._shape = (layers, kv_heads, head_dim)
-        self._dtype, self._device, self._clean = dtype, device, clean
+        self._dtype, self._device = dtype, device
         self._slots: dict[int, Slot] = {}
         self._spare: list[Slot] = []  # the last ones last
 
@@ -98,9 +89,8 @@ class Cache:
             slot = min(fitting, key=lambda slot: slot.size)
             self._spare.remove(slot)
             slot.length = 0
-            if self._clean:
-                slot.keys.zero_()
-                slot.values.zero_()
+            slot.keys.zero_()  # masked attention multiplies what lies past the end by 0: it must not be a NaN
+            slot.values.zero_()
             return slot
         layers, kv_heads, head_dim = self._shape
         shape = (layers, kv_heads, size, head_dim)

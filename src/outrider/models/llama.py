@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from outrider.models.base import Feed, Output
-from outrider.models.cache import Cache
+from outrider.models.cache import Cache, Slot
 from outrider.models.llama_weights import LlamaConfig, ReadableWeights, Weights
 from outrider.models.native.packed import Packed
 from outrider.models.native.stack import NativeStack
+from outrider.models.paged_cache import SIZE, PagedCache, PagedSlot
 from outrider.models.stack import Pass
 
-__all__ = ["Llama", "LlamaConfig", "Weights"]
+__all__ = ["Llama", "LlamaConfig", "PackedLlama", "Weights", "on_cpu"]
 
 _POSITIONS = 1024  # positions that the rotary tables begin with: enough for a short text, and little memory
 
@@ -26,13 +27,13 @@ class Llama(ReadableWeights):
         self.config, self.weights, self._memory = config, weights, memory
         self.vocab_size, self.num_layers, self.context = config.vocab_size, config.num_layers, config.context
         self.dtype, self.device = weights.norm.dtype, weights.norm.device
-        sizes, clean = (
-            (config.num_layers, config.num_kv_heads, config.head_dim),
-            not isinstance(weights.stack, NativeStack),
-        )
-        self._cache = Cache(*sizes, self.dtype, self.device, clean)
-        self.capacity = memory // (2 * self._cache.bytes_per_token)  # a buffer that doubles may be half empty
+        self._cache, self.capacity = self._memory_for(config.num_layers, config.num_kv_heads, config.head_dim)
         self._cos = self._sin = torch.empty(0)  # [positions met so far and some more, head_dim]
+
+    def _memory_for(self, *sizes: int) -> tuple[Cache | PagedCache, int]:
+        """The cache, and how many tokens it may hold."""
+        cache = Cache(*sizes, self.dtype, self.device)
+        return cache, self._memory // (2 * cache.bytes_per_token)  # a buffer that doubles may be half empty
 
     def length(self, id: int) -> int:
         return self._cache.length(id)
@@ -45,7 +46,7 @@ class Llama(ReadableWeights):
 
     def first(self, layers: int) -> Llama:
         weights = replace(self.weights, stack=self.weights.stack.first(layers))
-        return Llama(replace(self.config, num_layers=layers), weights, self._memory)
+        return type(self)(replace(self.config, num_layers=layers), weights, self._memory)
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], layers: Sequence[int] = ()) -> list[Output]:
@@ -58,7 +59,8 @@ class Llama(ReadableWeights):
         return _split(batch, logits, hidden)
 
     def _pass(self, feeds: Sequence[Feed]) -> Pass:
-        slots, rows = [], []
+        slots: list[Slot | PagedSlot] = []
+        rows = []
         positions: list[int] = []
         parents: list[int] = []
         for feed in feeds:
@@ -96,6 +98,30 @@ class Llama(ReadableWeights):
         if isinstance(self.weights.head, Packed):  # as the layers do it: every row alike, whatever shares the pass
             return self.weights.head(x, self.weights.norm, self.config.norm_eps)
         return self.weights.head(self.normed(x)).float()
+
+
+class PackedLlama(Llama):
+    """Layers that the kernels run: a row's keys and values are the same bits in any pass, so sequences share them."""
+
+    page = SIZE
+
+    def _memory_for(self, *sizes: int) -> tuple[PagedCache, int]:
+        self._pages = PagedCache(*sizes, memory=self._memory)
+        return self._pages, self._pages.count * SIZE
+
+    def begin(self, id: int, tokens: Sequence[int]) -> int:
+        return self._pages.begin(id, tokens)
+
+    def seen(self, id: int, tokens: Sequence[int]) -> None:
+        self._pages.name(id, tokens)
+
+    def forget_prefixes(self) -> None:
+        self._pages.forget_prefixes()
+
+
+def on_cpu(config: LlamaConfig, weights: Weights, memory: int) -> Llama:
+    """The model whose cache is laid out as its layers read it."""
+    return (PackedLlama if isinstance(weights.stack, NativeStack) else Llama)(config, weights, memory)
 
 
 def _split(batch: Pass, logits: Tensor, hidden: Tensor | None) -> list[Output]:

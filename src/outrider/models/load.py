@@ -14,7 +14,7 @@ from outrider.core.errors import OutriderError, one_line, quoted
 from outrider.models import sources, tokenizer as tokenizers
 from outrider.models.base import Model
 from outrider.models.gguf import GGUFFile
-from outrider.models.llama import Llama, LlamaConfig, Weights
+from outrider.models.llama import Llama, LlamaConfig, Weights, on_cpu
 from outrider.models.memory import return_heap
 from outrider.models.rope import FIXED, Rope, rope
 from outrider.models.tokenizer import Tokenizer
@@ -44,7 +44,7 @@ def load(name: str, where: LoadOptions) -> Loaded:
 def _model(config: LlamaConfig, weights: Weights, where: LoadOptions, notes: list[str]) -> Model:
     """The forward that suits the device."""
     if where.device.type != "cuda":
-        return Llama(config, weights, where.memory)
+        return on_cpu(config, weights, where.memory)
     try:
         from outrider.models.cuda.model import CudaLlama
     except ImportError as error:

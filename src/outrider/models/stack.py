@@ -16,6 +16,7 @@ from torch import Tensor
 from outrider.models.base import Feed
 from outrider.models.cache import Slot
 from outrider.models.linear import Linear
+from outrider.models.paged_cache import PagedSlot
 from outrider.models.rope import rotate
 
 FEW = 16  # queries up to which two small products beat the fused attention kernel
@@ -48,7 +49,7 @@ class Pass:
     """What a pass is made of, sequence by sequence; a row is a token or a node."""
 
     feeds: Sequence[Feed]
-    slots: Sequence[Slot]  # with the new rows already counted
+    slots: Sequence[Slot | PagedSlot]  # with the new rows already counted
     rows: Sequence[slice]
     positions: Sequence[int]  # per row
     parents: Sequence[int]  # per row: the row of its sequence that it follows, or -1
@@ -133,7 +134,8 @@ class TorchStack:
         mixed = torch.bmm(scores.softmax(-1), values)
         return mixed.view(heads, count, head_dim).transpose(0, 1).reshape(count, heads * head_dim)
 
-    def _span(self, rows: slice, slot: Slot, feed: Feed, x: Tensor) -> _Span:
+    def _span(self, rows: slice, slot: Slot | PagedSlot, feed: Feed, x: Tensor) -> _Span:
+        assert isinstance(slot, Slot)
         new, end = rows.stop - rows.start, slot.length
         window = self.config.sliding_window
         begin = 0 if window is None else max(0, end - new - window + 1)  # what the first new token still sees

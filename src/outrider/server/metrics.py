@@ -28,6 +28,8 @@ class Metrics:
         self.drafted_by = self._counter("drafter_draft_tokens", "Drafted tokens by drafter", [*model, "drafter"])
         self.accepted_by = self._counter("drafter_accepted_tokens", "Kept tokens by drafter", [*model, "drafter"])
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts", model)
+        self.prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens that the cache had, of all samples", model)
+        self.prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens of all samples", model)
         self.written = self._counter("generation_tokens", "Tokens written", model)
         self.steps = self._counter("steps", "Passes of the target that wrote something, per sequence", model)
         self.requests = self._counter("requests", "Requests that ended, by how", [*model, "finish_reason"])
@@ -44,8 +46,10 @@ class Metrics:
         )
         self.http = self._counter("http_requests", "Answers by path and status", ["path", "status"])
 
-    def record(self, model: str, stats: Stats) -> None:
-        """What one sample drafted, kept and wrote."""
+    def record(self, model: str, prompt: int, stats: Stats) -> None:
+        """What one sample of a prompt of that number of tokens took from the cache, drafted, kept and wrote."""
+        self.prefix_queries.labels(model).inc(prompt)
+        self.prefix_hits.labels(model).inc(stats.cached)
         self.drafts.labels(model).inc(stats.drafts)
         self.drafted.labels(model).inc(stats.drafted)
         self.accepted.labels(model).inc(stats.accepted)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.eagle.runner import ShownStates
-from outrider.models.cache import Slot
 from outrider.models.native import structs
 from outrider.models.native.library import library
 from outrider.models.native.packed import Packed, use_torch_threads
 from outrider.models.native.stack import NativeStack, pointer
+from outrider.models.paged_cache import PagedSlot
 from outrider.models.stack import Layer, StackConfig
 
 
@@ -94,7 +94,7 @@ class NativeHead(NativeStack):
 
     def chain(
         self,
-        slot: Slot,
+        slot: PagedSlot,
         start: int,
         tokens: Sequence[int],
         shown: Sequence[ShownStates],

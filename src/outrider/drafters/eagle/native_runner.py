@@ -14,10 +14,10 @@ from outrider.drafters.eagle.runner import HeadOutput, ShownStates
 from outrider.drafters.eagle.vocabulary import Lexicon, TextVocabulary
 from outrider.drafters.heads.output import OutputMatrix, pack
 from outrider.models.base import Readable
-from outrider.models.cache import Cache
 from outrider.models.native import structs
 from outrider.models.native.packed import TILE, Packed
 from outrider.models.native.stack import NativeStack
+from outrider.models.paged_cache import PagedCache
 from outrider.models.quant import quantise
 from outrider.models.stack import Layer, Pass, StackConfig
 
@@ -38,9 +38,7 @@ class PackedRunner:
         self._fc = pack(head.fc.weight, bits, head.fc.bias)
         self._embedding_norm = None if config.first else head.decoder[0].input_layernorm.weight.detach().contiguous()
         self._stack = self._start(head, target, [_layer(layer, bits) for layer in head.decoder])
-        device = torch.device("cpu")
-        sizes = config.depth, config.num_kv_heads, config.head_dim
-        self._cache = Cache(*sizes, torch.float32, device, clean=False)
+        self._cache = PagedCache(config.depth, config.num_kv_heads, config.head_dim)
         self._lengths: dict[int, int] = {}  # committed rows
         self._lexicon = self._words_of(head, target, bits, common) if common else None
         self._words: dict[int, _Own] = {}

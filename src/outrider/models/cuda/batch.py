@@ -17,7 +17,7 @@ import numpy as np
 from outrider.core.draft import Draft
 from outrider.core.errors import OutriderError
 from outrider.models.base import Feed
-from outrider.models.cuda.pages import Pages
+from outrider.models.cuda.pages import PageTable
 
 FEW_ROWS = 64  # up to which a pass counts as one of few rows: small tiles, and logits of all rows in one graph
 NODES = 64  # of one tree: bits of a row's mask
@@ -42,7 +42,7 @@ class Field(IntEnum):
 
 
 class Batch:
-    def __init__(self, feeds: Sequence[Feed], pages: Pages, group: int, ahead: int = 0) -> None:
+    def __init__(self, feeds: Sequence[Feed], pages: PageTable, group: int, ahead: int = 0) -> None:
         """Takes the pages that the feeds need, and those for `ahead` more tokens of each. `group`: query heads that
         share a key head."""
         self._parts: list[tuple[Feed, int, int]] = []  # feed, its slot, tokens held before

@@ -21,7 +21,7 @@ from outrider.models.base import Feed, Output, Outputs
 from outrider.models.cuda import kernels
 from outrider.models.cuda.batch import FEW_ROWS, NODES, Batch, Field
 from outrider.models.cuda.graphs import GIB, DevicePass, Passes, pinned, shape_of
-from outrider.models.cuda.pages import Pages
+from outrider.models.cuda.pages import PageTable
 from outrider.models.cuda.product import Around, linear, norm_scales, widest_in_parts
 from outrider.models.linear import Dense
 from outrider.models.llama_weights import LlamaConfig, ReadableWeights, Weights
@@ -49,7 +49,7 @@ class CudaLlama(ReadableWeights):
                 f"{memory / GIB:.2f} GiB for keys and values hold no page of {PAGE} tokens, which takes "
                 f"{PAGE * self.bytes_per_token / GIB:.3f} GiB; raise the cache memory (--cache-memory)"
             )
-        self._pages = Pages(count, PAGE, SLOTS, config.context + NODES)
+        self._pages = PageTable(count, PAGE, SLOTS, config.context + NODES)
         self.page, self.capacity = PAGE, (count - 1) * PAGE
         self._allocate()
 
@@ -90,12 +90,15 @@ class CudaLlama(ReadableWeights):
     def length(self, id: int) -> int:
         return self._pages.length(id)
 
-    def begin(self, id: int, tokens: Sequence[int]) -> None:
-        self._pages.begin(id, tokens)
+    def begin(self, id: int, tokens: Sequence[int]) -> int:
+        return self._pages.begin(id, tokens)
 
     def seen(self, id: int, tokens: Sequence[int]) -> None:
         """`tokens` are committed: other sequences that begin so may share what the cache holds of them."""
         self._pages.name(id, tokens)
+
+    def forget_prefixes(self) -> None:
+        self._pages.forget_prefixes()
 
     def crop(self, id: int, length: int, path: Sequence[int] = ()) -> None:
         kept = length + len(path)

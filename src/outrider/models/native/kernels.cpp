@@ -37,6 +37,7 @@ constexpr float LEAST = 1e-30f;   // blocks with nothing larger are zero: their 
 constexpr int AHEAD = 4096;       // bytes of weights that are asked for before they are used
 constexpr int TOGETHER = 12;      // queries that share one reading of keys and values
 constexpr int SERIAL = 4;         // rows whose small work is not worth sharing
+constexpr int PAGE = 32;          // tokens of a page of keys and values; a multiple of the 16 keys that are multiplied at a time
 
 struct Matrix {
     const uint8_t* q;      // [outputs / 16][inputs / 32][8][16][4] at 8 bits; half of that at 4
@@ -61,8 +62,9 @@ struct Layer {
 };
 
 struct Span {
-    float *keys, *values;  // of layer 0, [kv_heads][size][head_dim]
-    int64_t size;          // tokens that the buffer holds
+    float* const* pages;   // where the keys of each page of 32 tokens begin, of layer 0 and its first head: [32][head_dim]
+    int64_t values;        // floats from a page's keys to its values
+    int64_t head_stride;   // floats from one head's keys to the next one's
     int64_t layer_stride;  // floats from one layer's keys to the next one's
     int64_t start;         // tokens that were there before this pass
     int64_t first, rows;   // its rows of the pass
@@ -363,6 +365,17 @@ void product(const JoinedMatrices& w, const Activations& x, int64_t rows, float*
 
 // ---- attention ----
 
+// The keys, or the values, of one layer and one head, wherever their pages lie.
+struct PagedRows {
+    float* const* pages;
+    int64_t offset, size;  // floats from where a page begins to these rows; numbers of one row
+
+    float* at(int64_t place) const {
+        const uint64_t at = static_cast<uint64_t>(place);  // unsigned: a shift and a mask
+        return pages[at / PAGE] + offset + static_cast<int64_t>(at % PAGE) * size;
+    }
+};
+
 #if WIDE
 // Sums of 16 vectors, one per lane; every vector is added up by the same tree.
 __m512 sums_of(__m512 (&v)[16]) {
@@ -402,15 +415,16 @@ inline void dots16(const float* q, Key key, int64_t some, int64_t size, float fa
 #endif
 
 // scores = q . key * factor for the keys at `places`
-void dots(const float* q, const float* keys, const int32_t* places, int64_t seen, int64_t size, float factor, float* scores) {
+void dots(const float* q, const PagedRows& keys, const int32_t* places, int64_t seen, float factor, float* scores) {
     int64_t i = 0;
 #if WIDE
-    for (; size % 16 == 0 && i < seen; i += 16)
-        dots16(q, [&](int64_t k) { return keys + places[i + k] * size; }, seen - i < 16 ? seen - i : 16, size, factor, scores + i);
+    for (; keys.size % 16 == 0 && i < seen; i += 16)
+        dots16(q, [&](int64_t k) { return keys.at(places[i + k]); }, seen - i < 16 ? seen - i : 16, keys.size, factor, scores + i);
 #endif
     for (; i < seen; i++) {
+        const float* key = keys.at(places[i]);
         float total = 0;
-        for (int64_t d = 0; d < size; d++) total += q[d] * keys[places[i] * size + d];
+        for (int64_t d = 0; d < keys.size; d++) total += q[d] * key[d];
         scores[i] = total * factor;
     }
 }
@@ -475,14 +489,15 @@ float exponentials(float* scores, int64_t size, float most) {
 }
 
 // to = sum of scores[i] * values[places[i]] / total
-void mix(const float* scores, const float* values, const int32_t* places, int64_t seen, float total, int64_t size, float* to) {
+void mix(const float* scores, const PagedRows& values, const int32_t* places, int64_t seen, float total, float* to) {
+    const int64_t size = values.size;
     int64_t d = 0;
 #if WIDE
     const __m512 factor = _mm512_set1_ps(1.0f / total);
     for (; d + 64 <= size; d += 64) {
         __m512 sum[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
         for (int64_t i = 0; i < seen; i++) {
-            const float* value = values + places[i] * size + d;
+            const float* value = values.at(places[i]) + d;
             const __m512 score = _mm512_set1_ps(scores[i]);
             for (int j = 0; j < 4; j++) sum[j] = _mm512_fmadd_ps(score, _mm512_loadu_ps(value + 16 * j), sum[j]);
         }
@@ -491,7 +506,7 @@ void mix(const float* scores, const float* values, const int32_t* places, int64_
 #endif
     for (; d < size; d++) {
         float sum = 0;
-        for (int64_t i = 0; i < seen; i++) sum += scores[i] * values[places[i] * size + d];
+        for (int64_t i = 0; i < seen; i++) sum += scores[i] * values.at(places[i])[d];
         to[d] = sum * (1.0f / total);
     }
 }
@@ -502,6 +517,10 @@ void rotate(float* x, const float* cos, const float* sin, int64_t size) {
         x[i] = a * cos[i] + b * sin[i];
         x[i + size / 2] = b * cos[i + size / 2] + a * sin[i + size / 2];
     }
+}
+
+PagedRows keys_of(const Span& span, int64_t layer, int64_t kv_head, int64_t head_dim) {
+    return {span.pages, layer * span.layer_stride + kv_head * span.head_stride, head_dim};
 }
 
 // Normalise, rotate and store the new keys and values of one row.
@@ -515,9 +534,9 @@ void store_row(const Shape& s, const Layer& layer, const Span& span, int64_t ind
     }
     int64_t place = span.start + row;
     for (int64_t h = 0; h < s.kv_heads; h++) {
-        int64_t to = index * span.layer_stride + (h * span.size + place) * s.head_dim;
-        std::memcpy(span.keys + to, qkv + (s.heads + h) * s.head_dim, s.head_dim * sizeof(float));
-        std::memcpy(span.values + to, qkv + (s.heads + s.kv_heads + h) * s.head_dim, s.head_dim * sizeof(float));
+        float* key = keys_of(span, index, h, s.head_dim).at(place);
+        std::memcpy(key, qkv + (s.heads + h) * s.head_dim, s.head_dim * sizeof(float));
+        std::memcpy(key + span.values, qkv + (s.heads + s.kv_heads + h) * s.head_dim, s.head_dim * sizeof(float));
     }
 }
 
@@ -530,25 +549,29 @@ struct Query {
     float* to;
 };
 
-void attend(const Query& query, const float* keys, const float* values, int64_t size) {
-    dots(query.q, keys, query.places, query.seen, size, 1.0f / std::sqrt(static_cast<float>(size)), query.scores);
+void attend(const Query& query, const PagedRows& keys, const PagedRows& values) {
+    dots(query.q, keys, query.places, query.seen, 1.0f / std::sqrt(static_cast<float>(keys.size)), query.scores);
     float total = exponentials(query.scores, query.seen, largest(query.scores, query.seen));
-    mix(query.scores, values, query.places, query.seen, total, size, query.to);
+    mix(query.scores, values, query.places, query.seen, total, query.to);
 }
 
 #if WIDE
 // sums += score * value for keys [begin, end) and up to 4 queries, 64 of the head's numbers
 template <int N>
-inline void mix_some(const Query* queries, const float* values, int64_t begin, int64_t end, int64_t size, int64_t d) {
+inline void mix_some(const Query* queries, const PagedRows& values, int64_t begin, int64_t end, int64_t d) {
     __m512 sums[N][4];
     for (int n = 0; n < N; n++)
         for (int j = 0; j < 4; j++) sums[n][j] = _mm512_loadu_ps(queries[n].to + d + 16 * j);
-    for (int64_t i = begin; i < end; i++) {
-        __m512 value[4];
-        for (int j = 0; j < 4; j++) value[j] = _mm512_loadu_ps(values + i * size + d + 16 * j);
-        for (int n = 0; n < N; n++) {
-            const __m512 score = _mm512_set1_ps(queries[n].scores[i]);
-            for (int j = 0; j < 4; j++) sums[n][j] = _mm512_fmadd_ps(score, value[j], sums[n][j]);
+    for (int64_t page = begin; page < end; page += PAGE) {
+        const float* first = values.at(page) + d;
+        const int64_t some = end - page < PAGE ? end - page : PAGE;
+        for (int64_t i = 0; i < some; i++) {
+            __m512 value[4];
+            for (int j = 0; j < 4; j++) value[j] = _mm512_loadu_ps(first + i * values.size + 16 * j);
+            for (int n = 0; n < N; n++) {
+                const __m512 score = _mm512_set1_ps(queries[n].scores[page + i]);
+                for (int j = 0; j < 4; j++) sums[n][j] = _mm512_fmadd_ps(score, value[j], sums[n][j]);
+            }
         }
     }
     for (int n = 0; n < N; n++)
@@ -557,16 +580,19 @@ inline void mix_some(const Query* queries, const float* values, int64_t begin, i
 
 // Queries that all see the keys [0, shared) first: each piece of keys and values is read once for all of them. Every
 // query's numbers are those that it would get alone.
-void attend_together(const Query* queries, int64_t count, const float* keys, const float* values, int64_t shared, int64_t size) {
+void attend_together(const Query* queries, int64_t count, const PagedRows& keys, const PagedRows& values, int64_t shared) {
+    const int64_t size = keys.size;
     const float factor = 1.0f / std::sqrt(static_cast<float>(size));
-    for (int64_t i = 0; i < shared; i += 16)
+    for (int64_t i = 0; i < shared; i += 16) {
+        const float* first = keys.at(i);  // the 16 lie in one page
         for (int64_t n = 0; n < count; n++)
-            dots16(queries[n].q, [&](int64_t k) { return keys + (i + k) * size; }, shared - i < 16 ? shared - i : 16, size,
-                   factor, queries[n].scores + i);
+            dots16(queries[n].q, [&](int64_t k) { return first + k * size; }, shared - i < 16 ? shared - i : 16, size, factor,
+                   queries[n].scores + i);
+    }
     float totals[TOGETHER];
     for (int64_t n = 0; n < count; n++) {
         const Query& query = queries[n];
-        dots(query.q, keys, query.places + shared, query.seen - shared, size, factor, query.scores + shared);
+        dots(query.q, keys, query.places + shared, query.seen - shared, factor, query.scores + shared);
         totals[n] = exponentials(query.scores, query.seen, largest(query.scores, query.seen));
         std::memset(query.to, 0, size * sizeof(float));
     }
@@ -574,30 +600,32 @@ void attend_together(const Query* queries, int64_t count, const float* keys, con
         const int64_t end = begin + 64 < shared ? begin + 64 : shared;
         for (int64_t n = 0; n < count; n += 4)
             for (int64_t d = 0; d < size; d += 64) switch (count - n) {
-                    case 1: mix_some<1>(queries + n, values, begin, end, size, d); break;
-                    case 2: mix_some<2>(queries + n, values, begin, end, size, d); break;
-                    case 3: mix_some<3>(queries + n, values, begin, end, size, d); break;
-                    default: mix_some<4>(queries + n, values, begin, end, size, d);
+                    case 1: mix_some<1>(queries + n, values, begin, end, d); break;
+                    case 2: mix_some<2>(queries + n, values, begin, end, d); break;
+                    case 3: mix_some<3>(queries + n, values, begin, end, d); break;
+                    default: mix_some<4>(queries + n, values, begin, end, d);
                 }
     }
     for (int64_t n = 0; n < count; n++) {
         const Query& query = queries[n];
-        for (int64_t i = shared; i < query.seen; i++)
+        for (int64_t i = shared; i < query.seen; i++) {
+            const float* value = values.at(query.places[i]);
             for (int64_t d = 0; d < size; d += 16)
-                _mm512_storeu_ps(query.to + d, _mm512_fmadd_ps(_mm512_set1_ps(query.scores[i]), _mm512_loadu_ps(values + query.places[i] * size + d),
+                _mm512_storeu_ps(query.to + d, _mm512_fmadd_ps(_mm512_set1_ps(query.scores[i]), _mm512_loadu_ps(value + d),
                                                                _mm512_loadu_ps(query.to + d)));
+        }
         const __m512 inverse = _mm512_set1_ps(1.0f / totals[n]);
         for (int64_t d = 0; d < size; d += 16) _mm512_storeu_ps(query.to + d, _mm512_mul_ps(_mm512_loadu_ps(query.to + d), inverse));
     }
 }
 #endif
 
-void attend_all(const Query* queries, int64_t count, const float* keys, const float* values, [[maybe_unused]] int64_t shared,
-                int64_t size) {
+void attend_all(const Query* queries, int64_t count, const PagedRows& keys, const PagedRows& values,
+                [[maybe_unused]] int64_t shared) {
 #if WIDE
-    if (shared > 0 && size % 64 == 0) return attend_together(queries, count, keys, values, shared, size);
+    if (shared > 0 && keys.size % 64 == 0) return attend_together(queries, count, keys, values, shared);
 #endif
-    for (int64_t n = 0; n < count; n++) attend(queries[n], keys, values, size);
+    for (int64_t n = 0; n < count; n++) attend(queries[n], keys, values);
 }
 
 // The place of the largest logit, and its chance under softmax; the logits are overwritten.
@@ -688,14 +716,15 @@ struct HeadInputs {
 
 static void attend_item(const Shape& s, const Item& item, const Span& span, int64_t seen, int64_t index, int64_t all, float* scores,
                         const Work* work) {
-    const int64_t group = s.heads / s.kv_heads, at = index * span.layer_stride + item.kv_head * span.size * s.head_dim;
+    const int64_t group = s.heads / s.kv_heads;
+    const PagedRows keys = keys_of(span, index, item.kv_head, s.head_dim);
     Query queries[TOGETHER];
     for (int64_t n = 0; n < item.count; n++) {
         const int64_t row = span.first + (item.first + n) / group, h = item.kv_head * group + (item.first + n) % group;
         queries[n] = {work->qkv + row * all + h * s.head_dim, work->places + row * work->longest, work->seen[row],
                       scores + n * work->longest, work->mixed + (row * s.heads + h) * s.head_dim};
     }
-    attend_all(queries, item.count, span.keys + at, span.values + at, s.window ? 0 : seen, s.head_dim);
+    attend_all(queries, item.count, keys, {keys.pages, keys.offset + span.values, keys.size}, s.window ? 0 : seen);
 }
 
 // How many threads the calling thread's kernels use.

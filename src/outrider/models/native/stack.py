@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from outrider.core.errors import OutriderError
-from outrider.models.cache import Slot
 from outrider.models.native import structs
 from outrider.models.native.library import library
 from outrider.models.native.packed import Packed, PackedWorkspace, use_torch_threads
+from outrider.models.paged_cache import SIZE, PagedSlot
 from outrider.models.stack import Layer, Pass, StackConfig
 
 TOGETHER = 12  # queries that share one reading of keys and values; the same number as in kernels.cpp
@@ -43,6 +43,7 @@ class NativeStack:
             window=config.sliding_window or 0,
             eps=config.norm_eps,
         )
+        self._values = SIZE * config.head_dim  # floats from the keys of a page to its values, as PagedCache has them
         self._work: PackedWorkspace | None = None
         self._threads = 0  # that its buffers are for
         self._run = library().outrider_layers
@@ -111,14 +112,15 @@ class NativeStack:
 
     def _span(self, batch: Pass, index: int) -> structs.SpanStruct:
         slot, rows = batch.slots[index], batch.rows[index]
+        assert isinstance(slot, PagedSlot)
         return self.place(slot, slot.length - (rows.stop - rows.start), rows)
 
-    def place(self, slot: Slot, start: int, rows: slice) -> structs.SpanStruct:
+    def place(self, slot: PagedSlot, start: int, rows: slice) -> structs.SpanStruct:
         return structs.SpanStruct(
-            keys=slot.keys.data_ptr(),
-            values=slot.values.data_ptr(),
-            size=slot.size,
-            layer_stride=slot.keys.stride(0),
+            pages=slot.address,
+            values=self._values,
+            head_stride=2 * self._values,
+            layer_stride=2 * self._values * self.config.num_kv_heads,
             start=start,
             first=rows.start,
             rows=rows.stop - rows.start,

@@ -40,9 +40,9 @@ class LayerStruct(Structure):
 
 class SpanStruct(Structure):
     _fields_ = (
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("size", c_int64),
+        ("pages", c_void_p),
+        ("values", c_int64),
+        ("head_stride", c_int64),
         ("layer_stride", c_int64),
         ("start", c_int64),
         ("first", c_int64),

@@ -143,6 +143,8 @@ class AnswerWriter:
         prompt = sum(len(result.prompt_token_ids) for result in results)
         written = sum(len(sample.token_ids) for sample in samples)
         usage: Json = {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+        # of the first sample: a prompt counts once, and the other samples always find it
+        usage["prompt_tokens_details"] = {"cached_tokens": sum(result.stats.cached for result in results)}
         if self._body.prediction is not None:
             drafted, kept = stats.drafted_by_drafter[PREDICTION], stats.accepted_by_drafter[PREDICTION]
             usage["completion_tokens_details"] = {

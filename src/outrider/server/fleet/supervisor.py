@@ -431,7 +431,7 @@ class Worker:
         self._metrics.prompt_tokens.labels(self.uid).inc(len(result.prompt_token_ids))
         self._metrics.requests.labels(self.uid, result.finish_reason).inc()
         for sample in result.samples:
-            self._metrics.record(self.uid, sample.stats)
+            self._metrics.record(self.uid, len(sample.prompt_token_ids), sample.stats)
         speedup = stream.estimated_speedup(result.samples)
         if speedup is not None:
             self._metrics.speedup.labels(self.uid).observe(speedup)

@@ -1,0 +1,125 @@
+"""Keys and values on a CPU in pages, as the kernels read them: sequences share the pages of a common prefix.
+
+The kernels compute every row alike whatever shares its pass, so a page that another sequence has filled holds the bits
+that this one would compute. Pages of sequences that have ended are kept within the memory budget.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.models.large_pages import PAGE as LARGE, large
+from outrider.models.pages import Holder, Pages
+
+SIZE = 32  # tokens of a page, the same number as PAGE in kernels.cpp: a hit leaves fewer than these to be run again
+BLOCK = 32 << 20  # bytes of memory that pages are cut from, taken at a time: some large pages of the system, few calls
+_COLUMNS = 32  # pages that a sequence's table begins with: about a thousand tokens
+
+
+@dataclass(eq=False)
+class PagedSlot(Holder):
+    """One sequence's pages, and the table of their addresses for the kernels."""
+
+    table: np.ndarray[tuple[int], np.dtype[np.int64]] = field(default_factory=lambda: np.zeros(_COLUMNS, np.int64))
+    address: int = 0  # of the table
+
+    def __post_init__(self) -> None:
+        self.address = self.table.ctypes.data
+
+    @property
+    def size(self) -> int:
+        """Tokens that its pages have space for."""
+        return len(self.pages) * SIZE
+
+    def put(self, place: int, address: int) -> None:
+        if place >= len(self.table):
+            self.table = np.concatenate([self.table, np.zeros_like(self.table)])
+            self.address = self.table.ctypes.data
+        self.table[place] = address
+
+
+class PagedCache(Pages[PagedSlot]):
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, memory: int = 0) -> None:
+        """`memory`: bytes up to which pages of ended sequences are kept. Running sequences get what they need: how much
+        that may be is the scheduler's to decide."""
+        self._shape = (layers, kv_heads, 2, SIZE, head_dim)  # of a page: keys and values of a head side by side
+        super().__init__(memory // self._page_bytes, SIZE)
+        self._each = max(1, min(BLOCK // self._page_bytes, self.count))  # pages of a block
+        self._blocks: list[Tensor] = []
+        self._addresses: list[int] = []  # of the blocks
+
+    @property
+    def _page_bytes(self) -> int:
+        return 4 * math.prod(self._shape)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self._page_bytes // SIZE
+
+    @torch.inference_mode()  # a pass made the blocks in this mode, and only there may they be written
+    def crop(self, id: int, length: int, path: Sequence[int] = ()) -> None:
+        """Keep `length` tokens and the nodes of `path` that lie after them, moved together."""
+        slot = self._holders.get(id)
+        if slot is None:
+            return
+        assert not path or length >= slot.known * SIZE, "a node lies in a page that others share"
+        for place, node in enumerate(path):  # a node never moves onto one that is still to be moved
+            if node != place:
+                self._row(slot, length + place).copy_(self._row(slot, length + node))
+        slot.length = min(slot.length, length + len(path))
+        if slot.length < slot.known * SIZE:
+            self._unshare(slot)
+
+    def page(self, slot: PagedSlot, place: int) -> Tensor:
+        """[layers, kv_heads, 2, tokens, head_dim]: the keys and values of the sequence's page at `place`."""
+        block, page = divmod(slot.pages[place], self._each)
+        return self._blocks[block][page]
+
+    def _row(self, slot: PagedSlot, place: int) -> Tensor:
+        return self.page(slot, place // SIZE)[:, :, :, place % SIZE]
+
+    def _unshare(self, slot: PagedSlot) -> None:
+        """It goes on in the middle of what others may share: from there on its pages are its own."""
+        whole, rest = divmod(slot.length, SIZE)
+        gone, slot.pages, slot.known = slot.pages[whole:], slot.pages[:whole], whole
+        slot.name = self._name_of(slot.pages[-1]) if whole else 0
+        if rest:
+            self._give(slot, self._new())
+            block, page = divmod(gone[0], self._each)
+            self.page(slot, whole).copy_(self._blocks[block][page])
+        for page in reversed(gone):
+            self._let_go(page)
+
+    def _name_of(self, page: int) -> int:
+        """A name of its own where it was forgotten: no other text goes on from there."""
+        return self._known[self._keys[page]][1] if page in self._keys else next(self._names)
+
+    def _open(self) -> PagedSlot:
+        return PagedSlot()
+
+    def _put(self, holder: PagedSlot, place: int, page: int) -> None:
+        block, within = divmod(page, self._each)
+        while block >= len(self._blocks):
+            self._blocks.append(self._more())
+            self._addresses.append(self._blocks[-1].data_ptr())
+        holder.put(place, self._addresses[block] + within * self._page_bytes)
+
+    def _twice(self, holder: PagedSlot, page: int) -> None:
+        """It goes on with the known page, which has the same bits, and lets go of its own."""
+        own, holder.pages[holder.known] = holder.pages[holder.known], page
+        self._take(page)
+        self._put(holder, holder.known, page)
+        self._let_go(own)
+
+    def _more(self) -> Tensor:
+        shape = (self._each, *self._shape)
+        size = self._each * self._page_bytes
+        if size < LARGE:
+            return torch.zeros(shape)
+        return large(size)[:size].view(torch.float32).view(shape)

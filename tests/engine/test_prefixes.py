@@ -1,0 +1,235 @@
+"""Prompts that begin alike are run once on a CPU too, and the text is the same as without that."""
+
+import functools
+import itertools
+
+import packs
+import pytest
+import tiny
+from hypothesis import given, settings, strategies as st
+from packs import VOCAB
+from tiny import ALL_SPECS, drain, new_engine, plainly
+
+from outrider import drafters
+from outrider.core.errors import OutriderError
+from outrider.core.sampling import SamplingParams
+from outrider.core.sequence import Sequence
+from outrider.drafters.base import BuildContext, Drafter
+from outrider.engine.scheduler import Limits
+from outrider.models.base import Paged, SharesPrefixes
+from outrider.models.llama import PackedLlama
+from outrider.models.paged_cache import SIZE
+
+pytestmark = pytest.mark.native
+
+IDS = itertools.count()
+NONE = Drafter(Drafter.Options(), None)
+
+
+def weights():
+    model, _ = packs.family("llama", 4)
+    return model.config, model.weights
+
+
+def fresh(pages=1000):
+    """The model with a cache of its own."""
+    return PackedLlama(*weights(), memory=pages * SIZE * 2 * 3 * 2 * 8 * 4)
+
+
+def tokens(count, seed=0):
+    return [(i * i + 7 * seed * i + i // 5 + seed) % VOCAB for i in range(count)]
+
+
+@functools.cache
+def _alone(prompt, params):
+    return bits(plainly(fresh(), list(prompt), params))
+
+
+def alone(seq):
+    """What the sequence writes plainly on a model that has seen nothing."""
+    return _alone(tuple(seq.tokens[: seq.prompt]), seq.params)
+
+
+def bits(seq):
+    """Its tokens, and the logits that they were chosen from."""
+    return [(token.id, token.logprob, token.top) for token in seq.output]
+
+
+def ask(prompt, count=12, **more):
+    return Sequence(next(IDS), list(prompt), SamplingParams(max_tokens=count, logprobs=3, **more))
+
+
+class Counted(PackedLlama):
+    """Counts the tokens that it is fed, and may fail."""
+
+    fed, fails = 0, False
+
+    def forward(self, feeds, layers=()):
+        if self.fails:
+            self.fails = False
+            raise OutriderError("out of memory")
+        self.fed += sum(len(feed.tokens) for feed in feeds)
+        return super().forward(feeds, layers)
+
+
+def counted(pages=1000):
+    return Counted(*weights(), memory=pages * SIZE * 2 * 3 * 2 * 8 * 4)
+
+
+def run(engine, seqs):
+    for seq in seqs:
+        engine.add(seq)
+    drain(engine)
+    assert [bits(seq) for seq in seqs] == [alone(seq) for seq in seqs]
+    return [seq.stats.cached for seq in seqs]
+
+
+def test_it_shares_but_does_not_write_by_itself():
+    assert isinstance(fresh(), SharesPrefixes)
+    assert not isinstance(fresh(), Paged)
+    assert not isinstance(tiny.ours(tiny.reference("llama")), SharesPrefixes)  # there a row's bits depend on its chunk
+
+
+def test_capacity_is_the_budget_in_whole_pages():
+    assert fresh(10).capacity == 10 * SIZE
+
+
+def test_the_second_turn_of_a_chat_runs_only_what_is_new():
+    engine = new_engine(counted(), NONE)
+    first = ask(tokens(70), 30)
+    assert run(engine, [first]) == [0]
+    before, prompt = engine.model.fed, [*first.tokens, *tokens(5, 1)]
+    assert run(engine, [second := ask(prompt)]) == [96]  # 99 tokens of the first turn were run; whole pages of them
+    assert engine.model.fed - before == len(prompt) - 96 + 11
+    assert engine.stats.cached == 96
+    assert second.stats.as_dict()["cached"] == 96
+
+
+def test_chats_at_once_over_one_prompt_run_it_once():
+    engine = new_engine(counted(), NONE, Limits(chunk=64))
+    system = tokens(6 * SIZE)
+    chats = [ask([*system, *tokens(3, seed)], 4) for seed in range(8)]
+    hits = run(engine, chats)
+    assert hits == [0, *[6 * SIZE] * 7]
+    assert engine.model.fed == sum(len(seq.tokens) - 1 for seq in chats) - 7 * 6 * SIZE
+
+
+def test_no_token_of_a_prompt_is_run_twice_where_the_last_chunk_leaves_a_budget():
+    engine = new_engine(counted(), NONE, Limits(chunk=80))
+    prompt = tokens(5 * SIZE + 9)
+    samples = [ask(prompt, 3) for _ in range(4)]
+    for seq in samples:
+        seq.request = 1
+    assert run(engine, samples) == [0, *[5 * SIZE] * 3]
+
+
+def test_one_that_begins_otherwise_does_not_wait():
+    engine = new_engine(counted(), NONE, Limits(chunk=SIZE + 8))
+    same, other = tokens(2 * SIZE), tokens(SIZE, 5)
+    seqs = [ask(same), ask(same), ask(other)]
+    for seq in seqs:
+        engine.add(seq)
+    engine.step()
+    assert [engine.model.length(seq.id) for seq in seqs] == [SIZE + 8, 0, 0]
+    engine.step()
+    assert [engine.model.length(seq.id) for seq in seqs] == [2 * SIZE, SIZE, 16]
+    drain(engine)
+    assert [bits(seq) for seq in seqs] == [alone(seq) for seq in seqs]
+
+
+def test_one_that_joins_takes_what_is_run_by_then():
+    engine = new_engine(counted(), NONE, Limits(chunk=SIZE))
+    prompt = tokens(4 * SIZE + 1)
+    early, late = ask(prompt), ask(prompt)
+    engine.add(early)
+    engine.step()
+    engine.step()
+    engine.add(late)
+    drain(engine)
+    assert (early.stats.cached, late.stats.cached) == (0, 4 * SIZE)
+    assert bits(early) == bits(late) == alone(late)
+
+
+def test_a_cancelled_sequence_leaves_what_it_has_run_to_the_one_that_waits():
+    engine = new_engine(counted(), NONE, Limits(chunk=SIZE))
+    prompt = tokens(4 * SIZE + 1)
+    first, second = ask(prompt), ask(prompt)
+    engine.add(first)
+    engine.add(second)
+    engine.step()
+    engine.step()
+    engine.cancel(first.id)
+    drain(engine)
+    assert second.stats.cached == 2 * SIZE
+    assert bits(second) == alone(second)
+
+
+def test_a_pass_that_fails_leaves_nothing_to_share():
+    engine = new_engine(counted(), NONE, Limits(chunk=SIZE))
+    prompt = tokens(3 * SIZE)
+    first = ask(prompt)
+    engine.add(first)
+    engine.step()
+    engine.model.fails = True
+    with pytest.raises(OutriderError, match="out of memory"):
+        engine.step()
+    first.fail("out of memory")
+    engine.sweep()
+    assert run(engine, [ask(prompt)]) == [SIZE]
+
+
+@pytest.mark.parametrize("pages", [8, 11, 20])
+def test_under_eviction(pages):
+    """What is kept never keeps a request from running, and what was evicted is run again."""
+    engine = new_engine(counted(pages), NONE, Limits(batch=3, budget=0))
+    for turn in range(4):
+        run(engine, [ask(tokens(40 + 25 * n, n), 20 + turn) for n in (0, 1, 2, 3, 1)])
+        assert engine.scheduler.reserved == 0
+        assert engine.model._pages._unused <= pages
+
+
+@pytest.mark.parametrize("spec", ALL_SPECS)
+def test_with_every_drafter(spec):
+    """Turns of a chat, two samples at once: the text is that of plain decoding without a cache."""
+    drafter = drafters.build(spec, packs.parts("llama", 4))
+    engine = new_engine(packs.family("llama", 4)[0], drafter)
+    prompt, hits = tokens(2 * SIZE + 3, seed=9), []
+    for turn in range(3):
+        seqs = [ask(prompt), ask(prompt, temperature=0.8, seed=turn)]
+        for seq in seqs:
+            engine.add(seq)
+        drain(engine)
+        assert [bits(seq) for seq in seqs] == [alone(seq) for seq in seqs]
+        hits.append(seqs[0].stats.cached)
+        prompt = [*seqs[0].tokens, *tokens(8, turn)]
+    assert (min(hits[1:]) > 0) != bool(drafter.layers)  # a shared prefix brings no states
+
+
+def test_a_draft_model_runs_no_prefix_twice_either():
+    target, draft = fresh(), counted()
+    context = BuildContext(target, lambda name, quantize: draft)
+    engine = new_engine(target, drafters.build("draft_model:model=itself,length=3", context))
+    first = ask(tokens(70), 30)
+    run(engine, [first])
+    before = draft.fed
+    run(engine, [ask([*first.tokens, *tokens(5, 1)])])
+    assert draft.fed - before < 30
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 150), st.integers(0, 9)), min_size=1, max_size=8),
+    st.integers(1, 4),
+    st.sampled_from([7, SIZE, 50, 512]),
+    st.integers(9, 30),
+)
+def test_any_prompts_at_any_time(asked, batch, chunk, pages):
+    """Prompts that share more or less of their beginnings, in any chunks, come in while others run."""
+    engine, seqs = new_engine(fresh(pages), NONE, Limits(batch, chunk, budget=0)), []
+    for seed, count, steps in asked:
+        seqs.append(ask([*tokens(count, 3)[: 40 * seed], *tokens(count, seed)][:count], 5))
+        engine.add(seqs[-1])
+        for _ in range(steps):
+            engine.step()
+    drain(engine)
+    assert [bits(seq) for seq in seqs] == [alone(seq) for seq in seqs]
