@@ -42,7 +42,13 @@ ON_VLLM = re.compile(r"test_vllm_|[\[-]vllm(-drafting)?[\]-]")  # node ids of te
 
 
 def save_tiny(
-    folder: Path, text: str = TEXT, layers: int = 3, seed: int = 0, chat: bool = True, head_dim: int = 8
+    folder: Path,
+    text: str = TEXT,
+    layers: int = 3,
+    seed: int = 0,
+    chat: bool = True,
+    head_dim: int = 8,
+    inner: int = 48,
 ) -> Path:
     """A random Llama and the tokenizer learned from `text`."""
     import torch
@@ -54,7 +60,7 @@ def save_tiny(
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,
-        intermediate_size=48,
+        intermediate_size=inner,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -89,6 +95,12 @@ def _tokenizer(text: str, chat: bool):
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that can chat, in at most CONTEXT tokens."""
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def packable_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that can chat, of sizes that `quantize` packs for the kernels."""
+    return save_tiny(tmp_path_factory.mktemp("models") / "packable", inner=64)
 
 
 @pytest.fixture(scope="session")

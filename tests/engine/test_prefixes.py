@@ -202,7 +202,63 @@ def test_with_every_drafter(spec):
         assert [bits(seq) for seq in seqs] == [alone(seq) for seq in seqs]
         hits.append(seqs[0].stats.cached)
         prompt = [*seqs[0].tokens, *tokens(8, turn)]
-    assert (min(hits[1:]) > 0) != bool(drafter.layers)  # a shared prefix brings no states
+    assert (min(hits[1:]) > 0) == drafter.takes_prefixes
+
+
+def guesses(engine, prompt):
+    seq = Sequence(next(IDS), list(prompt), SamplingParams(max_tokens=30))
+    engine.add(seq)
+    drain(engine)
+    return seq.stats.cached, [(token.id, token.drafter, token.depth) for token in seq.output]
+
+
+HEADS = [spec for spec in ALL_SPECS if spec.split(":")[0] in tiny.HEADS and "lookup" not in spec]
+
+
+@pytest.mark.parametrize("spec", HEADS)
+def test_a_head_drafts_as_if_it_had_read_the_whole_prompt(spec):
+    """Its own keys of the prefix are kept as well, or it needs none of them."""
+    engines = []
+    for _ in range(2):
+        model = fresh()
+        engines.append(new_engine(model, drafters.build(spec, BuildContext(model, None, heads=heads()))))
+    one, other = engines
+    _, first = guesses(one, tokens(3 * SIZE, 4))
+    prompt = [*tokens(3 * SIZE, 4), *(id for id, _, _ in first), *tokens(9, 5)]
+    cached, after = guesses(one, prompt)
+    assert cached == 3 * SIZE
+    assert guesses(other, prompt) == (0, after)
+    assert any(depth for _, _, depth in after)
+
+
+def heads():
+    return packs.family_heads("llama", 4)
+
+
+def test_a_head_that_lacks_the_prefix_is_shown_all_of_it():
+    """The target has it from a sequence without a head."""
+    model = fresh()
+    engine = new_engine(model, drafters.build("eagle:head=eagle,length=3", BuildContext(model, None, heads=heads())))
+    engine.drafters["none"] = NONE
+    prompt = tokens(3 * SIZE, 6)
+    plain = Sequence(next(IDS), list(prompt), SamplingParams(max_tokens=9), draft="none")
+    engine.add(plain)
+    drain(engine)
+    cached, found = guesses(engine, prompt)
+    assert (cached, [id for id, _, _ in found][:9]) == (0, [token.id for token in plain.output])
+    assert guesses(engine, prompt)[0] == 2 * SIZE
+
+
+def test_heads_of_chats_at_once_share_too():
+    model = fresh()
+    context = BuildContext(model, None, heads=heads())
+    engine = new_engine(model, drafters.build("eagle:head=eagle,length=3", context), Limits(chunk=80))
+    chats = [ask([*tokens(6 * SIZE), *tokens(3, seed)], 9) for seed in range(4)]
+    for seq in chats:
+        engine.add(seq)
+    drain(engine)
+    assert [bits(seq) for seq in chats] == [alone(seq) for seq in chats]
+    assert min(seq.stats.cached for seq in chats[1:]) >= 4 * SIZE
 
 
 def test_a_draft_model_runs_no_prefix_twice_either():

@@ -90,6 +90,20 @@ class Drafter:
     def __init__(self, options: Options, context: BuildContext) -> None:
         """Build the drafter; anything wrong with the options is an OutriderError."""
 
+    @property
+    def takes_prefixes(self) -> bool:
+        """Whether the target may take the beginning of a prompt from its cache, where it shows no states of it."""
+        return not self.layers
+
+    def prefix(self, seq: Sequence) -> int:
+        """If it takes prefixes: how many tokens of a prompt the target may have seen without showing their states.
+        Asked before every step until the prompt is run."""
+        return len(seq.tokens)
+
+    def begin(self, seq: Sequence, seen: int) -> None:
+        """After an answer of `prefix` that was not 0: the target has seen this number of the prompt's tokens, and will
+        show the states of the tokens after them."""
+
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         """A draft for each sequence, of at most `budgets[i]` nodes."""
         return [EMPTY] * len(seqs)

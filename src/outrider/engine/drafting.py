@@ -93,6 +93,23 @@ class DrafterPool:
     def _checked(self, drafts: Seq[Draft], budgets: Seq[int]) -> list[Draft]:
         return [_checked(draft, self._vocab).cut(budget) for draft, budget in zip(drafts, budgets, strict=True)]
 
+    def prefix(self, seq: Sequence) -> int:
+        """How many tokens of its prompt the target may take from its cache."""
+        drafter = self.of(seq)
+        try:
+            return drafter.prefix(seq) if drafter.takes_prefixes else 0
+        except Exception as error:
+            self._leave_out(drafter, [seq], error)
+            return 0
+
+    def begin(self, seq: Sequence, seen: int) -> None:
+        """The target has taken them, or some of them."""
+        drafter = self.of(seq)
+        try:
+            drafter.begin(seq, seen)
+        except Exception as error:
+            self._leave_out(drafter, [seq], error)
+
     def observe(self, step: Step) -> None:
         """Let the drafter learn from the step."""
         drafter = self.of(step.seq)

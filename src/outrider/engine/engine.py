@@ -106,11 +106,14 @@ class Engine:
     def _take_prefixes(self, model: SharesPrefixes, running: Seq[Sequence]) -> None:
         """A sequence whose prompt is not run yet takes what others have run of it by now."""
         for seq in running:
-            if not seq.output and self._takes_prefix(seq):
-                seq.stats.cached += model.begin(seq.id, seq.tokens)
+            most = 0 if seq.output else self._pool.prefix(seq)
+            if most:
+                tokens = seq.tokens if most >= len(seq.tokens) else seq.tokens[: most + 1]
+                seq.stats.cached += model.begin(seq.id, tokens)
+                self._pool.begin(seq, self.model.length(seq.id))
 
     def _takes_prefix(self, seq: Sequence) -> bool:
-        return self._prefixes is not None and not self._pool.of(seq).layers  # a shared prefix brings no states
+        return self._prefixes is not None and self._pool.of(seq).takes_prefixes
 
     def _plan(self, seqs: Seq[Sequence] | None = None) -> list[FeedPlan]:
         return self.scheduler.plan(self.model.length, seqs, self._takes_prefix)

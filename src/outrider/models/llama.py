@@ -106,7 +106,7 @@ class PackedLlama(Llama):
     page = SIZE
 
     def _memory_for(self, *sizes: int) -> tuple[PagedCache, int]:
-        self._pages = PagedCache(*sizes, memory=self._memory)
+        self._pages = PagedCache(*sizes, self._memory)
         return self._pages, self._pages.count * SIZE
 
     def begin(self, id: int, tokens: Sequence[int]) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,7 +27,7 @@ _COLUMNS = 32  # pages that a sequence's table begins with: about a thousand tok
 class PagedSlot(Holder):
     """One sequence's pages, and the table of their addresses for the kernels."""
 
-    table: np.ndarray[tuple[int], np.dtype[np.int64]] = field(default_factory=lambda: np.zeros(_COLUMNS, np.int64))
+    table: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(_COLUMNS, np.int64))
     address: int = 0  # of the table
 
     def __post_init__(self) -> None:
@@ -45,11 +46,11 @@ class PagedSlot(Holder):
 
 
 class PagedCache(Pages[PagedSlot]):
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, memory: int = 0) -> None:
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, memory: int, ahead: int = 0) -> None:
         """`memory`: bytes up to which pages of ended sequences are kept. Running sequences get what they need: how much
-        that may be is the scheduler's to decide."""
+        that may be is the scheduler's to decide. `ahead`: tokens after a page that its keys depend on, too."""
         self._shape = (layers, kv_heads, 2, SIZE, head_dim)  # of a page: keys and values of a head side by side
-        super().__init__(memory // self._page_bytes, SIZE)
+        super().__init__(memory // self._page_bytes, SIZE, ahead=ahead)
         self._each = max(1, min(BLOCK // self._page_bytes, self.count))  # pages of a block
         self._blocks: list[Tensor] = []
         self._addresses: list[int] = []  # of the blocks

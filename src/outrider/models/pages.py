@@ -30,9 +30,9 @@ H = TypeVar("H", bound=Holder)
 class Pages(Generic[H]):
     """What is common to the pages of a GPU (`cuda/pages.py`) and of a CPU (`paged_cache.py`)."""
 
-    def __init__(self, count: int, size: int, first: int = 0) -> None:
-        """The pages `first` to `count` - 1, of `size` tokens each."""
-        self.count, self.size = count, size
+    def __init__(self, count: int, size: int, first: int = 0, ahead: int = 0) -> None:
+        """The pages `first` to `count` - 1, of `size` tokens each. `ahead`: further tokens that a page depends on."""
+        self.count, self.size, self._ahead = count, size, ahead
         self._free: list[int] = []
         self._unused = first  # the first page that was never taken
         self._holders: dict[int, H] = {}
@@ -60,7 +60,7 @@ class Pages(Generic[H]):
         if before != len(holder.pages) * self.size or holder.known != len(holder.pages):
             return 0  # it is in the middle of a page of its own
         while len(tokens) > holder.length + self.size:
-            found = self._known.get((holder.name, tuple(tokens[holder.length : holder.length + self.size])))
+            found = self._known.get(self._key(holder, tokens))
             if found is None:
                 break
             page, holder.name = found
@@ -82,6 +82,11 @@ class Pages(Generic[H]):
         for _ in range(self._missing(holder, count)):
             self._give(holder, self._new())
 
+    def _key(self, holder: H, tokens: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+        """What the page after its last known one is known by."""
+        begin = holder.known * self.size
+        return holder.name, tuple(tokens[begin : begin + self.size + self._ahead])
+
     def _missing(self, holder: H, count: int) -> int:
         return -(-(holder.length + count) // self.size) - len(holder.pages)
 
@@ -90,9 +95,8 @@ class Pages(Generic[H]):
         holder = self._holders.get(id)
         if holder is None:
             return
-        while (holder.known + 1) * self.size <= min(len(tokens), holder.length):
-            begin, page = holder.known * self.size, holder.pages[holder.known]
-            key = holder.name, tuple(tokens[begin : begin + self.size])
+        while (holder.known + 1) * self.size <= min(len(tokens) - self._ahead, holder.length):
+            page, key = holder.pages[holder.known], self._key(holder, tokens)
             if key not in self._known:
                 self._known[key], self._keys[page] = (page, next(self._names)), key
             other, holder.name = self._known[key]

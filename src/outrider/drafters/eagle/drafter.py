@@ -74,12 +74,30 @@ class Eagle(Drafter):
         if options.vocab or target.packed:
             head.narrow(options.vocab or NARROW)
         self.layers = head.config.layers or (target.num_layers - 1,)
-        self._runner = start(head, target, options.quantize, options.vocab or (COMMON if target.packed else 0))
+        common = options.vocab or (COMMON if target.packed else 0)
+        self._runner = start(head, target, options.quantize, common, self._places)
         self._stop = options.stop if options.stop >= 0.0 else STOP if target.packed else 0.0
         self._ids, self._vocab = head.draft_ids.to(target.device), target.vocab_size
         self._states: dict[int, _EagleState] = {}
         self._guessing, self._drawing = StatedCalibration(), StatedCalibration()
         self._lookup = Lookup(options.lookup, context) if options.lookup else None
+
+    @property
+    def takes_prefixes(self) -> bool:
+        return isinstance(self._runner, PackedRunner)
+
+    def prefix(self, seq: Sequence) -> int:
+        """The head's own keys of that prefix, while it has taken in all that the target has seen."""
+        state = self._states.get(seq.id, _EagleState(0))
+        if not isinstance(self._runner, PackedRunner) or state.waiting or self._seen(seq.id) != state.taken:
+            return 0
+        return self._runner.begin(seq.id, seq.tokens)
+
+    def begin(self, seq: Sequence, seen: int) -> None:
+        assert isinstance(self._runner, PackedRunner)
+        self._runner.resume(seq.id, seq.tokens[: seen + 1])
+        if seen:
+            self._states[seq.id] = _EagleState(0, seen)
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         copies = self.propose_cheap(seqs, budgets)
@@ -167,7 +185,15 @@ class Eagle(Drafter):
             some, shown = self._shown(seq, keep)
             tokens.append(some)
             hidden += shown
-        return self._runner.extend([seq.id for seq in seqs], tokens, gathered(hidden))
+        ahead = self._runner.extend([seq.id for seq in seqs], tokens, gathered(hidden))
+        for seq in seqs:
+            self._keep(seq)
+        return ahead
+
+    def _keep(self, seq: Sequence) -> None:
+        """What the head has taken in of this text is there for others, if it is all from the beginning."""
+        if isinstance(self._runner, PackedRunner) and not self._states[seq.id].first:
+            self._runner.keep(seq.id, seq.tokens)
 
     def _shown(self, seq: Sequence, keep: int) -> tuple[list[int], list[ShownStates]]:
         """The tokens to be taken in, and the target's states before them."""
@@ -183,7 +209,9 @@ class Eagle(Drafter):
         if not isinstance(runner, PackedRunner) or not runner.chains:
             return False
         tokens, shown = self._shown(chooser.seq, keep=0)
-        for token, stated in runner.chain(chooser.seq.id, tokens, shown, chooser.length, self._stop):
+        chain = runner.chain(chooser.seq.id, tokens, shown, chooser.length, self._stop)
+        self._keep(chooser.seq)
+        for token, stated in chain:
             if not chooser.put(token, stated):
                 break
         return True
@@ -300,12 +328,12 @@ def _places(head: EagleHead, target: Model) -> int:
     return max(target.capacity, target.capacity * target.num_layers // (8 * head.config.depth))
 
 
-def start(head: EagleHead, target: Readable, quantize: str, common: int = 0) -> Runner:
-    """The head at work beside its target. `common`: as a PackedRunner has it."""
+def start(head: EagleHead, target: Readable, quantize: str, common: int = 0, places: int = 0) -> Runner:
+    """The head at work beside its target. `common`, `places`: as a PackedRunner has them."""
     count = bits(quantize, target)
     matrices = [weight for weight in (*head.fc.parameters(), *head.layers.parameters()) if weight.dim() == 2]
     if count and all(packable(*matrix.shape) for matrix in matrices):
-        return PackedRunner(head, target, count, common)
+        return PackedRunner(head, target, count, common, places)
     return DenseRunner(head, target)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence as Seq
 
 import torch
@@ -17,7 +18,7 @@ from outrider.models.base import Readable
 from outrider.models.native import structs
 from outrider.models.native.packed import TILE, Packed
 from outrider.models.native.stack import NativeStack
-from outrider.models.paged_cache import PagedCache
+from outrider.models.paged_cache import SIZE, PagedCache
 from outrider.models.quant import quantise
 from outrider.models.stack import Layer, Pass, StackConfig
 
@@ -25,9 +26,9 @@ _POSITIONS = 1024  # positions of the rotary tables to begin with
 
 
 class PackedRunner:
-    def __init__(self, head: EagleHead, target: Readable, bits: int, common: int = 0) -> None:
+    def __init__(self, head: EagleHead, target: Readable, bits: int, common: int = 0, places: int = 0) -> None:
         """`common`: tokens that every chain can be written with, beside those of its text; 0: all that the head writes,
-        and no others."""
+        and no others. `places`: rows up to which keys of ended sequences are kept."""
         config = self.config = head.config
         head.float()
         self._rope, self._final = head.rope, target.normed
@@ -38,8 +39,11 @@ class PackedRunner:
         self._fc = pack(head.fc.weight, bits, head.fc.bias)
         self._embedding_norm = None if config.first else head.decoder[0].input_layernorm.weight.detach().contiguous()
         self._stack = self._start(head, target, [_layer(layer, bits) for layer in head.decoder])
-        self._cache = PagedCache(config.depth, config.num_kv_heads, config.head_dim)
+        sizes = config.depth, config.num_kv_heads, config.head_dim
+        memory = places * 2 * 4 * math.prod(sizes)  # bytes: keys and values in float32
+        self._cache = PagedCache(*sizes, memory, ahead=1)  # a row joins a state with the token after it
         self._lengths: dict[int, int] = {}  # committed rows
+        self._kept: dict[int, int] = {}  # of these, the rows when others were last told of them
         self._lexicon = self._words_of(head, target, bits, common) if common else None
         self._words: dict[int, _Own] = {}
         self._cos = self._sin = torch.empty(0)
@@ -74,7 +78,28 @@ class PackedRunner:
             common = len(ids)
         return Lexicon(output, ids, head.learned, common, target.output_rows, bits)
 
+    def begin(self, id: int, tokens: Seq[int]) -> int:
+        """Take what is kept of the rows of this text; how many there are now."""
+        self._cache.begin(id, tokens)
+        return self._cache.length(id)
+
+    def resume(self, id: int, tokens: Seq[int]) -> None:
+        """Go on from its first rows, one less than these tokens of its text."""
+        rows = len(tokens) - 1
+        self._cache.crop(id, rows)
+        if rows != self._lengths.get(id, 0):
+            self._lengths[id] = self._kept[id] = rows
+            self._read(id, tokens)
+
+    def keep(self, id: int, tokens: Seq[int]) -> None:
+        """The rows of these tokens may be taken by others."""
+        rows = self._lengths[id]
+        if rows // SIZE > self._kept.get(id, 0) // SIZE:  # a page is full that was not
+            self._kept[id] = rows
+            self._cache.name(id, tokens[: rows + 1])
+
     def free(self, id: int) -> None:
+        self._kept.pop(id, None)
         self._cache.free(id)
         self._lengths.pop(id, None)
         self._words.pop(id, None)

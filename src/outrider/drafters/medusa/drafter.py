@@ -83,6 +83,10 @@ class Medusa(Drafter):
         self._drafted: dict[int, tuple[Draft, int]] = {}  # the last draft, and how many tokens were committed then
         self._calibrations = [StatedCalibration() for _ in self._blocks]  # by depth
 
+    @property
+    def takes_prefixes(self) -> bool:
+        return True  # its heads read the last state alone, and the last token of a prompt is always run
+
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         drafts = [EMPTY] * len(seqs)
         asked = [i for i, seq in enumerate(seqs) if budgets[i] > 0 and seq.id in self._last]
