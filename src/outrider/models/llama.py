@@ -30,9 +30,9 @@ class Llama(ReadableWeights):
         self._cache, self.capacity = self._memory_for(config.num_layers, config.num_kv_heads, config.head_dim)
         self._cos = self._sin = torch.empty(0)  # [positions met so far and some more, head_dim]
 
-    def _memory_for(self, *sizes: int) -> tuple[Cache | PagedCache, int]:
+    def _memory_for(self, layers: int, kv_heads: int, head_dim: int) -> tuple[Cache | PagedCache, int]:
         """The cache, and how many tokens it may hold."""
-        cache = Cache(*sizes, self.dtype, self.device)
+        cache = Cache(layers, kv_heads, head_dim, self.dtype, self.device)
         return cache, self._memory // (2 * cache.bytes_per_token)  # a buffer that doubles may be half empty
 
     def length(self, id: int) -> int:
@@ -105,8 +105,8 @@ class PackedLlama(Llama):
 
     page = SIZE
 
-    def _memory_for(self, *sizes: int) -> tuple[PagedCache, int]:
-        self._pages = PagedCache(*sizes, self._memory)
+    def _memory_for(self, layers: int, kv_heads: int, head_dim: int) -> tuple[PagedCache, int]:
+        self._pages = PagedCache(layers, kv_heads, head_dim, self._memory)
         return self._pages, self._pages.count * SIZE
 
     def begin(self, id: int, tokens: Sequence[int]) -> int:

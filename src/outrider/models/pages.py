@@ -79,7 +79,7 @@ class Pages(Generic[H]):
 
     def reserve(self, holder: H, count: int) -> None:
         """Pages for `count` more tokens than it holds."""
-        for _ in range(self._missing(holder, count)):
+        for _ in range(self.missing(holder, count)):
             self._give(holder, self._new())
 
     def _key(self, holder: H, tokens: Sequence[int]) -> tuple[int, tuple[int, ...]]:
@@ -87,7 +87,8 @@ class Pages(Generic[H]):
         begin = holder.known * self.size
         return holder.name, tuple(tokens[begin : begin + self.size + self._ahead])
 
-    def _missing(self, holder: H, count: int) -> int:
+    def missing(self, holder: H, count: int) -> int:
+        """How many pages these are."""
         return -(-(holder.length + count) // self.size) - len(holder.pages)
 
     def name(self, id: int, tokens: Sequence[int]) -> None:
@@ -110,6 +111,10 @@ class Pages(Generic[H]):
         self._keys.clear()
         self._free += self._idle
         self._idle.clear()
+
+    def flat(self, id: int, place: int) -> int:
+        """Where a token of the sequence lies, counted over all pages."""
+        return self._holders[id].pages[place // self.size] * self.size + place % self.size
 
     def crop(self, id: int, length: int) -> None:
         holder = self._holders.get(id)

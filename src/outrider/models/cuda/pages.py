@@ -31,16 +31,12 @@ class PageTable(Pages[TableHolder]):
         return len(self.table) - 1
 
     def reserve(self, holder: TableHolder, count: int) -> None:
-        need = self._missing(holder, count)
+        need = self.missing(holder, count)
         if need > self.free_count:
             raise OutriderError(
                 f"the cache is full: {need} pages of {self.size} tokens are needed, {self.free_count} free"
             )
         super().reserve(holder, count)
-
-    def flat(self, id: int, place: int) -> int:
-        """Where a token of the sequence lies, counted over all pages."""
-        return self._holders[id].pages[place // self.size] * self.size + place % self.size
 
     def _open(self) -> TableHolder:
         if not self._slots:
