@@ -49,8 +49,9 @@ def save_tiny(
     chat: bool = True,
     head_dim: int = 8,
     inner: int = 48,
+    vocab: int = 0,
 ) -> Path:
-    """A random Llama and the tokenizer learned from `text`."""
+    """A random Llama and the tokenizer learned from `text`. `vocab`: 0 for what the tokenizer has."""
     import torch
     import transformers
 
@@ -58,7 +59,7 @@ def save_tiny(
     tokenizer = _tokenizer(text, chat)
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=vocab or len(tokenizer),
         hidden_size=32,
         intermediate_size=inner,
         num_hidden_layers=layers,
@@ -100,7 +101,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def packable_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that can chat, of sizes that `quantize` packs for the kernels."""
-    return save_tiny(tmp_path_factory.mktemp("models") / "packable", inner=64)
+    return save_tiny(tmp_path_factory.mktemp("models") / "packable", inner=64, vocab=304)
 
 
 @pytest.fixture(scope="session")
