@@ -69,6 +69,25 @@ class TestWhatEndsIt:
         assert not local._users.get("")
         local.close()
 
+    def test_one_that_is_closed_meanwhile(self):
+        """Once the thread waited for what `close` held, and `close` for the thread."""
+        model = Slow()
+        local = backend("none", model=model)
+        model.forward = lambda feeds, layers=(): model.go.acquire() and _raise(LOST)
+        stream = ask(local)
+        while not local.load().running:
+            threading.Event().wait(0.001)
+        closing = threading.Thread(target=local.close, daemon=True)
+        closing.start()
+        while local._inbox.empty():
+            threading.Event().wait(0.001)
+        model.go.release()
+        assert "CUDA error" in stream.result().error
+        closing.join(timeout=10)
+        assert not closing.is_alive()
+        with pytest.raises(BackendStopped, match="CUDA error"):
+            ask(local)
+
     def test_memory_that_runs_out_in_every_pass(self):
         model = Failing(seed=3)
         local = backend("none", model=model)

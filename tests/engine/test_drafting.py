@@ -158,6 +158,21 @@ def test_the_trace_is_logged_once_for_each_drafter(caplog):
     assert [bool(record.exc_info) for record in failures] == [True, False, False]
 
 
+def test_sequences_of_a_drafter_that_is_gone_leave_no_other_unfreed(caplog):
+    model = Markov(seed=3)
+    engine = Engine(model, Failing("", 0, model))
+    engine.drafters["other"] = Failing("", 0, model)
+    for seq in sequences(["other", ""]):
+        engine.add(seq)
+    engine.step()
+    engine.drop("other")
+    for seq in engine.scheduler.running:
+        seq.finish = "cancelled"
+    assert len(engine.sweep()) == 2
+    assert model.seen == {}
+    assert "drafter other could not forget a sequence" in caplog.text
+
+
 class Wrong(Drafter):
     """It returns something that the engine or the target cannot use."""
 

@@ -65,7 +65,9 @@ class Local(Reader):
         self._clock, self._faults, self._fault = StepClock(), FaultCounter(), ""
         if engine.overlaps:
             engine.meanwhile = lambda: self._deliver(engine.scheduler.running)
+        self._unused: list[str] = []  # drafters of requests that failed in a pass, which may still use them
         self._lock, self._building, self._counting = threading.Lock(), threading.Lock(), threading.Lock()
+        self._opening = threading.Lock()  # of the thread, or closing it: never taken by the thread, which is waited for
 
     def submit(self, request: Request) -> Stream:
         drafter = self._hold(request.draft)
@@ -76,7 +78,7 @@ class Local(Reader):
         except BaseException:
             self._let_go(request.draft)
             raise
-        with self._lock:  # or the thread could end between the two
+        with self._opening, self._lock:  # or the thread could end between the two
             if not self._fault:
                 self._start()
                 self._inbox.put(job)
@@ -91,8 +93,9 @@ class Local(Reader):
         writers = [self._writer(request) for _ in range(params.n)]
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._ends)
         ids = [next(_ids) for _ in writers]
-        seqs = [
-            Sequence(
+        seqs = []
+        for index, (id, writer) in enumerate(zip(ids, writers, strict=True)):
+            seq = Sequence(
                 id,
                 list(prompt),
                 params,
@@ -104,15 +107,13 @@ class Local(Reader):
                 writer.push if writer else None,
                 request=ids[0],
             )
-            for index, (id, writer) in enumerate(zip(ids, writers, strict=True))
-        ]
-        for seq in seqs:
-            self.engine.scheduler.check(seq)
+            self.engine.scheduler.check(seq)  # before the prompt is copied for the next one
+            seqs.append(seq)
         job = _LocalJob(request, Stream(lambda: self._inbox.put((job,))), seqs, writers, [0] * params.n)
         return job
 
     def close(self) -> None:
-        with self._lock:
+        with self._opening:
             if self._thread is not None and self._thread.is_alive():
                 self._inbox.put(None)
                 self._thread.join()
@@ -159,7 +160,7 @@ class Local(Reader):
         self._let_go(draft)
 
     def _hold(self, draft: str) -> Drafter:
-        """The drafter of that spec, kept until `_let_go`. Whoever wants one that is there never waits for a build."""
+        """The drafter of that spec, kept until `_let_go`. A request for one that is there never waits for a build."""
         if (found := self._use(draft)) is not None:
             return found
         with self._building:
@@ -186,6 +187,11 @@ class Local(Reader):
             dropped = [self._drop(spec) for spec in self._too_many()]
         if any(dropped):
             return_heap()
+
+    def _let_go_unused(self) -> None:
+        """After a pass, when the sequences that have ended in it are taken off."""
+        while self._unused:
+            self._let_go(self._unused.pop())
 
     def _too_many(self) -> list[str]:
         """The idle drafters beyond those that are kept, the longest unused first."""
@@ -217,6 +223,7 @@ class Local(Reader):
             return
         for seq in [*self.engine.scheduler.running, *self.engine.scheduler.waiting]:
             self._deliver(self.engine.cancel(seq.id))
+        self._let_go_unused()
 
     def _turn(self) -> bool:
         """Take in, step, deliver. What goes wrong ends requests, not the thread. False: the thread is to end."""
@@ -232,6 +239,7 @@ class Local(Reader):
         except Exception as error:
             _logger.exception("a pass failed")
             self._abandon(error)
+        self._let_go_unused()
         self._clock.tick()
         return not self._fault
 
@@ -302,7 +310,7 @@ class Local(Reader):
                 for sample in job.seqs:
                     self._places.pop(sample.id, None)
                     self.engine.cancel(sample.id)
-                self._let_go(job.request.draft)
+                self._unused.append(job.request.draft)
                 job.stream.finish(OutriderError(f"the text could not be written: {type(error).__name__}: {error}"))
 
     def _hand_over(self, job: _LocalJob, index: int) -> None:

@@ -134,11 +134,10 @@ class DrafterPool:
             self._undrafted.add(seq.id)
 
     def _forget(self, seq: Sequence) -> None:
-        drafter = self.of(seq)
         try:
-            drafter.forget(seq.id)
+            self.of(seq).forget(seq.id)
         except Exception as error:
-            log.error("drafter %s could not forget a sequence", drafter.name, exc_info=error)
+            log.error("drafter %s could not forget a sequence", seq.draft or self.drafters[""].name, exc_info=error)
 
 
 def _no_model(*_: object) -> Model:
