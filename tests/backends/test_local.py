@@ -4,6 +4,7 @@ import asyncio
 import gc
 import itertools
 import threading
+import tracemalloc
 import weakref
 
 import pytest
@@ -179,6 +180,25 @@ def test_a_request_with_many_samples_leaves_the_others_their_turn():
     assert model.seen == {}
 
 
+def test_prompts_of_one_group_leave_the_others_their_turn():
+    """The same for the prompts of one HTTP request, each of which is a request to the backend."""
+    model = Slow()
+    local = backend("none", model=model, batch=4)
+    params = SamplingParams(max_tokens=1000)
+    many = [local.submit(Request("ab", params=params, stream=True, group="one")) for _ in range(8)]
+    model.go.release()
+    next(iter(many[0]))  # they run
+    small = local.submit(Request("ba", params=SamplingParams(max_tokens=3)))
+    model.go.release(4)  # one that may be under way, and three
+    assert small.result().token_ids == plain([1, 0], SamplingParams(max_tokens=3))
+    for stream in many:
+        stream.cancel()
+    model.go.release(10)
+    assert {stream.result().finish_reason for stream in many} == {"cancelled"}
+    assert local.engine.scheduler.reserved == 0
+    local.close()
+
+
 def test_closing_cancels_what_runs_and_what_waits():
     model = Slow()
     local = backend("none", model=model, batch=1)
@@ -256,6 +276,16 @@ def test_bad_words_are_banned_in_every_spelling(local):
 def test_a_request_that_can_never_run_is_refused_at_once(local, request_, reason):
     with pytest.raises(OutriderError, match=reason):
         local.submit(request_)
+
+
+def test_a_prompt_that_is_too_long_is_not_copied_for_each_sample(local):
+    prompt = [0] * 100_000
+    tracemalloc.start()
+    with pytest.raises(OutriderError, match="context is 64; shorten"):
+        local.submit(Request(prompt, params=SamplingParams(n=100)))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 10 * 8 * len(prompt)  # bytes
 
 
 def test_without_a_tokenizer_text_is_refused_and_ids_work():
@@ -514,6 +544,37 @@ class TestPassesThatRunApart:
         assert 0 < failed < len(prompts)
         local.close()
         assert not local.engine.busy
+        assert not local.engine.model.held()
+
+    def test_a_drafter_is_dropped_only_after_the_pass_that_uses_it(self, monkeypatch):
+        """A request whose text cannot be written ends while a pass runs, its sequence with the pass."""
+
+        class Broken(Letters):
+            def decode(self, ids, skip_special_tokens):
+                if 0 in ids:
+                    raise ValueError("no such piece")
+                return super().decode(ids, skip_special_tokens)
+
+        class Waiting(Apart):
+            def forward(self, feeds, layers=()):
+                assert go.wait(20)
+                return super().forward(feeds, layers)
+
+        monkeypatch.setattr("outrider.backends.local.IDLE", 1)
+        go, local = threading.Event(), backend(model=Waiting())
+        local.tokenizer = Broken()
+        written = {prompt: plain(prompt, SamplingParams(30)) for prompt in itertools.product(range(6), repeat=2)}
+        fine = next(prompt for prompt, tokens in written.items() if 0 not in tokens)
+        unfit = next(prompt for prompt, tokens in written.items() if 0 in tokens[:6])
+        failing = local.submit(Request(unfit, params=SamplingParams(30), draft="ngram:length=3", stream=True))
+        used_last = local.submit(Request(fine, params=SamplingParams(1), draft="ngram:length=4"))
+        bystander = local.submit(Request(fine, params=SamplingParams(30)))
+        go.set()
+        assert used_last.result().finish_reason == "length"
+        assert "no such piece" in reason(failing)
+        assert bystander.result().token_ids == written[fine]
+        local.close()
+        assert set(local.engine.drafters) == {"", "ngram:length=4"}
         assert not local.engine.model.held()
 
     def test_a_cancelled_stream_ends(self):

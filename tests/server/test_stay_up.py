@@ -149,6 +149,17 @@ class TestLimits:
         too_many = server.post("/v1/completions", {**ENDLESS, "max_tokens": 1, "n": 3})
         assert too_many.status_code == 429
 
+    def test_a_list_of_prompts_leaves_others_their_turn(self, serve, quick):
+        """Its prompts are one request: a small one is answered while they all still run or wait."""
+        server = serve()
+        server.launch(quick, uid="tiny", max_batch=2)
+        body = {**ENDLESS, "prompt": ["the red fox"] * 6, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as many:
+            next(many.iter_lines())
+            assert server.post("/v1/completions", {**ENDLESS, "max_tokens": 2}).status_code == 200
+            assert server.fleet._workers["tiny"]._samples == 6
+        settled(server)
+
     def test_who_asks_for_too_long_is_stopped(self, serve, quick):
         server = serve(ServerOptions(timeout=0.8))
         server.launch(quick)

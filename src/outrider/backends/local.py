@@ -105,7 +105,7 @@ class Local(Reader):
                 Dice(params.seed, index),
                 self._rule,
                 writer.push if writer else None,
-                request=ids[0],
+                request=request.group or ids[0],
             )
             self.engine.scheduler.check(seq)  # before the prompt is copied for the next one
             seqs.append(seq)

@@ -24,6 +24,7 @@ class Request:
     draft: str = ""  # "NAME:key=value,..."; "": the drafter that the backend was built with
     prediction: Prompt | None = None  # the output that the caller expects, for the drafter `prediction`
     stream: bool = False  # whether chunks are wanted before the end
+    group: str = ""  # requests of one group take turns as one request, and share its memory; "": it is alone
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class Sequence:
     finish: Finish | None = None
     error: str = ""
     stats: Stats = field(default_factory=Stats)
-    request: int = -1  # sequences of one request have the same number; -1: it is a request of its own
+    request: int | str = -1  # the same for all sequences of a request, or of a group; -1: it is a request of its own
 
     def __post_init__(self) -> None:
         self.prompt = len(self.tokens)

@@ -36,7 +36,7 @@ class RequestQueue:
     """Sequences that wait, by request. The requests are kept in the order of their turns."""
 
     def __init__(self) -> None:
-        self._requests: dict[int, deque[Sequence]] = {}
+        self._requests: dict[int | str, deque[Sequence]] = {}
         self._count = 0
 
     def __len__(self) -> int:
@@ -69,7 +69,7 @@ class RequestQueue:
         if seq.request in self._requests:
             self._requests[seq.request] = self._requests.pop(seq.request)
 
-    def next(self, running: Counter[int], allowed: Callable[[Sequence], bool]) -> Sequence | None:
+    def next(self, running: Counter[int | str], allowed: Callable[[Sequence], bool]) -> Sequence | None:
         """The first sequence of the request that runs least, the first in turn of several, if it is allowed."""
         found: Sequence | None = None
         for request, seqs in self._requests.items():
@@ -96,7 +96,7 @@ class Scheduler:
         self.waiting = RequestQueue()
         self.running: list[Sequence] = []
         self._paused: set[int] = set()  # ids of waiting sequences that have run and keep their cache
-        self._held: Counter[int] = Counter()  # tokens of cache that each request has reserved
+        self._held: Counter[int | str] = Counter()  # tokens of cache that each request has reserved
         self._reserved = 0
 
     @property
@@ -161,7 +161,7 @@ class Scheduler:
         """How much of each prompt this step takes in, by the sequence's id: requests take turns, in their order."""
         if not prompts:
             return {}
-        turns: Counter[int] = Counter()
+        turns: Counter[int | str] = Counter()
         order = []
         for place, (seq, _) in enumerate(prompts):
             order.append((turns[seq.request], place))
@@ -216,7 +216,7 @@ class Scheduler:
                 begun.append(seq)
         return begun
 
-    def _next(self, counts: Counter[int]) -> Sequence | None:
+    def _next(self, counts: Counter[int | str]) -> Sequence | None:
         """The next to start or to go on. One that waits for memory is not overtaken, but for paused sequences: they
         hold theirs already, and may hold what it waits for."""
         seq = self.waiting.next(counts, self._within_share)
@@ -224,7 +224,7 @@ class Scheduler:
             return seq
         return self.waiting.next(counts, lambda other: other.id in self._paused)
 
-    def _make_way(self, seq: Sequence, counts: Counter[int]) -> bool:
+    def _make_way(self, seq: Sequence, counts: Counter[int | str]) -> bool:
         """Pause the newest sequence of the request that runs most, if that still leaves it no fewer than the other."""
         most = max(counts, key=lambda request: counts[request])
         if counts[most] <= counts[seq.request] + 1 or len(self._paused) >= self.limits.batch:

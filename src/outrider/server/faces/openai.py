@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -51,9 +52,10 @@ async def completions(request: HttpRequest, body: CompletionBody) -> Response:
     server = server_of(request)
     model, adapter = await select(server, body.model)
     streams: list[ServerStream] = []
+    group = uuid.uuid4().hex  # not the request's id: that may be a client's own choice, and another client's
     try:
         for asked in body.requests(*_drafting(server, model, adapter)):
-            asked = replace(asked, draft=asked.draft or adapter)
+            asked = replace(asked, draft=asked.draft or adapter, group=group)
             streams.append(await submit(request, model.uid, asked, _shows(body, asked)))
     except BaseException:  # one was refused: the others run for nobody
         for stream in streams:

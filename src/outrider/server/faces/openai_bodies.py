@@ -33,7 +33,7 @@ from outrider.server.faces.fields import (
 
 MOST_TOKENS = 2048  # tokens of a chat answer without a limit of its own, if the context holds them
 MOST_SAMPLES = 128  # choices for a prompt
-MOST_PROMPTS = 256  # prompts of a request, and their samples share one place in the queue
+MOST_PROMPTS = 256  # prompts of a request; each of their samples counts in the queue, and all take turns as one request
 MOST_MESSAGES = 10_000  # messages of a conversation
 MOST_PARTS = 1000  # texts of a message
 MOST_STOPS, MOST_TOP = 16, 20  # stop strings; alternatives shown beside a token
