@@ -153,9 +153,16 @@ class TestLimits:
         """Its prompts are one request: a small one is answered while they all still run or wait."""
         server = serve()
         server.launch(quick, uid="tiny", max_batch=2)
-        body = {**ENDLESS, "prompt": ["the red fox"] * 6, "stream": True}
+        body = {
+            **ENDLESS,
+            "prompt": ["the red fox"] * 6,
+            "max_tokens": 2000,
+            "speculative": {"off": True},
+            "stream": True,
+        }
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as many:
-            next(many.iter_lines())
+            lines = many.iter_lines()  # kept: without it the stream would be closed
+            next(lines)
             assert server.post("/v1/completions", {**ENDLESS, "max_tokens": 2}).status_code == 200
             assert server.fleet._workers["tiny"]._samples == 6
         settled(server)
