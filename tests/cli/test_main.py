@@ -2,8 +2,11 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -85,9 +88,17 @@ def test_ctrl_c(outrider, monkeypatch):
 
 
 @pytest.mark.parametrize("args", [["serve", "--no-model"], ["bench", "serve"]])
-def test_without_the_servers_packages_one_line_says_what_to_install(outrider, monkeypatch, args):
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert_refused(outrider(*args), "pip install 'outrider[server]'")
+@pytest.mark.parametrize("package", ["uvicorn", "httptools"])  # without the latter, headers had no bound of time
+def test_without_the_servers_packages_one_line_says_what_to_install(outrider, monkeypatch, args, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    needs = f"a server needs {package}, not installed for this Python: pip install 'outrider[server]'"
+    assert_refused(outrider(*args), needs)
+
+
+def test_the_extra_brings_the_servers_packages():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"[^\w-]", line)[0] for line in project["optional-dependencies"]["server"]}
+    assert names == set(cli.serve.PACKAGES)
 
 
 @pytest.mark.parametrize("args", [["--help"], ["models", "--json"], ["serve", "--help"]])

@@ -25,7 +25,7 @@ from outrider.server.fleet.fleet import Fleet
 from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.fleet.spec import LaunchSpec
 from outrider.server.options import ServerOptions
-from outrider.server.protocol import HTTP
+from outrider.server.protocol import BoundedHttp
 from outrider.settings import Settings
 
 LIMITS = WorkerLimits(first_wait=0.05, longest_wait=0.2)
@@ -36,7 +36,8 @@ class Running(Door):
 
     def __init__(self, fleet: Fleet, options: ServerOptions, **more: Any) -> None:
         self.fleet = fleet
-        config = uvicorn.Config(create_app(fleet, options, **more), port=0, log_config=None, lifespan="on", http=HTTP)
+        app = create_app(fleet, options, **more)
+        config = uvicorn.Config(app, port=0, log_config=None, lifespan="on", http=BoundedHttp)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()

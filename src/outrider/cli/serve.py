@@ -30,7 +30,7 @@ from outrider.settings import VLLM_DEFAULTS
 SERVER, RAY = "Server", "Ray"
 LOCAL = ("127.0.0.1", "localhost", "::1")  # listening there, only requests for these names are answered
 INSTALL_RAY, INSTALL_SERVER = "pip install 'outrider[ray]'", "pip install 'outrider[server]'"
-PACKAGES = ("fastapi", "uvicorn", "prometheus_client")  # of the extra `server`
+PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client")  # of the extra `server`
 LEVELS = ("debug", "info", "warning", "error")
 
 

@@ -19,7 +19,7 @@ from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.fleet.spec import LaunchSpec
 from outrider.server.log import log
 from outrider.server.options import ServerOptions
-from outrider.server.protocol import HTTP
+from outrider.server.protocol import BoundedHttp
 from outrider.server.registry import BUILT_IN, Registry
 from outrider.server.state import State
 
@@ -92,7 +92,7 @@ async def _run(plan: ServePlan, sock: socket.socket) -> None:
     state = None if plan.state is None else State(plan.state, fleet)
     app = create_app(fleet, plan.options, plan.registry)
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, timeout_graceful_shutdown=5, server_header=False, http=HTTP
+        app, log_config=None, access_log=False, timeout_graceful_shutdown=5, server_header=False, http=BoundedHttp
     )
     listener = Listener(config, fleet, plan.grace)
     serving = asyncio.create_task(listener.serve_until_told(sock))
