@@ -5,6 +5,7 @@ import pytest
 
 from outrider.backends.base import BackendLoad
 from outrider.server.fleet.limits import WorkerLimits
+from outrider.settings import Settings
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def test_memory_that_runs_out_again_and_again_ends_the_worker(harmful):
 
 
 class TestLimits:
-    LIMITS = WorkerLimits(step=10.0, first_step=100.0)
+    LIMITS = WorkerLimits(step=10.0, first_step=100.0, vllm_step=300.0)
 
     @pytest.mark.parametrize(
         ("since", "slowest", "hangs"),
@@ -75,5 +76,22 @@ class TestLimits:
         ],
     )
     def test_how_long_a_step_may_take(self, since, slowest, hangs):
-        why = self.LIMITS.overdue(BackendLoad(1, since_step=since, slowest_step=slowest))
+        why = self.LIMITS.overdue(BackendLoad(1, since_step=since, slowest_step=slowest), Settings())
         assert bool(why) == hangs
+
+    @pytest.mark.parametrize(
+        ("settings", "since", "hangs"),
+        [
+            (Settings(piece=64), 9.0, False),
+            (Settings(piece=64), 11.0, True),
+            (Settings(piece=8192), 159.0, False),  # sixteen times the tokens of the usual chunk
+            (Settings(piece=8192), 161.0, True),
+            (Settings(backend="vllm"), 299.0, False),  # a prompt is read, and nothing tells of its steps
+            (Settings(backend="vllm"), 301.0, True),
+        ],
+    )
+    @pytest.mark.parametrize("slowest", [0.0, 0.1])
+    def test_it_depends_on_what_a_step_is(self, settings, since, hangs, slowest):
+        """`slowest` 0: the first step, which has a limit of its own; the longer one counts."""
+        why = self.LIMITS.overdue(BackendLoad(1, since_step=since, slowest_step=slowest), settings)
+        assert bool(why) == (hangs and (slowest > 0.0 or since > 100.0))

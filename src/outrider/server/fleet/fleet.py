@@ -1,4 +1,4 @@
-"""The launched models: launch, list, describe, terminate, submit. Each one is a worker process (workers.py)."""
+"""The launched models: launch, list, describe, terminate, submit. Each one is a worker process (supervisor.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UID = re.compile(r"[\w][\w.:/@+-]{0,127}")
 
 @dataclass(frozen=True)
 class Description:
-    """A launched model as the faces show it."""
+    """A launched model as the APIs show it."""
 
     spec: LaunchSpec
     status: str  # loading, ready, restarting, failed
@@ -87,7 +87,7 @@ class Fleet:
         written: Unknown, Busy, Gone, or the OutriderError with which the engine refused it.
 
         `pieces`: the text of each token will be asked for (`stream.piece(token_id)`). `clip`: cut max_tokens to what
-        the context holds beside the prompt. `truncate`: keep only so many of the prompt's last tokens.
+        the context holds beside the prompt. `truncate`: keep only this many of the prompt's last tokens.
         """
         self._refuse_when_draining()
         return await self._find(name).submit(request, Fit(pieces, clip, truncate))
@@ -106,7 +106,7 @@ class Fleet:
         self.abandon("the server is shutting down")
 
     def abandon(self, why: str) -> None:
-        """Stop all that runs; whoever waits for it hears why."""
+        """Stop all that runs; the clients that wait for it hear why."""
         self.draining = True
         for worker in self._workers.values():
             worker.drop(why)

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from outrider.backends.base import BackendLoad
 from outrider.core.option import option
+from outrider.settings import Settings
 
 SLACK = 20  # times the slowest step so far: a long prompt's chunk costs many times a step of one token
+CHUNK = 512  # prompt tokens of a step that the limit for a step is made for; larger chunks get more time
 
 
 @dataclass(frozen=True)
@@ -22,14 +24,18 @@ class WorkerLimits:
     # Without the end of a step while sequences run: the engine's thread hangs. A pass over 512 tokens of a prompt takes
     # a 7B model two minutes on two cores; nothing that works was seen to take longer.
     step: float = 180.0
+    # The same on vLLM, which shows outputs and no steps: a prompt has none until all of it is read. Longer than any
+    # prompt was seen to take; an engine of vLLM's that has died says so itself.
+    vllm_step: float = 1800.0
     first_step: float = 600.0  # the same until the first step has ended: kernels are compiled, weights are read in
     first_wait: float = 0.5  # before a dead worker is started again; doubled each time it dies soon after
     longest_wait: float = 30.0
     steady: float = 60.0  # a worker that has lived this long starts again at once
 
-    def overdue(self, load: BackendLoad) -> str:
+    def overdue(self, load: BackendLoad, settings: Settings) -> str:
         """Why the engine counts as hung; "" while it does not."""
-        limit = max(self.step, SLACK * load.slowest_step) if load.slowest_step else self.first_step
+        longest = self.vllm_step if settings.backend == "vllm" else self.step * max(1.0, settings.piece / CHUNK)
+        limit = max(longest, SLACK * load.slowest_step if load.slowest_step else self.first_step)
         if load.since_step <= limit:
             return ""
         return f"no step has ended for {load.since_step:.0f} s while sequences ran"

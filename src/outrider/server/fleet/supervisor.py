@@ -34,7 +34,7 @@ class Fit:
 
     pieces: bool = False  # send the text of every token
     clip: bool = False  # cut max_tokens to what the context holds beside the prompt
-    truncate: int = 0  # keep only so many of the prompt's last tokens; 0: all
+    truncate: int = 0  # keep only this many of the prompt's last tokens; 0: all
 
 
 class ServerStream:
@@ -135,7 +135,12 @@ class Process:
                 stderr=subprocess.STDOUT,
                 process_group=0,  # Ctrl-C is for the server alone
             )
-        reader, writer = await asyncio.open_connection(sock=ours)
+        try:
+            reader, writer = await asyncio.open_connection(sock=ours)
+        except BaseException:  # the launch was given up
+            ours.close()
+            child.kill()
+            raise
         process = cls(uid, child, reader, writer)
         process.send({"settings": dict(settings)})
         return process
@@ -294,15 +299,15 @@ class Worker:
             await asyncio.wait_for(self._emptied.wait(), seconds)
 
     async def close(self) -> None:
-        if self.status == "closed":  # terminated while it was launched: its metrics may be its successor's by now
+        if self.status == "closed":
             return
         self.status, self.reason = "closed", "it was terminated"
+        self._metrics.forget(self.uid)  # before anything is waited for: from then on they may be its successor's
         if self._supervisor is not None:
             self._supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervisor
         await self._end("it was terminated")
-        self._metrics.forget(self.uid)
 
     def refuse_when_full(self, samples: int) -> None:
         most = self._limits.queue + self._places
@@ -320,15 +325,22 @@ class Worker:
 
     async def _load(self) -> None:
         self.status = "loading" if not self.restarts else "restarting"
-        self._process = await Process.spawn(self.uid, settings_as_dict(self.spec.settings))
+        process = await Process.spawn(self.uid, settings_as_dict(self.spec.settings))
+        self._process = process
         try:
-            self.info = await self._process.ready(self._limits.load)
+            self._refuse_when_closed()
+            self.info = await process.ready(self._limits.load)
+            self._refuse_when_closed()
         except BaseException:
             await self._end("it could not be loaded")
             raise
         self.status, self.reason, self.pieces = "ready", "", {}
         self._metrics.up.labels(self.uid).set(1)
-        log("ready", model=self.uid, pid=self._process.child.pid, notes=self.info.get("notes"))
+        log("ready", model=self.uid, pid=process.child.pid, notes=self.info.get("notes"))
+
+    def _refuse_when_closed(self) -> None:
+        if self.status == "closed":
+            raise Gone(f"the model {self.uid} was terminated while it was loaded")
 
     async def _supervise(self) -> None:
         wait = self._limits.first_wait
@@ -355,7 +367,7 @@ class Worker:
         try:
             while (said := await self._process.receive()) is not None:
                 self._hear(said)
-                if why := self._limits.overdue(BackendLoad(**said["load"])):
+                if why := self._limits.overdue(BackendLoad(**said["load"]), self.spec.settings):
                     self._process.end_for(why)
         except Exception as error:  # a worker whose frames cannot be read is as good as dead
             self._process.end_for(f"a frame of its worker could not be read: {type(error).__name__}: {error}")
@@ -437,7 +449,7 @@ class Worker:
             self._metrics.speedup.labels(self.uid).observe(speedup)
 
     async def _end(self, how: str) -> None:
-        """The process is over, one way or the other; whoever waits for it hears so."""
+        """The process is over, one way or the other; the clients that wait for it hear so."""
         process, self._process = self._process, None
         self.running = self.waiting = 0
         self.cache = 0.0
@@ -446,10 +458,11 @@ class Worker:
         if self.status == "restarting":
             self.reason = f"its worker died ({how})"
             log("worker died", level="error", model=self.uid, reason=how)
-        self._metrics.up.labels(self.uid).set(0)
+        if self.status != "closed":
+            self._metrics.up.labels(self.uid).set(0)
         self.drop(how)
 
     def drop(self, why: str) -> None:
-        """End all requests under way; whoever waits for one hears why."""
+        """End all requests under way; the clients that wait for them hear why."""
         for id in list(self._streams):
             self._finish(id, Gone(f"the model {self.uid} stopped while it answered: {why}; try again"))

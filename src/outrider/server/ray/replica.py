@@ -25,7 +25,8 @@ LAST = ("results", "refused", "failed")
 
 class Replica:
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._backend = build.backend(from_mapping(settings))
+        self._settings = from_mapping(settings)
+        self._backend = build.backend(self._settings)
         self._name = f"{socket.gethostname()}:{os.getpid()}"
         self._ids = itertools.count()
         self._inboxes: dict[int, asyncio.Queue[wire.Json]] = {}
@@ -57,7 +58,7 @@ class Replica:
         """Ray asks every few seconds, and starts another replica in place of a failed one."""
         if not self._sender.is_alive():
             raise RuntimeError(f"the replica sends nothing any more: {self._fault}")
-        if why := WorkerLimits().overdue(self._backend.load()):
+        if why := WorkerLimits().overdue(self._backend.load(), self._settings):
             raise RuntimeError(why)
 
     def send(self, message: wire.Json) -> None:
