@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from outrider.core.errors import OutriderError
 from outrider.models.export import to_transformers
 from outrider.models.gguf import GGUFFile
-from outrider.models.tokenizer import GGUFTokenizer, end_ids, from_folder, from_gguf
+from outrider.models.tokenizer import LONG, GGUFTokenizer, end_ids, from_folder, from_gguf
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog doesn't mind: it's 1234567 to 89.",
@@ -202,6 +204,37 @@ def assert_equal(reference: Tokenizer, tokenizer: GGUFTokenizer, text: str) -> N
     ids = reference.encode(text).ids
     assert tokenizer.encode(text) == ids
     assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=False)
+
+
+def test_a_long_text_is_encoded_alike(
+    byte_level_pair: tuple[Tokenizer, GGUFTokenizer], sentencepiece_pair: tuple[Tokenizer, GGUFTokenizer]
+) -> None:
+    text = " ".join(NASTY)
+    text *= 1 + LONG // len(text)
+    assert_equal(*byte_level_pair, text)
+    assert_equal(*sentencepiece_pair, text)
+
+
+def test_while_a_long_text_is_encoded_other_threads_run(byte_level_pair: tuple[Tokenizer, GGUFTokenizer]) -> None:
+    """The engine's, above all: a prompt of 4 MB once stopped every stream for seconds."""
+    stop, ran = threading.Event(), threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            ran.set()
+            time.sleep(0.0001)
+
+    thread, interval = threading.Thread(target=run), sys.getswitchinterval()
+    thread.start()
+    try:
+        sys.setswitchinterval(10.0)  # seconds: it runs only where this thread lets go of the interpreter itself
+        ran.clear()
+        byte_level_pair[1].encode("ab" * 50_000)
+        assert ran.is_set()
+    finally:
+        sys.setswitchinterval(interval)
+        stop.set()
+        thread.join()
 
 
 @pytest.mark.parametrize("text", NASTY)

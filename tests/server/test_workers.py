@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from outrider import LLM, OutriderError, SamplingParams
+from outrider.backends.base import BackendLoad
 from outrider.core.request import Chunk, Request, Result
 from outrider.core.sequence import Token
 from outrider.core.stats import Stats, estimated_speedup
@@ -26,6 +27,9 @@ from outrider.server.fleet import wire
 from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.fleet.pieces import Pieces
 from outrider.server.fleet.spec import LaunchSpec
+from outrider.server.fleet.supervisor import Process, Worker
+from outrider.server.fleet.worker import LONG, Session
+from outrider.server.metrics import Metrics
 from outrider.settings import Settings
 
 
@@ -41,7 +45,7 @@ class TestWire:
         params = SamplingParams(
             7, 0.5, 3, 0.9, seed=-5, logit_bias={3: -1.5}, bad_words=["fox", (1, 2)], stop=["\n"], logprobs=2, n=2
         )
-        request = Request("the ✓ fox", None, params, "ngram:length=3", [1, 2], stream=True)
+        request = Request("the ✓ fox", None, params, "ngram:length=3", [1, 2], stream=True, group="seven")
         assert wire.request_from_json(over_the_wire(wire.request_to_json(request))) == request
         request = Request(messages=[{"role": "user", "content": "x"}], params=params)
         assert wire.request_from_json(over_the_wire(wire.request_to_json(request))) == request
@@ -63,6 +67,41 @@ class TestWire:
         back = wire.result_from_json(over_the_wire(wire.result_to_json(result)))
         assert back == result
         assert back.stats.drafted_by_depth[7] == 0  # a Counter again
+
+
+class TestTakingIn:
+    def test_long_prompts_are_tokenised_one_at_a_time_and_hold_up_no_short_one(self):
+        class Blocking:
+            """A backend that waits before it refuses a long prompt."""
+
+            tokenizer = None
+
+            def submit(self, request):
+                size = len(request.prompt or request.messages[0]["content"])
+                if size >= LONG:
+                    long.append(request)
+                    assert go.wait(20)
+                raise OutriderError(f"{size} characters")
+
+            def load(self):
+                return BackendLoad()
+
+        class Frames(list):
+            send = list.append
+
+        long, go, frames = [], threading.Event(), Frames()
+        session, text = Session(frames, Blocking()), "x" * LONG
+        fit = {"pieces": False, "clip": False, "truncate": 0}
+        requests = [Request(text), Request(messages=[{"role": "user", "content": text}])] * 4 + [Request("short")]
+        for id, request in enumerate(requests):
+            session.hear({"submit": id, "request": wire.request_to_json(request), "fit": fit})
+        while not any("refused" in frame for frame in frames):
+            session.send()
+        assert [frame["refused"] for frame in frames if "refused" in frame] == [[[8, "5 characters"]]]
+        assert len(long) == 1
+        go.set()
+        while sum(len(frame.get("refused", ())) for frame in frames) < len(requests):
+            session.send()
 
 
 class TestPieces:
@@ -166,6 +205,43 @@ class TestLaunching:
         assert [(model.uid, model.status) for model in server.fleet.list()] == [("tiny", "ready")]
         assert 'outrider_worker_up{model_name="tiny"} 1.0' in server.get("/metrics").text
         assert server.post("/v1/completions", {"prompt": "the", "max_tokens": 1}).status_code == 200
+
+    def test_one_that_is_terminated_while_its_process_starts(self, serve, quick, monkeypatch):
+        """It must not run on outside the fleet."""
+        server, spawn, spawned = serve(), Process.spawn, []
+
+        async def terminated(uid, settings):
+            spawned.append(await spawn(uid, settings))
+            await server.fleet.terminate(uid)
+            return spawned[0]
+
+        monkeypatch.setattr(Process, "spawn", terminated)
+        with pytest.raises(Gone, match="tiny was terminated while it was loaded"):
+            server.launch(quick, uid="tiny")
+        assert server.fleet.list() == []
+        assert spawned[0].child.poll() is not None
+        assert 'outrider_worker_up{model_name="tiny"}' not in server.get("/metrics").text
+
+    def test_one_that_ends_late_leaves_its_successors_metrics(self):
+        class Ending:
+            """A process that takes its time to end."""
+
+            async def close(self):
+                await ended.wait()
+
+        async def both():
+            metrics = Metrics()
+            worker = Worker(LaunchSpec(Settings(), "tiny"), WorkerLimits(), metrics)
+            worker._process = Ending()
+            closing = asyncio.create_task(worker.close())
+            await asyncio.sleep(0)
+            metrics.up.labels("tiny").set(1)  # its successor is ready
+            ended.set()
+            await closing
+            return metrics.text().decode()
+
+        ended = asyncio.Event()
+        assert 'outrider_worker_up{model_name="tiny"} 1.0' in asyncio.run(both())
 
 
 def _suppressed(work, *args):

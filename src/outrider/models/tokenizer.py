@@ -65,6 +65,10 @@ _VOCABULARIES = (
     "spiece.model",
 )
 
+# Characters from which on a text is encoded as a batch of one: only then does the library let other threads of Python
+# run meanwhile (the engine's, above all). Below, a text takes a few milliseconds, and the call itself less.
+LONG = 8192
+
 
 class Tokenizer(Protocol):
     """What is used of a tokenizer, under the names of transformers, whose tokenizers serve as well."""
@@ -123,8 +127,13 @@ class GGUFTokenizer:
         return self.backend_tokenizer.get_vocab()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        ids = self.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        ids = self._ids(text)
         return [*self._before, *ids, *self._after] if add_special_tokens else ids
+
+    def _ids(self, text: str) -> list[int]:
+        if len(text) < LONG:
+            return self.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        return self.backend_tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self.backend_tokenizer.decode(ids, skip_special_tokens)

@@ -21,7 +21,7 @@ from outrider.server.fleet.supervisor import ServerStream
 from outrider.server.log import log
 
 T = TypeVar("T")
-CHARACTERS_PER_TOKEN = 32  # a prompt with more of them for each token of the context is refused before it is encoded
+CHARACTERS_PER_TOKEN = 32  # a prompt with more for each token of the context is refused before it is encoded
 
 
 class ClientGone(Exception):
@@ -43,6 +43,7 @@ def _refuse_long(asked: Request, context: int) -> None:
     """Before a worker tokenises it, which takes the cores from the requests that run. `context`: in tokens; 0: unknown.
 
     A token of English has 4 or 5 characters on average, of code 3; only made-up text, of spaces say, has 32.
+    Of a long context that is much: workers tokenise such prompts one at a time.
     """
     texts = [asked.prompt] if isinstance(asked.prompt, str) else [str(each["content"]) for each in asked.messages or ()]
     length, most = sum(map(len, texts)), context * CHARACTERS_PER_TOKEN

@@ -32,6 +32,9 @@ from outrider.settings import from_mapping
 _logger = logging.getLogger("outrider.worker")
 BEAT = 1.0  # seconds between frames while there is nothing to send: each tells the load, and when a step last ended
 TAKERS = 4  # threads that tokenize and check new requests: one that loads a draft model holds nobody up
+# Characters of a request from which on one thread alone tokenises it: 50 ms of a core. Several such requests at once
+# would take the cores from those that run, and the other threads from short requests.
+LONG = 64 << 10
 
 
 class Link:
@@ -66,6 +69,7 @@ class Session:
         self._cancelled: set[int] = set()  # those of them that nobody wants any more
         self._showing: set[int] = set()  # requests that want the text of every token
         self._takers = ThreadPoolExecutor(TAKERS, "outrider-taker")
+        self._long_taker = ThreadPoolExecutor(1, "outrider-long-taker")
         self._pieces = Pieces(backend.tokenizer)
         self._shown: set[int] = set()  # tokens whose text the server has
         self._lock = threading.Lock()
@@ -75,7 +79,8 @@ class Session:
         if "submit" in said:
             with self._lock:
                 self._coming.add(said["submit"])
-            self._takers.submit(self._take, said["submit"], said["request"], said["fit"])
+            takers = self._takers if _characters(said["request"]) < LONG else self._long_taker
+            takers.submit(self._take, said["submit"], said["request"], said["fit"])
         elif "cancel" in said:
             self._cancel(said["cancel"])
 
@@ -204,6 +209,13 @@ class Session:
                 pieces[id] = piece.decode()
             except UnicodeDecodeError:
                 pieces[id] = list(piece)
+
+
+def _characters(request: wire.Json) -> int:
+    """Of the texts that have to be tokenised."""
+    messages = request["messages"] or ()
+    texts = [request["prompt"], request["prediction"], *(message.get("content") for message in messages)]
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def describe(backend: Backend) -> wire.Json:
