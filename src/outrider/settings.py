@@ -43,7 +43,7 @@ class Settings:
         flags=("--speculation-max-batch-size",),
     )
     piece: int = 512  # prompt tokens that one step takes in
-    cache_memory: float = option(0.0, "GiB for keys and values; 0: a quarter of what is free.")
+    cache_memory: float = option(0.0, "GiB for the target's keys and values; 0: a quarter of what is free.")
     threads: int = option(0, "CPU threads; 0: one per core.")
     # Only for vLLM:
     speculative_config: Mapping[str, Any] | None = option(None, "vLLM's own JSON in place of --draft.", shown=False)

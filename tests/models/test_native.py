@@ -296,6 +296,24 @@ def one_by_one(model, text):
     return torch.cat(rows)
 
 
+def test_buffers_of_a_long_sequence_are_given_back():
+    """After many passes of short ones, and not where long and short ones take turns."""
+    model, text = in_kernels("llama, 4 bits"), tokens(40)
+    stack, plain = model.weights.stack, one_by_one(model, text)
+    stack.workspace(300, 20_000)
+    large = stack.workspace(1, 0)
+    assert (large.rows, large.struct.longest) == (300, 40_016)
+    for _ in range(3):
+        for _ in range(stacking.SHORT_PASSES - 1):
+            assert stack.workspace(1, 40) is large
+        assert stack.workspace(1, 20_000) is large
+    for _ in range(stacking.SHORT_PASSES - len(text)):
+        stack.workspace(2, 1)
+    assert torch.equal(one_by_one(model, text), plain)
+    small = stack.workspace(1, 0)
+    assert (small.rows, small.struct.longest) == (32, stacking.SHORTEST)
+
+
 @pytest.mark.parametrize("name", MODELS)
 class TestModels:
     @pytest.mark.parametrize("count", [1, 2, 5, 17, 60])

@@ -156,7 +156,7 @@ class Eagle(Drafter):
         self._runner.free(id)
 
     def _restart_long(self) -> None:
-        """Keep the head's keys within their part of the memory budget: a sequence with more than its equal share (keys
+        """Keep the head's keys within a memory budget of their own: a sequence with more than its equal share (keys
         lie in slots as long as the longest) begins anew in the head, with the states that the target shows next. It
         drafts with a shorter context; what is written is the same."""
         share = self._places // max(len(self._states), 1)
@@ -323,8 +323,9 @@ class Eagle(Drafter):
 
 
 def _places(head: EagleHead, target: Model) -> int:
-    """Tokens that the head may hold keys of: as many as the target's cache (`capacity`, from `cache_memory`), or what
-    fits into an eighth of that memory where the head has so few of the target's layers that this is more."""
+    """Tokens that the head may hold keys of: what fits into an eighth of `cache_memory` (on top of it; with what
+    buffers hold in reserve up to half of it), or as many as the target's cache where the head has more than an eighth
+    of the target's layers."""
     return max(target.capacity, target.capacity * target.num_layers // (8 * head.config.depth))
 
 

@@ -17,6 +17,10 @@ from outrider.models.paged_cache import SIZE, PagedSlot
 from outrider.models.stack import Layer, Pass, StackConfig
 
 TOGETHER = 12  # queries that share one reading of keys and values; the same number as in kernels.cpp
+# Passes in a row whose sequences are shorter than an eighth of the buffers' length, after which these are made anew: a
+# prompt of 128k tokens leaves half a GB. Enough that turns of long and short sequences do not allocate each time.
+SHORT_PASSES = 256
+SHORTEST = 1040  # tokens of a sequence that buffers are at least for: most chats never make them grow
 
 
 class NativeStack:
@@ -46,6 +50,7 @@ class NativeStack:
         self._values = SIZE * config.head_dim  # floats from the keys of a page to its values, as PagedCache has them
         self._work: PackedWorkspace | None = None
         self._threads = 0  # that its buffers are for
+        self._short = 0  # passes in a row with far shorter sequences than the buffers are for
         self._run = library().outrider_layers
 
     def first(self, layers: int) -> NativeStack:
@@ -87,14 +92,15 @@ class NativeStack:
         return x, None if kept is None else kept.transpose(0, 1)
 
     def workspace(self, rows: int, longest: int) -> PackedWorkspace:
-        """Buffers for this number of rows and sequences up to this length; grown, never shrunk."""
+        """Buffers for this number of rows and sequences up to this length; 0: no sequence is read."""
+        self._drop_large(longest)
         old, threads = self._work, torch.get_num_threads()
         if old is not None and rows <= old.rows and longest <= old.struct.longest and threads <= self._threads:
             return old
         config, inner = self.config, self._inner
         heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         rows = max(rows, 32, old.rows if old else 0)
-        longest = max(2 * longest // 32 * 32 + 16, 1040, old.struct.longest if old else 0)  # no power of 2: rows of
+        longest = max(2 * longest // 32 * 32 + 16, SHORTEST, old.struct.longest if old else 0)  # no power of 2: rows of
         # scores would all fall on the same lines of the first cache
         work = PackedWorkspace(rows, self._widest)
         work.add(
@@ -109,6 +115,13 @@ class NativeStack:
         work.struct.longest = longest
         self._work, self._threads = work, threads
         return work
+
+    def _drop_large(self, longest: int) -> None:
+        if self._work is None or not longest:
+            return
+        self._short = self._short + 1 if max(8 * longest, SHORTEST) < self._work.struct.longest else 0
+        if self._short == SHORT_PASSES:
+            self._work, self._short = None, 0
 
     def _span(self, batch: Pass, index: int) -> structs.SpanStruct:
         slot, rows = batch.slots[index], batch.rows[index]
