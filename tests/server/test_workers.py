@@ -59,7 +59,8 @@ class TestWire:
         tokens = (Token(1), Token(2, "ngram", 3), Token(3, None, 0, -0.5, ((3, -0.5), (9, -2.0))))
         chunk = Chunk("half \ud83d", tokens, 1, "stop")
         assert wire.chunk_from_json(over_the_wire({"c": wire.chunk_to_json(chunk)})["c"]) == chunk
-        stats = Stats(5, 3, 2, 4, 2, Counter({1: 2, 2: 2}), Counter({1: 1}), seconds={"draft": 0.25})
+        stats = Stats(5, 3, drafts=2, drafted=4, accepted=2, cached=7, seconds={"draft": 0.25})
+        stats.drafted_by_depth, stats.accepted_by_depth = Counter({1: 2, 2: 2}), Counter({1: 1})
         stats.drafted_by_drafter["ngram"], stats.accepted_by_drafter["ngram"] = 4, 2
         scored = tuple(Token(id, None, 0, -1.0, ((id, -1.0),)) for id in (1, 2))
         other = Result("b", [1, 2], "length", None, Stats(), [4], (Token(1), Token(2)))

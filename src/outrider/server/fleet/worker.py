@@ -213,8 +213,7 @@ class Session:
 
 def _characters(request: wire.Json) -> int:
     """Of the texts that have to be tokenised."""
-    messages = request["messages"] or ()
-    texts = [request["prompt"], request["prediction"], *(message.get("content") for message in messages)]
+    texts = [*request.values(), *(message.get("content") for message in request["messages"] or ())]
     return sum(len(text) for text in texts if isinstance(text, str))
 
 
