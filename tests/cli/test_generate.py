@@ -163,3 +163,49 @@ def test_more_mistakes_in_one_line(outrider, tiny_folder, args, said):
     assert done.err.startswith("error:")
     assert done.err.count("\n") == 1
     assert said in done.err
+
+
+class TestGrammars:
+    """What the text may be, by an option or a file."""
+
+    def text(self, outrider, tiny_folder, *options):
+        done = outrider("generate", "the fox", "-m", tiny_folder, "--max-tokens", 40, "--json", *options)
+        assert done.code == 0, done.err
+        said = json.loads(done.out)
+        assert said["finish_reason"] == "stop"
+        return said["text"]
+
+    def test_a_choice(self, outrider, tiny_folder):
+        assert self.text(outrider, tiny_folder, "--choice", "the sea,the river") in ("the sea", "the river")
+
+    def test_an_expression(self, outrider, tiny_folder):
+        assert self.text(outrider, tiny_folder, "--regex", "[ab]{3}") in {
+            a + b + c for a in "ab" for b in "ab" for c in "ab"
+        }
+
+    def test_a_schema_and_a_grammar_in_files(self, outrider, tiny_folder, tmp_path):
+        schema, rules = tmp_path / "s.json", tmp_path / "g.lark"
+        schema.write_text('{"enum": [{"a": 1}, {"a": 2}]}')
+        rules.write_text('start: "x" | "yy"')
+        assert json.loads(self.text(outrider, tiny_folder, "--json-schema", schema)) in ({"a": 1}, {"a": 2})
+        assert self.text(outrider, tiny_folder, "--grammar", rules) in ("x", "yy")
+
+    def test_any_object(self, outrider, tiny_folder):
+        done = outrider("generate", "the", "-m", tiny_folder, "--max-tokens", 9, "--json", "--json-object")
+        assert json.loads(done.out)["text"].startswith("{")
+
+    @pytest.mark.parametrize(
+        ("options", "reason"),
+        [
+            (["--choice", "a,,b"], "choice must be a list of texts"),
+            (["--json-schema", "nowhere.json"], "cannot read the JSON schema in nowhere.json"),
+            (["--regex", "a", "--json-object"], "regex and json_object cannot be given together"),
+            (["--regex", "(a"], "unclosed group"),
+            (["--regex", "a", "--ignore-eos"], "ignore_eos and regex"),
+        ],
+    )
+    def test_mistakes_are_one_line(self, outrider, tiny_folder, options, reason):
+        done = outrider("generate", "the", "-m", tiny_folder, *options)
+        assert done.code == 2
+        assert reason in done.err
+        assert len(done.err.strip().splitlines()) <= 2

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from grammars import constraint
 
 from outrider.core import sampling
 from outrider.core.dice import RESIDUAL, Dice
@@ -83,6 +84,29 @@ def test_equal_to_verify_where_the_pass_has_the_likeliest_already(seed, adjusted
 
     assert verify_batch(cases, logits, best) == expected
     assert len(asked) == (not adjusted)
+
+
+WORDS = (*(bytes([65 + id]) for id in range(VOCAB - 1)), b"<end>")
+END = VOCAB - 1
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("seed", range(6))
+def test_equal_to_verify_where_some_have_a_grammar(seed, rule):
+    """Forbidden nodes and what hangs below them too, cut or not: drawn ones stay in the draft."""
+    cases, logits = make_cases(seed, rule)
+    given, matcher = constraint("regex", "([A-D]|[E-H][A-L])*", WORDS, (END,))
+    for index in range(0, len(cases), 2):
+        old = cases[index].seq
+        params = replace(old.params, **given)
+        seq = Sequence(old.id, old.tokens, params, frozenset([END]), dice=old.dice, rule=rule, matcher=matcher())
+        cases[index] = replace(cases[index], seq=seq)
+    expected = [verify(case.seq, case.draft, logits[case.start : case.start + 1 + len(case.draft)]) for case in cases]
+    assert verify_batch(cases, logits) == expected
+    for case, verdict in list(zip(cases, expected, strict=True))[::2]:
+        written = [*(case.draft.tokens[node] for node in verdict.path), verdict.token]
+        assert case.seq.matcher.allowed(written) == len(written)
+    assert any(verdict.path for verdict in expected[::2])
 
 
 def test_a_residual_is_drawn_with_all_bits_of_the_random_number():

@@ -22,10 +22,10 @@ from outrider.backends.base import BackendLoad
 from outrider.core.request import Chunk, Request, Result
 from outrider.core.sequence import Token
 from outrider.core.stats import Stats, estimated_speedup
+from outrider.models.token_bytes import TokenBytes
 from outrider.server.errors import Failed, Gone
 from outrider.server.fleet import wire
 from outrider.server.fleet.limits import WorkerLimits
-from outrider.server.fleet.pieces import Pieces
 from outrider.server.fleet.spec import LaunchSpec
 from outrider.server.fleet.supervisor import Process, Worker
 from outrider.server.fleet.worker import LONG, Session
@@ -105,10 +105,10 @@ class TestTakingIn:
             session.send()
 
 
-class TestPieces:
+class TestTokenBytes:
     def test_bytes_of_tokens_add_up_to_the_text(self, tiny_folder):
         with LLM(str(tiny_folder), threads=1, cache_memory=0.1) as llm:
-            pieces = Pieces(llm.tokenizer)
+            pieces = TokenBytes(llm.tokenizer)
             text = "the fox — naïve ✓ 狐\n\t"
             ids = llm.tokenizer.encode(text)
             assert b"".join(map(pieces, ids)).decode() == text
@@ -122,11 +122,11 @@ class TestPieces:
         words = {"<unk>": 0, "▁fox": 1, "<0xE2>": 2, "x": 3}
         backend = Tokenizer(models.BPE(words, [], unk_token="<unk>", byte_fallback=True))
         backend.decoder = decoders.Metaspace()
-        pieces = Pieces(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>"))
+        pieces = TokenBytes(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>"))
         assert [pieces(id) for id in (1, 2, 3)] == [b" fox", b"\xe2", b"x"]
 
     def test_no_tokenizer(self):
-        assert Pieces(None)(3) == b""
+        assert TokenBytes(None)(3) == b""
 
 
 class TestSpeedup:

@@ -16,12 +16,14 @@ from outrider.backends.reader import Reader
 from outrider.backends.text import Writer
 from outrider.core.dice import Dice
 from outrider.core.errors import OutriderError, one_line
+from outrider.core.grammar import Grammars, Matcher, Vocabulary
 from outrider.core.request import Chunk, Request, Result
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Rule, Sequence
 from outrider.drafters.base import Drafter
 from outrider.engine.engine import Engine
 from outrider.models.memory import return_heap
+from outrider.models.token_bytes import vocabulary_of
 from outrider.models.tokenizer import Tokenizer
 
 
@@ -63,6 +65,7 @@ class Local(Reader):
         self._users: dict[str, int] = {}  # drafter that requests have named -> requests under way; the last used last
         self._thread: threading.Thread | None = None
         self._clock, self._faults, self._fault = StepClock(), FaultCounter(), ""
+        self._grammars = Grammars(self._vocabulary)
         if engine.overlaps:
             engine.meanwhile = lambda: self._deliver(engine.scheduler.running)
         self._unused: list[str] = []  # drafters of requests that failed in a pass, which may still use them
@@ -92,6 +95,7 @@ class Local(Reader):
         expected = () if request.prediction is None else tuple(self.encode(request.prediction, special=False))
         writers = [self._writer(request) for _ in range(params.n)]
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._ends)
+        matchers = self._matchers(params, ends)
         ids = [next(_ids) for _ in writers]
         seqs = []
         for index, (id, writer) in enumerate(zip(ids, writers, strict=True)):
@@ -106,6 +110,7 @@ class Local(Reader):
                 self._rule,
                 writer.push if writer else None,
                 request=request.group or ids[0],
+                matcher=matchers[index],
             )
             self.engine.scheduler.check(seq)  # before the prompt is copied for the next one
             seqs.append(seq)
@@ -147,6 +152,16 @@ class Local(Reader):
         words = tuple(ids for word in params.bad_words for ids in self._spellings(word))
         self._check_ids(params.token_ids())
         return replace(params, bad_words=words) if params.bad_words else params
+
+    def _matchers(self, params: SamplingParams, ends: frozenset[int]) -> Seq[Matcher | None]:
+        """One for each sample. The grammar is compiled here, by the thread that hands the request in."""
+        if params.constraint is None:
+            return [None] * params.n
+        grammar = self._grammars.get(params.constraint)
+        return [grammar.matcher(ends) for _ in range(params.n)]
+
+    def _vocabulary(self) -> Vocabulary:
+        return vocabulary_of(self._need_tokenizer(), self.vocab_size, self._ends)
 
     def _spellings(self, word: str | tuple[int, ...]) -> set[tuple[int, ...]]:
         """A word is written differently at the beginning of a text and after a space."""

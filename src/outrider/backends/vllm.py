@@ -378,6 +378,8 @@ def refuse(request: Request, speculating: bool, on_cpu: bool) -> None:
         why = "a prediction: vLLM has no drafter that reads one"
     elif params.processors:
         why = "processors: functions cannot be handed to vLLM's engine"
+    elif params.constraint is not None:
+        why = f"{params.constraint.parameter}: grammars are not handed to vLLM's engine yet; leave it out"
     elif params.typical_p != 1.0:
         why = "typical_p: vLLM has no such option"
     elif any(not isinstance(word, str) for word in params.bad_words):

@@ -27,7 +27,7 @@ FILES = "Many queries"
 
 
 @dataclass(frozen=True)
-class GenerateOptions(options.Printed):
+class GenerateOptions(options.Printed, options.Constrained):
     raw: bool = option(False, "Continue the prompt as it stands, without chat template.")
     prediction: str | None = option(
         None, "The answer you expect, as a file or as text: it is the draft.", panel=options.MODEL
@@ -54,11 +54,17 @@ def generate(
     [dim]$[/] outrider generate "Name three rivers."
     [dim]$[/] outrider generate "Once upon a time" --raw --temperature 0.8 --seed 7
     [dim]$[/] outrider generate "Fix the spelling: ..." --prediction draft.txt --json
+    [dim]$[/] outrider generate "Which colour has the sea?" --choice blue,green,grey
+    [dim]$[/] outrider generate "Ada, 36, of London." --json-schema person.json
     [dim]$[/] cat letter.txt | outrider generate - --draft ngram:max_n=6,length=12
     [dim]$[/] outrider generate --config c.yaml --input q.jsonl --output a.jsonl
     """
     config = options.chosen(given)
-    config = replace(config, settings=_with_drafter(config.settings, given.get("draft", ""), own.prediction))
+    config = replace(
+        config,
+        settings=_with_drafter(config.settings, given.get("draft", ""), own.prediction),
+        params=own.over(config.params),
+    )
     if own.input is not None or own.output is not None:
         raise typer.Exit(_answer_file(config, own, "config" in given, prompt))
     if prompt is None:

@@ -20,7 +20,7 @@ from outrider.llm import LLM
 from outrider.models import sources
 from outrider.settings import Config, Settings, config_from, from_mapping, read_file
 
-MODEL, SAMPLING = "Model", "Sampling"
+MODEL, SAMPLING, GRAMMAR = "Model", "Sampling", "What the text may be (one of these)"
 DEFAULT, PLAIN = Settings(), SamplingParams()
 PLACE = ("device", "dtype", "quantize", "threads")
 PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -41,6 +41,36 @@ class ConfigFile:
 @dataclass(frozen=True)
 class Printed:
     as_json: bool = option(False, "Print one JSON object.", flags=("--json",))
+
+
+@dataclass(frozen=True)
+class Constrained:
+    """What the text may be, as the command line says it."""
+
+    json_schema: Path | None = option(None, "A file with a JSON schema: JSON that it allows.", panel=GRAMMAR)
+    json_object: bool = option(False, "Any JSON object.", flags=("--json-object",), panel=GRAMMAR)
+    regex: str | None = option(None, "A text that this whole expression matches.", panel=GRAMMAR)
+    choice: str | None = option(None, "One of these texts, with commas between them.", panel=GRAMMAR)
+    grammar: Path | None = option(None, "A file with a grammar in Lark's notation.", panel=GRAMMAR)
+
+    def over(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with what was given here in the place of theirs."""
+        given: dict[str, Any] = {
+            "json_schema": None if self.json_schema is None else _read(self.json_schema, "JSON schema"),
+            "json_object": self.json_object,
+            "regex": self.regex,
+            "choice": None if self.choice is None else self.choice.split(","),
+            "grammar": None if self.grammar is None else _read(self.grammar, "grammar"),
+        }
+        return replace(params, **given) if any(value not in (None, False) for value in given.values()) else params
+
+
+def _read(path: Path, what: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise OutriderError(f"cannot read the {what} in {path}: {reason}; give a text file") from error
 
 
 def settings(*names: str, **changes: Any) -> OptionSource[Settings]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from outrider.core.errors import OutriderError, quoted
+from outrider.core.grammar_spec import GrammarSpec, grammar_spec
 from outrider.core.option import option
 
 if TYPE_CHECKING:
@@ -49,6 +51,12 @@ class SamplingParams:
     )
     n: int = 1
     processors: Sequence[Processor] = ()
+    # What the text may be; at most one of these five.
+    json_schema: Mapping[str, Any] | str | None = None  # JSON that this schema allows; as an object or as JSON text
+    json_object: bool = False  # any JSON object
+    regex: str | None = None  # a text that the whole expression matches
+    choice: Sequence[str] | None = None  # one of these texts
+    grammar: str | None = None  # a text of this grammar in Lark's notation; its first rule is called start
 
     def __post_init__(self) -> None:
         for name, ok, need in _RANGES:
@@ -78,14 +86,26 @@ class SamplingParams:
             raise OutriderError("logit_bias maps token ids to numbers, such as {1234: -5.0}")
         if "" in self.stop:
             raise OutriderError("a stop string is empty: it would stop at once; leave it out")
+        if self.constraint is not None and self.ignore_eos:
+            raise OutriderError(f"ignore_eos and {self.constraint.parameter} contradict each other; leave out one")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @cached_property
+    def constraint(self) -> GrammarSpec | None:
+        """What the text may be; None: anything."""
+        return grammar_spec(self.json_schema, self.json_object, self.regex, self.choice, self.grammar)
+
     @property
     def adjusts(self) -> bool:
         """Whether the context can change the logits at all."""
+        return self.constraint is not None or self.penalises
+
+    @property
+    def penalises(self) -> bool:
+        """Whether it can by anything but a grammar: penalties, bias, bans or processors."""
         return bool(
             self.repetition_penalty != 1.0
             or self.presence_penalty

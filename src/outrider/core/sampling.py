@@ -19,13 +19,37 @@ from outrider.core.params import SamplingParams as SamplingParams
 MINUS_INF = float("-inf")
 
 
-def adjust(logits: Tensor, tokens: Sequence[int], prompt: int, params: SamplingParams, ends: frozenset[int]) -> Tensor:
+def adjust(
+    logits: Tensor,
+    tokens: Sequence[int],
+    prompt: int,
+    params: SamplingParams,
+    ends: frozenset[int],
+    mask: Tensor | None = None,
+) -> Tensor:
     """Logits [vocab] after `tokens`, of which the first `prompt` are the prompt, as the parameters change them.
 
-    `ends` are the tokens that end the sequence; they are banned until `min_tokens` are written.
+    `ends` are the tokens that end the sequence; they are banned until `min_tokens` are written. `mask` [vocab] bool:
+    the tokens that a grammar allows here; where it allows nothing but the end, there is no more to wait for.
     """
-    if not params.adjusts:
-        return logits
+    if params.penalises:
+        logits = _penalised(logits, tokens, prompt, params, frozenset() if _only(mask, ends) else ends)
+    if mask is not None:
+        logits = logits.where(mask.to(logits.device), MINUS_INF)
+    if params.adjusts and bool((logits == MINUS_INF).all()):
+        raise OutriderError("bans, allowed_token_ids and the grammar leave no token to write; loosen one of them")
+    return logits
+
+
+def _only(mask: Tensor | None, ends: frozenset[int]) -> bool:
+    """Whether a grammar allows nothing but the tokens that end the sequence."""
+    return mask is not None and ends.issuperset(mask.nonzero().squeeze(1).tolist())
+
+
+def _penalised(
+    logits: Tensor, tokens: Sequence[int], prompt: int, params: SamplingParams, ends: frozenset[int]
+) -> Tensor:
+    """Penalties, bias, bans and processors."""
     logits, device = logits.float().clone(), logits.device
     if params.repetition_penalty != 1.0 and tokens:
         seen = torch.tensor(sorted(set(tokens)), device=device)
@@ -47,8 +71,6 @@ def adjust(logits: Tensor, tokens: Sequence[int], prompt: int, params: SamplingP
             logits[word[-1]] = MINUS_INF  # type: ignore[index]
     for processor in params.processors:
         logits = processor(tokens, logits)
-    if bool((logits == MINUS_INF).all()):
-        raise OutriderError("bans and allowed_token_ids leave no token to write; loosen one of them")
     return logits
 
 
@@ -62,6 +84,16 @@ def likeliest(logits: Tensor) -> list[int]:
         found: list[int] = logits.numpy().argmax(-1).tolist()
         return found
     return logits.argmax(-1).tolist()
+
+
+def likeliest_allowed(logits: Tensor, mask: Tensor) -> int:
+    """[vocab] -> the greedy choice among the tokens of the mask [vocab] bool, the first of equals."""
+    if logits.device.type != "cpu" or logits.dtype != torch.float32:
+        return int(logits.where(mask.to(logits.device), MINUS_INF).argmax())
+    allowed = mask.numpy().nonzero()[0]
+    if not len(allowed):
+        raise OutriderError("the grammar leaves no token to write; loosen it")
+    return int(allowed[logits.numpy()[allowed].argmax()])
 
 
 def warp(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -115,9 +147,16 @@ def warp_batch(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     return laws
 
 
-def law(logits: Tensor, tokens: Sequence[int], prompt: int, params: SamplingParams, ends: frozenset[int]) -> Tensor:
+def law(
+    logits: Tensor,
+    tokens: Sequence[int],
+    prompt: int,
+    params: SamplingParams,
+    ends: frozenset[int],
+    mask: Tensor | None = None,
+) -> Tensor:
     """The distribution of the token after `tokens`."""
-    return warp(adjust(logits, tokens, prompt, params, ends), params)
+    return warp(adjust(logits, tokens, prompt, params, ends, mask), params)
 
 
 def _keep(law: Tensor, tokens: Tensor) -> Tensor:

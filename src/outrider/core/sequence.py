@@ -13,6 +13,8 @@ from torch import Tensor
 from outrider.core import sampling
 from outrider.core.dice import DRAFT, Dice
 from outrider.core.draft import Draft
+from outrider.core.errors import OutriderError
+from outrider.core.grammar import Matcher
 from outrider.core.sampling import SamplingParams
 from outrider.core.stats import Stats
 
@@ -59,6 +61,7 @@ class Sequence:
     error: str = ""
     stats: Stats = field(default_factory=Stats)
     request: int | str = -1  # the same for all sequences of a request, or of a group; -1: it is a request of its own
+    matcher: Matcher | None = None  # where it stands in its grammar, if it has one
 
     def __post_init__(self) -> None:
         self.prompt = len(self.tokens)
@@ -66,6 +69,8 @@ class Sequence:
             self.request = self.id
         if self.params.seed is not None:
             self.rule = "coupled"  # the same seed gives the same text with any drafter or none
+        if (self.matcher is None) != (self.params.constraint is None):
+            raise OutriderError("a grammar must be compiled for the model's tokens before a sequence can follow it")
 
     @property
     def left(self) -> int:
@@ -83,14 +88,17 @@ class Sequence:
         self.output.append(token)
         if token.id in self.ends or (self.watch is not None and self.watch(token.id)):
             self.finish = "stop"
-        elif self.left == 0:
+            return False
+        if self.matcher is not None:
+            self.matcher.commit(token.id)
+        if self.left == 0:
             self.finish = "length"
         return self.finish is None
 
     def extend(self, ids: Seq[int]) -> int:
         """Commit tokens that the target wrote by itself, up to the end of the sequence; how many there were."""
         ids = ids[: self.left]
-        if self.watch is None and self.ends.isdisjoint(ids):
+        if self.watch is None and self.matcher is None and self.ends.isdisjoint(ids):
             self.tokens += ids
             self.output += map(plain_token, ids)
             if self.left == 0:
@@ -114,14 +122,22 @@ class Sequence:
 
     def law(self, logits: Tensor, guessed: Seq[int] = ()) -> Tensor:
         """The distribution of the token after the committed ones and `guessed`."""
-        return sampling.law(logits, [*self.tokens, *guessed], self.prompt, self.params, self.ends)
+        return sampling.warp(self.adjusted(logits, guessed), self.params)
+
+    def adjusted(self, logits: Tensor, guessed: Seq[int] = ()) -> Tensor:
+        """Logits [vocab] after the committed tokens and `guessed`, as the parameters and the grammar change them."""
+        if not self.params.adjusts:
+            return logits
+        mask = None if self.matcher is None else self.matcher.mask(guessed)
+        return sampling.adjust(logits, [*self.tokens, *guessed], self.prompt, self.params, self.ends, mask)
 
     def best(self, logits: Tensor, guessed: Seq[int] = ()) -> int:
         """The greedy choice after the committed tokens and `guessed`."""
         if not self.params.adjusts:
             return int(logits.argmax())
-        tokens = [*self.tokens, *guessed]
-        return int(sampling.adjust(logits, tokens, self.prompt, self.params, self.ends).argmax())
+        if self.matcher is not None and not self.params.penalises and (mask := self.matcher.mask(guessed)) is not None:
+            return sampling.likeliest_allowed(logits, mask)
+        return int(self.adjusted(logits, guessed).argmax())
 
     def draw(self, law: Tensor, depth: int, index: int = 0) -> int:
         """A drafter's draw from its own law for the token `depth` positions past the first undecided one; `index` tells

@@ -67,8 +67,7 @@ def _adjust(case: Case, logits: Tensor) -> None:
     seq = case.seq
     if seq.params.adjusts:
         for node, row in enumerate(case.rows(), ROOT):
-            tokens = [*seq.tokens, *guessed_tokens(case.draft, node)]
-            logits[row] = sampling.adjust(logits[row], tokens, seq.prompt, seq.params, seq.ends)
+            logits[row] = seq.adjusted(logits[row], guessed_tokens(case.draft, node))
 
 
 def _decide(cases: Seq[Case], logits: Tensor, best: Best | None, chooser: Chooser) -> list[Verdict]:

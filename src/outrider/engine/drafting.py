@@ -8,7 +8,8 @@ import time
 from collections.abc import Sequence as Seq
 
 from outrider.core.draft import EMPTY, Draft
-from outrider.core.errors import one_line
+from outrider.core.errors import OutriderError, one_line
+from outrider.core.grammar import permitted
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext, Drafter, Step
 from outrider.engine.policy import DraftingPolicy, PassSize
@@ -70,7 +71,7 @@ class DrafterPool:
         drafter = self.of(seqs[0])
         try:
             if policy is None:
-                return self._checked(drafter.propose(seqs, budgets), budgets)
+                return self._checked(drafter.propose(seqs, budgets), seqs, budgets)
             return self._paying(drafter, seqs, budgets, size, policy)
         except Exception as error:
             self._leave_out(drafter, seqs, error)
@@ -86,12 +87,14 @@ class DrafterPool:
         rests = drafter.reports_acceptance and not drafter.is_free and policy.rests(key)
         begin = time.perf_counter()
         drafts = drafter.propose_cheap(seqs, budgets) if rests else drafter.propose(seqs, budgets)
-        drafts = self._checked(drafts, budgets)
+        drafts = self._checked(drafts, seqs, budgets)
         policy.learn_cost(key, time.perf_counter() - begin, drafts, size)
         return drafts
 
-    def _checked(self, drafts: Seq[Draft], budgets: Seq[int]) -> list[Draft]:
-        return [_checked(draft, self._vocab).cut(budget) for draft, budget in zip(drafts, budgets, strict=True)]
+    def _checked(self, drafts: Seq[Draft], seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        """What the target can run and the grammar of the sequence does not forbid."""
+        whole = [_checked(draft, self._vocab).cut(budget) for draft, budget in zip(drafts, budgets, strict=True)]
+        return [_fitting(draft, seq) for draft, seq in zip(whole, seqs, strict=True)]
 
     def prefix(self, seq: Sequence) -> int:
         """How many tokens of its prompt the target may take from its cache."""
@@ -142,6 +145,14 @@ class DrafterPool:
 
 def _no_model(*_: object) -> Model:
     raise AssertionError("the drafter that never drafts loads no model")
+
+
+def _fitting(draft: Draft, seq: Sequence) -> Draft:
+    """What the grammar of the sequence does not forbid."""
+    try:
+        return draft if seq.matcher is None or not draft else permitted(draft, seq.matcher)
+    except OutriderError:  # the grammar cannot go on there: the verdict meets it again, and the drafter is not at fault
+        return EMPTY
 
 
 def _checked(draft: Draft, vocab: int) -> Draft:

@@ -129,6 +129,7 @@ class Engine:
         drafted, layers = perf_counter(), self._pool.layers(plans)
         outputs = self.model.forward([Feed(p.seq.id, p.tokens, d) for p, d in zip(plans, drafts, strict=True)], layers)
         if isinstance(outputs, Outputs):  # the device still works: its time ends when the verdicts are there
+            judge.prepare(plans, drafts)
             self._wait()
             verdicts = judge.verdicts(plans, drafts, outputs)
             ran = perf_counter()

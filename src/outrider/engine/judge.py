@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence as Seq
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from outrider.core.draft import ROOT, Draft
 from outrider.core.errors import one_line
-from outrider.core.sequence import Sequence, Token, logprobs, plain_token
+from outrider.core.sequence import Sequence, Token, guessed_tokens, logprobs, plain_token
 from outrider.core.verify import Verdict, verify_each
 from outrider.core.verify_batch import Case, choose, verify_batch
 from outrider.engine.scheduler import FeedPlan
@@ -28,6 +29,15 @@ def verdicts(plans: Seq[FeedPlan], drafts: Seq[Draft], outputs: Seq[Output]) -> 
     for place, verdict in zip(last, judged, strict=True):
         found[place] = verdict
     return found
+
+
+def prepare(plans: Seq[FeedPlan], drafts: Seq[Draft]) -> None:
+    """The masks of grammars for every node, while the device is at work: then the verdicts find them there."""
+    for plan, draft in zip(plans, drafts, strict=True):
+        if plan.last and plan.seq.matcher is not None:
+            with contextlib.suppress(Exception):  # the verdict meets it again, and it ends this sequence only
+                for node in range(ROOT, len(draft)):
+                    plan.seq.matcher.mask(guessed_tokens(draft, node))
 
 
 def commit(seq: Sequence, draft: Draft, verdict: Verdict, logits: Tensor | None, drafter: str) -> Verdict:

@@ -8,7 +8,6 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from outrider.core import sampling
 from outrider.core.draft import EMPTY, Draft
 from outrider.core.sequence import Sequence
 from outrider.drafters.confidence import StatedCalibration
@@ -74,8 +73,7 @@ class Chooser:
             scores = (law[support].double().log() - noise.log()).float() / _BLUR  # the target takes about the highest
             best = scores.log_softmax(0).topk(min(count, len(support)))
             return support[best.indices], best.values
-        seq = self.seq
-        adjusted = sampling.adjust(logits, [*seq.tokens, *path], seq.prompt, seq.params, seq.ends)
+        adjusted = self.seq.adjusted(logits, path)
         best = adjusted.float().log_softmax(0).topk(min(count, len(adjusted)))
         return best.indices, best.values
 

@@ -25,8 +25,8 @@ from outrider.backends.base import Backend, BackendStopped, Stream
 from outrider.core.errors import OutriderError, one_line
 from outrider.core.request import Request
 from outrider.core.sequence import Token
+from outrider.models.token_bytes import TokenBytes
 from outrider.server.fleet import wire
-from outrider.server.fleet.pieces import Pieces
 from outrider.settings import from_mapping
 
 _logger = logging.getLogger("outrider.worker")
@@ -70,7 +70,7 @@ class Session:
         self._showing: set[int] = set()  # requests that want the text of every token
         self._takers = ThreadPoolExecutor(TAKERS, "outrider-taker")
         self._long_taker = ThreadPoolExecutor(1, "outrider-long-taker")
-        self._pieces = Pieces(backend.tokenizer)
+        self._pieces = TokenBytes(backend.tokenizer)
         self._shown: set[int] = set()  # tokens whose text the server has
         self._lock = threading.Lock()
 
