@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +76,16 @@ def main() -> None:
     for seed in range(args.rounds):
         pairs.append([in_checkout(folder, args, seed) for folder in (args.before, here)])
         assert pairs[-1][0]["texts"] == pairs[-1][1]["texts"], "the texts differ"
-        print(f"round {seed + 1} of {args.rounds}", file=sys.stderr)
+        show(f"round {seed + 1}", pairs[-1:])
+    show("median", pairs)
+
+
+def show(title: str, pairs: Seq[Seq[dict[str, Any]]]) -> None:
     for name in ("first turn", "second turn", "chats", "step, short context", "step, long context"):
-        before, after = ([each["seconds"][name] for each in column] for column in zip(*pairs, strict=True))
-        ratios = " ".join(f"{b / a:.3f}" for b, a in zip(before, after, strict=True))
-        print(f"{name}: {statistics.median(before):.4f} s, {statistics.median(after):.4f} s; before/after {ratios}")
+        seconds = [[each["seconds"][name] for each in pair] for pair in pairs]
+        before, after = (statistics.median(column) for column in zip(*seconds, strict=True))
+        ratio = statistics.median(one / other for one, other in seconds)
+        print(f"{title}, {name}: {before:.4f} s before, {after:.4f} s after, {ratio:.3f}x", flush=True)
 
 
 if __name__ == "__main__":

@@ -238,6 +238,17 @@ def heads():
     return packs.family_heads("llama", 4)
 
 
+@pytest.mark.parametrize("method", ["prefix", "begin"])
+def test_a_drafter_that_fails_at_a_prefix_costs_its_drafts_only(method):
+    def fail(*_):
+        raise RuntimeError("no prefix")
+
+    failing = type("Failing", (Drafter,), {method: fail, "name": "failing"})(Drafter.Options(), None)
+    engine, prompt = new_engine(fresh(), failing), tokens(3 * SIZE, 8)
+    assert run(engine, [ask(prompt)]) == [0]
+    assert run(engine, [ask(prompt)]) == [2 * SIZE if method == "begin" else 0]
+
+
 def test_a_head_that_lacks_the_prefix_is_shown_all_of_it():
     """The target has it from a sequence without a head."""
     model = fresh()
