@@ -43,8 +43,9 @@ def alone(folder: Path) -> Iterator[None]:
 
 def install(python: Path) -> None:
     pip = [python, "-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check", "--no-compile"]
-    run(*pip, "-r", PINS, "-e", ROOT)
+    run(*pip, "-r", PINS)
     run(*pip, "--no-deps", VLLM)
+    run(*pip, "-e", ROOT)  # last: `make test` sets up .venv meanwhile, and two cannot write outrider.egg-info at once
     # pip would compile on one core alone; a few files of others are templates, and no Python
     subprocess.run([python, "-m", "compileall", "-qq", "-j", str(os.cpu_count()), python.parents[1] / "lib"])
     run(python, "-c", "import vllm, outrider")

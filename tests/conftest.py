@@ -38,6 +38,8 @@ TEMPLATE = (
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
 TEXT = "the red fox and the blue fox count the stars, one, two, three; a river ends in the sea and the sea is green"
 CONTEXT = 1024
+# What takes minutes begins first, so that no process is left alone with it in the end.
+SLOW = ("vllm", *(f"tests/{name}.py" for name in ("conformance/test_real", "server/test_ray", "server/test_stay_up")))
 ON_VLLM = re.compile(r"test_vllm_|[\[-]vllm(-drafting)?[\]-]")  # node ids of tests that are marked so
 
 
@@ -176,6 +178,12 @@ def pytest_xdist_make_scheduler(config, log):
     class Files(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             return "vllm" if ON_VLLM.search(nodeid) else nodeid.partition("::")[0]
+
+        def _assign_work_unit(self, node):
+            for scope in reversed(SLOW):
+                if scope in self.workqueue:
+                    self.workqueue.move_to_end(scope, last=False)
+            super()._assign_work_unit(node)
 
     return Files(config, log)
 

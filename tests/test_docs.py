@@ -1,5 +1,6 @@
 """What README and guides show is run."""
 
+import functools
 import json
 import os
 import re
@@ -37,6 +38,11 @@ def outrider(*args, **more):
     )
 
 
+@functools.cache
+def described(*names):
+    return outrider(*names, "--help", env={"COLUMNS": "200", "PATH": "/usr/bin:/bin", "TERM": "dumb"})
+
+
 @pytest.mark.real
 def test_the_python_of_the_readme_runs(capsys):
     (block,) = blocks("README.md", "python")
@@ -57,7 +63,7 @@ def test_the_first_command_of_the_readme_runs():
 def test_every_command_of_the_readme_exists_with_its_options(line):
     words = shlex.split(line, comments=True)
     names = [word for word in words[1:3] if word in ("bench", "serve", "config", "check") or word == words[1]]
-    done = outrider(*names, "--help", env={"COLUMNS": "200", "PATH": "/usr/bin:/bin", "TERM": "dumb"})
+    done = described(*names)
     assert done.returncode == 0, done.stderr
     for word in words[2:]:
         if word.startswith("--"):
