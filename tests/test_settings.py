@@ -4,8 +4,9 @@ import sys
 
 import pytest
 
+from outrider.cli.options import read_config
 from outrider.core.errors import OutriderError
-from outrider.settings import Settings, from_mapping, read_config
+from outrider.settings import Settings, from_mapping
 
 
 def write(tmp_path, text):

@@ -120,11 +120,6 @@ def config_from(values: Mapping[str, Any]) -> Config:
     return Config(from_mapping(rest), SamplingParams(**sampling), prefix)
 
 
-def read_config(path: str | Path) -> Config:
-    """A config file of our own."""
-    return config_from(read_file(path))
-
-
 def read_file(path: str | Path) -> dict[str, Any]:
     """The keys and values of a YAML or JSON file."""
     import yaml
