@@ -1,1 +1,1 @@
-"""Text in, text out, whoever speculates."""
+"""Text in, text out: our own engine, or vLLM with its own speculation."""

@@ -36,7 +36,7 @@ class HeadWeights:
     def struct(self, hidden: int) -> structs.HeadStruct:
         return structs.HeadStruct(
             fc=self.fc.joint,
-            output=structs.Joint() if self.output is None else self.output.joint,
+            output=structs.JoinedMatrices() if self.output is None else self.output.joint,
             embedding=None if self.embedding is None else ctypes.addressof(self.embedding.joint.parts[0]),
             input_norms=_address(self.input_norms),
             joined_norm=_address(self.joined_norm),
@@ -86,7 +86,7 @@ class NativeHead(NativeStack):
         self._normed(ctypes.byref(self._shape), ctypes.byref(self._head), ctypes.c_int64(len(x)), pointer(x))
         return x
 
-    def writing(self, output: structs.Joint, ids: Tensor) -> structs.HeadStruct:
+    def writing(self, output: structs.JoinedMatrices, ids: Tensor) -> structs.HeadStruct:
         """The same head with another output matrix, whose rows are those of the tokens `ids`; both must be kept."""
         head = structs.HeadStruct.from_buffer_copy(self._head)
         head.output, head.ids, head.tokens = output, ids.data_ptr(), len(ids)

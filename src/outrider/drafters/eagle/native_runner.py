@@ -131,10 +131,10 @@ class PackedRunner:
         lengths = [self._lengths[id] for id in ids]
         positions = [length + depth for length in lengths for _ in range(count)]
         batch = Pass((), slots, _rows([count] * len(ids)), positions, [-1] * len(tokens))
-        extra = None
+        seen = None
         if count > 1 or slots[0].length - lengths[0] > depth + 1:  # not a chain, in which a row sees all before it
-            extra = _Trails(lengths, trails.view(len(ids), count, depth))
-        return self._ahead(self._run(tokens, states.clone(), batch, extra))
+            seen = _Trails(lengths, trails.view(len(ids), count, depth))
+        return self._ahead(self._run(tokens, states.clone(), batch, seen))
 
     @property
     def chains(self) -> bool:
@@ -174,17 +174,17 @@ class PackedRunner:
     def _run(self, tokens: Tensor, x: Tensor, batch: Pass, trails: _Trails | None = None, last: bool = False) -> Tensor:
         """[rows, hidden] after the layers; x is overwritten. `last`: only the last row's result is wanted."""
         embedded = self._embed(tokens)
-        extra = structs.Extra(last=int(last))
+        head_inputs = structs.HeadInputs(last=int(last))
         if self.config.first:
             x = self._fc(torch.cat([embedded, x], 1))
         else:
             assert self._embedding_norm is not None
-            extra.embedded, extra.embedding_norm = embedded.data_ptr(), self._embedding_norm.data_ptr()
-            extra.replaces = int(self.config.norm_residual)
+            head_inputs.embedded, head_inputs.embedding_norm = embedded.data_ptr(), self._embedding_norm.data_ptr()
+            head_inputs.replaces = int(self.config.norm_residual)
         if trails is not None:
-            trails.into(extra)
+            trails.into(head_inputs)
         cos, sin = self._turns(batch.positions)
-        return self._stack.run(x.contiguous(), batch, cos, sin, (), extra)[0]
+        return self._stack.run(x.contiguous(), batch, cos, sin, (), head_inputs)[0]
 
     def _turns(self, positions: Seq[int]) -> tuple[Tensor, Tensor]:
         last = max(positions)
@@ -233,9 +233,9 @@ class _Trails:
         starts = torch.tensor(lengths, dtype=torch.int32).view(-1, 1, 1)
         self._places = (trails + starts).to(torch.int32).contiguous()
 
-    def into(self, extra: structs.Extra) -> None:
-        extra.seen = ctypes.addressof(self._seen)
-        extra.trails, extra.length = self._places.data_ptr(), self._places.shape[2]
+    def into(self, head_inputs: structs.HeadInputs) -> None:
+        head_inputs.seen = ctypes.addressof(self._seen)
+        head_inputs.trails, head_inputs.length = self._places.data_ptr(), self._places.shape[2]
 
 
 def _stacked(norms: torch.nn.Module) -> Tensor:

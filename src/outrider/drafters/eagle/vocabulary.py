@@ -33,11 +33,13 @@ class Lexicon:
         self._quantised = quantise(rows(rare), bits)  # now, for there is no time for it while a text is written
         self.rare = {token: place for place, token in enumerate(rare.tolist())}
 
-    def joint(self, groups: Seq[Packed]) -> structs.Joint:
+    def joint(self, groups: Seq[Packed]) -> structs.JoinedMatrices:
         """The output matrix of the common tokens and of these."""
         first = structs.Matrix.from_buffer_copy(self._output.joint.parts[0])
         first.outputs = self._common
-        joint = structs.Joint(count=1 + len(groups), outputs=self._common + sum(group.outputs for group in groups))
+        joint = structs.JoinedMatrices(
+            count=1 + len(groups), outputs=self._common + sum(group.outputs for group in groups)
+        )
         joint.parts[0] = first
         for place, group in enumerate(groups, 1):
             joint.parts[place] = group.joint.parts[0]
@@ -79,7 +81,7 @@ class TextVocabulary:
         else:
             self._groups, self._packed = [many + few + fresh, []], [None, None]
 
-    def output(self) -> tuple[structs.Joint, Tensor]:
+    def output(self) -> tuple[structs.JoinedMatrices, Tensor]:
         """The output matrix, and the token of each of its rows; it lives as long as this does, or until it changes."""
         self.changed = False
         for place, group in enumerate(self._groups):

@@ -38,7 +38,7 @@ class Packed:
         bias = self._keep_bias = _bias(matrices, biases)
         self.outputs, self.inputs = sum(part.q.shape[0] for part in parts), parts[0].q.shape[1]
         self._work: PackedWorkspace | None = None
-        self.joint = structs.Joint(count=len(parts), outputs=self.outputs)
+        self.joint = structs.JoinedMatrices(count=len(parts), outputs=self.outputs)
         offset = 0
         for place, (part, tensors) in enumerate(zip(parts, self._keep, strict=True)):
             at = None if bias is None else bias.data_ptr() + 4 * offset

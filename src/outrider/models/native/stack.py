@@ -63,9 +63,9 @@ class NativeStack:
         cos: Tensor,
         sin: Tensor,
         wanted: Sequence[int],
-        extra: structs.Extra | None = None,
+        head_inputs: structs.HeadInputs | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """`extra`: what a head has beside its layers."""
+        """`head_inputs`: what a head has beside its layers."""
         rows = x.shape[0]
         assert all(0 <= layer < len(self.layers) for layer in wanted)
         work = self.workspace(rows, max(slot.length for slot in batch.slots))
@@ -87,7 +87,7 @@ class NativeStack:
             ctypes.c_int64(len(wanted)),
             None if kept is None else pointer(kept),
             ctypes.byref(work.struct),
-            None if extra is None else ctypes.byref(extra),
+            None if head_inputs is None else ctypes.byref(head_inputs),
         )
         return x, None if kept is None else kept.transpose(0, 1)
 

@@ -21,16 +21,16 @@ class Matrix(Structure):
     )
 
 
-class Joint(Structure):
+class JoinedMatrices(Structure):
     _fields_ = (("parts", Matrix * 3), ("count", c_int64), ("outputs", c_int64))
 
 
 class LayerStruct(Structure):
     _fields_ = (
-        ("qkv", Joint),
-        ("output", Joint),
-        ("gate_up", Joint),
-        ("down", Joint),
+        ("qkv", JoinedMatrices),
+        ("output", JoinedMatrices),
+        ("gate_up", JoinedMatrices),
+        ("down", JoinedMatrices),
         ("attention_norm", c_void_p),
         ("mlp_norm", c_void_p),
         ("query_norm", c_void_p),
@@ -80,7 +80,7 @@ class Work(Structure):
     )
 
 
-class Extra(Structure):
+class HeadInputs(Structure):
     _fields_ = (
         ("embedded", c_void_p),
         ("embedding_norm", c_void_p),
@@ -94,8 +94,8 @@ class Extra(Structure):
 
 class HeadStruct(Structure):
     _fields_ = (
-        ("fc", Joint),
-        ("output", Joint),
+        ("fc", JoinedMatrices),
+        ("output", JoinedMatrices),
         ("embedding", c_void_p),
         ("input_norms", c_void_p),
         ("joined_norm", c_void_p),

@@ -37,15 +37,15 @@ from outrider.server.registry import BUILT_IN, Registry
 from outrider.server.run import ServePlan, listen
 from outrider.settings import from_mapping
 
-APP, DOOR, MODEL = "outrider", "Door", "Model"
+APP, INGRESS, MODEL = "outrider", "Ingress", "Model"
 STORE = 100 << 20  # bytes of shared memory for a Ray of our own: frames are small
 ALIVE = 2.0  # seconds between Ray's looks at a replica's health
 QUIET = {"log_level": "WARNING", "enable_access_log": False}  # the app itself writes a line per request
 
 
 @dataclass(frozen=True)
-class Inside:
-    """What the ingress (`Door`) needs to know."""
+class IngressConfig:
+    """What the ingress needs to know."""
 
     spec: LaunchSpec
     options: ServerOptions
@@ -54,7 +54,7 @@ class Inside:
     level: str = "info"
 
 
-class Nameless:
+class WithoutRequestId:
     """Leaves out x-request-id: Ray's proxy adds it again, with the same id."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -70,15 +70,15 @@ class Nameless:
 
 
 @serve.ingress()
-class Door:
-    """The app of server/app.py, inside of Ray: Ray's proxy hands it every request."""
+class Ingress:
+    """The app of server/app.py within Ray: Ray's proxy hands it every request."""
 
-    def __init__(self, inside: Inside, handle: Any) -> None:
-        log.configure(inside.level)
+    def __init__(self, config: IngressConfig, handle: Any) -> None:
+        log.configure(config.level)
         place = (serve.get_replica_context().app_name, MODEL)
-        self._fleet = RayFleet(inside.spec, inside.limits, handle, place)
-        self._made = create_app(self._fleet, inside.options, inside.registry)
-        self._made.add_middleware(Nameless)
+        self._fleet = RayFleet(config.spec, config.limits, handle, place)
+        self._made = create_app(self._fleet, config.options, config.registry)
+        self._made.add_middleware(WithoutRequestId)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         await self._fleet.start()
@@ -89,9 +89,9 @@ class Door:
         await self._fleet.drain(grace)
 
 
-def assemble(inside: Inside, scale: Scale, grace: float = 60.0) -> serve.Application:
+def assemble(config: IngressConfig, scale: Scale, grace: float = 60.0) -> serve.Application:
     """Ingress and model. Requests wait in the ingress until a replica has a place, so a dead replica loses few."""
-    settings = scale.fitted(inside.spec.settings)
+    settings = scale.fitted(config.spec.settings)
     model = serve.deployment(Replica, name=MODEL).options(
         **scale.replicas(settings.max_batch),
         ray_actor_options={"num_cpus": scale.cpus, "num_gpus": scale.gpus},
@@ -100,8 +100,8 @@ def assemble(inside: Inside, scale: Scale, grace: float = 60.0) -> serve.Applica
         graceful_shutdown_timeout_s=grace,
         logging_config=QUIET,
     )
-    most = inside.limits.queue + settings.max_batch * scale.most
-    door = serve.deployment(Door, name=DOOR).options(
+    most = config.limits.queue + settings.max_batch * scale.most
+    ingress = serve.deployment(Ingress, name=INGRESS).options(
         num_replicas=1,
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=2 * most + 100,  # the app says 429 itself, and health must get through
@@ -109,7 +109,7 @@ def assemble(inside: Inside, scale: Scale, grace: float = 60.0) -> serve.Applica
         graceful_shutdown_timeout_s=grace,
         logging_config=QUIET,
     )
-    return door.bind(inside, model.bind(settings_as_dict(settings)))
+    return ingress.bind(config, model.bind(settings_as_dict(settings)))
 
 
 def application(args: Mapping[str, Any]) -> serve.Application:
@@ -121,16 +121,16 @@ def application(args: Mapping[str, Any]) -> serve.Application:
     choice = BUILT_IN.choose(settings.model)
     spec = LaunchSpec(replace(settings, model=choice.source), uid or choice.name, (choice.name,), choice.family())
     options = ServerOptions(api_key=os.environ.get("OUTRIDER_API_KEY", ""))
-    return assemble(Inside(spec, options, WorkerLimits(), BUILT_IN), Scale.of(replicas, cpus, gpus, settings))
+    return assemble(IngressConfig(spec, options, WorkerLimits(), BUILT_IN), Scale.of(replicas, cpus, gpus, settings))
 
 
 def run(plan: ServePlan, scale: Scale, address: str, level: str) -> None:
     """Until a signal comes. An OutriderError says why it cannot be."""
     (spec,) = plan.models
     port = _free(plan.host, plan.port)
-    inside = Inside(spec, plan.options, plan.limits, plan.registry, level)
+    config = IngressConfig(spec, plan.options, plan.limits, plan.registry, level)
     with _joined(address, scale), _told_to_end() as end, _serving(plan.host, port):
-        handle = _deploy(assemble(inside, scale, plan.grace))
+        handle = _deploy(assemble(config, scale, plan.grace))
         host = f"[{plan.host}]" if ":" in plan.host else plan.host
         plan.ready(f"http://{host}:{port}")
         end.wait()
