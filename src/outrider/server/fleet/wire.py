@@ -1,8 +1,8 @@
 """What server and worker say to each other: frames of JSON behind their length. Nothing is unpickled.
 
 To the worker: {"settings": {...}} first, then {"submit": id, "request": {...}, "fit": {...}} and {"cancel": id}.
-To the server: {"ready": {...}} or {"failed": reason}, then frames with "load" {running, waiting, row_seconds} and any
-of "accepted" [[id, null]], "refused" [[id, reason]], "chunks" [[id, chunk]], "results" [[id, result]], "failed"
+To the server: {"ready": {...}} or {"failed": reason}, then frames with "load" (the fields of BackendLoad) and any of
+"accepted" [[id, null]], "refused" [[id, reason]], "chunks" [[id, chunk]], "results" [[id, result]], "failed"
 [[id, reason]], "pieces" {token id: text or bytes} and "special" [token id].
 """
 
