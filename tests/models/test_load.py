@@ -1,6 +1,8 @@
 """A folder on disk becomes a model, or one line says why not."""
 
 import json
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from tiny import CPU, OWN, reference
 from outrider.core.errors import OutriderError
 from outrider.models.base import Feed
 from outrider.models.llama import Llama
-from outrider.models.load import LoadOptions, load
+from outrider.models.load import LoadOptions, _model, load
 from outrider.models.transformers import TransformersModel
 
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
@@ -31,6 +33,16 @@ def logits(model, text=TEXT):
 def expected(model):
     with torch.inference_mode():
         return model(torch.tensor([TEXT])).logits[0, -1]
+
+
+def test_a_gpu_without_its_kernels_says_what_is_lost(folder, monkeypatch):
+    """Plain torch sums in an order that depends on the rows of a pass."""
+    made, notes = load(str(folder), CPU).model, []
+    monkeypatch.setitem(sys.modules, "outrider.models.cuda.model", None)
+    on_gpu = replace(CPU, device=torch.device("cuda"))
+    assert isinstance(_model(made.config, made.weights, on_gpu, notes), Llama)
+    (note,) = notes
+    assert "slower, and whose texts may differ with the batch and the drafter" in note
 
 
 def change(path, **values):

@@ -48,7 +48,8 @@ def _model(config: LlamaConfig, weights: Weights, where: LoadOptions, notes: lis
     try:
         from outrider.models.cuda.model import CudaLlama
     except ImportError as error:
-        notes.append(f"{error.name} is missing, so the GPU runs plain torch, which is slower: install it")
+        lost = "which is slower, and whose texts may differ with the batch and the drafter where two tokens nearly tie"
+        notes.append(f"{error.name} is missing, so the GPU runs plain torch, {lost}: install it")
         return Llama(config, weights, where.memory)
     return CudaLlama(config, weights, where.memory)
 

@@ -86,8 +86,8 @@ def _few(
     """out [R, size] = x w^T + bias for a strip of BN outputs. GATE: silu(first half) * second half.
 
     A norm costs no kernel of its own: the product that writes the residual (ADD) also writes it times the next norm's
-    gain, and each strip's sum of its squares; the product that reads these (STRIPS > 0) multiplies with the norm's scale
-    at the end.
+    gain, and each strip's sum of its squares; the product that reads these (STRIPS > 0) multiplies with the norm's
+    scale at the end.
     SPLIT programs share a strip, each a part of K; the last to be done adds the parts up, always in the same order.
     """
     rows = tl.arange(0, ROWS)
