@@ -105,6 +105,15 @@ def test_files_that_the_readme_names_are_there():
         assert place.startswith("http") or (ROOT / place).exists(), place
 
 
+@pytest.mark.real
+def test_the_python_of_the_guide_to_structured_output_runs(capsys):
+    (block,) = blocks("docs/guides/structured_output.md", "python")
+    exec(compile(block, "docs/guides/structured_output.md", "exec"), {})
+    person, answer = capsys.readouterr().out.splitlines()
+    assert person.endswith(("stop", "length"))
+    assert answer in ("yes", "no")
+
+
 def test_the_drafter_of_the_guide_is_exact():
     scope = {}
     (block,) = blocks("docs/guides/drafters.md", "python")

@@ -143,6 +143,8 @@ DRAFTER_WORDS: dict[str, set[str]] = {
     "compat/autogluon.py": {"ngram", "draft_model", "layer_skip"},  # what AutoGluon's settings mean here
     "server/faces/openai_bodies.py": {"prediction"},  # the field of OpenAI's API
     "cli/config.py": {"draft_model"},  # vLLM's own word
+    "core/": {"grammar"},  # the sampling parameter of that name
+    "cli/options.py": {"grammar"},  # its option
     "settings.py": {"ngram"},  # the default
     "llm.py": {"ngram", "prediction"},  # the same default, and the argument of that name
     "train/": {"eagle", "medusa", "draft_model"},  # what is trained

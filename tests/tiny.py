@@ -460,8 +460,10 @@ SPECS = {
         "eagle:head=eagle_1,length=2,greedy=true,vocab=5",
     ],
     "medusa": ["medusa:head=medusa,nodes=9,length=3", "medusa:head=medusa_cut,nodes=4,length=2"],
+    "grammar": ["grammar:length=5"],
     "oracle": ["oracle:rate=0.7,length=4"],
 }
+IDLE = ("none", "grammar:length=5")  # draft nothing for a sequence without a grammar
 ALL_SPECS = [spec for name in drafters.TABLE for spec in SPECS.get(name, ())]
 HEADS = ("eagle", "medusa")  # drafters that need a target that they can read
 CASES = [(kind, spec) for kind in CONFIGS for spec in ALL_SPECS if kind in OWN or spec.split(":")[0] not in HEADS]

@@ -32,6 +32,7 @@ KEPT = 32
 STACK = 256 << 20
 # Tokens that a new grammar is tried with: one that grows out of its limits mostly does so at the second token.
 TRIED = 3
+NONE = -1  # in the place of a byte: the token has no text
 
 
 def llguidance() -> Any:
@@ -50,6 +51,8 @@ class Vocabulary:
         library = llguidance()
         self.size, self.tokens, self.encode = len(tokens), tokens, encode
         self.special = frozenset(special) | frozenset(ends)
+        self.first = np.array([word[0] if word else NONE for word in tokens], np.int16)  # the first byte of each
+        self.first[list(self.special)] = NONE
         wrapped = library.TokenizerWrapper(_Tokens(tokens, sorted(self.special), sorted(ends), encode))
         self.tokenizer: LLTokenizer = library.LLTokenizer(wrapped, eos_token=sorted(ends))
 
@@ -151,6 +154,11 @@ class Matcher:
         """The bytes that must follow the committed tokens and `guessed`, whatever the target thinks; b"" where there is
         a choice, or the grammar forbids `guessed`."""
         return bytes(self._state.compute_ff_bytes()) if self._go(guessed) else b""
+
+    def first_bytes(self, guessed: Seq[int] = ()) -> set[int]:
+        """The bytes with which the text may go on after the committed tokens and `guessed`."""
+        mask = self.mask(guessed)
+        return set() if mask is None else set(np.unique(self._vocabulary.first[mask.numpy()]).tolist()) - {NONE}
 
     def encode(self, text: bytes) -> list[int]:
         """Whole characters in the tokenizer's own tokens."""

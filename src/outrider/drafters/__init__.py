@@ -30,6 +30,7 @@ TABLE = {
     "layer_skip": "outrider.drafters.layer_skip:LayerSkip",
     "eagle": "outrider.drafters.eagle.drafter:Eagle",
     "medusa": "outrider.drafters.medusa.drafter:Medusa",
+    "grammar": "outrider.drafters.grammar:GrammarDrafter",
     "oracle": "outrider.drafters.oracle:Oracle",
 }
 
