@@ -585,3 +585,59 @@ class TestPassesThatRunApart:
         assert stream.result().finish_reason in ("cancelled", "length")
         local.close()
         assert not local.engine.model.held()
+
+
+class Counting(Markov):
+    """Counts the feeds of each pass."""
+
+    def __init__(self):
+        super().__init__(seed=3)
+        self.sizes = []
+
+    def forward(self, feeds, layers=()):
+        self.sizes.append(len(feeds))
+        return super().forward(feeds, layers)
+
+
+def test_requests_that_are_handed_in_together_share_their_first_pass():
+    model = Counting()
+    local = backend("none", model=model)
+    requests = [Request([n % 6, 1], params=SamplingParams(max_tokens=2)) for n in range(40)]
+    streams = local.submit_all(requests)
+    assert [stream.result().token_ids for stream in streams] == [
+        plain([n % 6, 1], SamplingParams(max_tokens=2)) for n in range(40)
+    ]
+    assert model.sizes == [40, 40]
+    local.close()
+
+
+def test_of_requests_handed_in_together_none_runs_when_one_cannot():
+    model = Counting()
+    local = backend("none", model=model)
+    good = Request([0, 1], params=SamplingParams(max_tokens=2), draft="ngram:length=3")
+    with pytest.raises(OutriderError):
+        local.submit_all([good, Request([])])
+    assert local.submit_all([]) == []
+    assert model.sizes == []
+    assert local.submit(good).result().finish_reason == "length"  # its drafter was given back, and is there
+    for length in range(4, 20):
+        local.prepare(f"ngram:length={length}")
+    assert "ngram:length=3" not in local.engine.drafters  # idle, so dropped for the ones that came after
+    local.close()
+
+
+def test_a_drafter_that_is_renewed_has_learned_nothing():
+    own, other = "ngram:min_n=1,length=4", "ngram:min_n=1,length=5"
+    local = backend(own)
+    local.engine.drafters[own] = local.engine.drafters[""]
+    request = Request("abcabcab", params=SamplingParams(max_tokens=20), draft=other)
+    first = local.submit(request).result()
+    old, old_own = local.engine.drafters[other], local.engine.drafters[""]
+    local.renew(other)
+    local.renew(own)
+    assert local.engine.drafters[other] is not old
+    assert local.engine.drafters[""] is local.engine.drafters[own] is not old_own
+    again = local.submit(request).result()
+    assert again.token_ids == first.token_ids
+    assert again.stats.drafted_by_depth == first.stats.drafted_by_depth
+    local.close()

@@ -186,6 +186,10 @@ class Backend(Protocol):
         """Start a request; an OutriderError says why it can never run, BackendStopped that none can any more."""
         ...
 
+    def submit_all(self, requests: Sequence[Request]) -> list[Stream]:
+        """Start several requests together, or none of them if one can never run."""
+        ...
+
     def close(self) -> None:
         """Cancel what runs and give the memory back."""
         ...

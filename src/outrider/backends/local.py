@@ -59,8 +59,8 @@ class Local(Reader):
         self.engine, self.tokenizer, self.notes = engine, tokenizer, tuple(notes)
         self.vocab_size = engine.model.vocab_size
         self._drafter, self._ends, self._rule = drafter, ends, rule
-        # new requests, one to cancel (in a tuple), or None: end
-        self._inbox: queue.SimpleQueue[_LocalJob | tuple[_LocalJob] | None] = queue.SimpleQueue()
+        # new requests that are taken in together, one to cancel (in a tuple), or None: end
+        self._inbox: queue.SimpleQueue[list[_LocalJob] | tuple[_LocalJob] | None] = queue.SimpleQueue()
         self._places: dict[int, tuple[_LocalJob, int]] = {}  # sequence id -> its job, and which sample it is
         self._users: dict[str, int] = {}  # drafter that requests have named -> requests under way; the last used last
         self._thread: threading.Thread | None = None
@@ -73,21 +73,40 @@ class Local(Reader):
         self._opening = threading.Lock()  # of the thread, or closing it: never taken by the thread, which is waited for
 
     def submit(self, request: Request) -> Stream:
+        [stream] = self.submit_all([request])
+        return stream
+
+    def submit_all(self, requests: Seq[Request]) -> list[Stream]:
+        """The engine takes them in between two steps, so the same call has the same passes each time."""
+        jobs: list[_LocalJob] = []
+        try:
+            for request in requests:
+                jobs.append(self._checked(request))
+            self._hand_in(jobs)
+        except BaseException:
+            for job in jobs:
+                self._let_go(job.request.draft)
+            raise
+        return [job.stream for job in jobs]
+
+    def _checked(self, request: Request) -> _LocalJob:
+        """The request as a job, which keeps its drafter until it ends."""
         drafter = self._hold(request.draft)
         try:
             if request.prediction is not None and not drafter.reads_prediction:
                 raise OutriderError("a prediction was given, but only the drafter prediction reads it; choose that one")
-            job = self._job(request)
+            return self._job(request)
         except BaseException:
             self._let_go(request.draft)
             raise
+
+    def _hand_in(self, jobs: list[_LocalJob]) -> None:
         with self._opening, self._lock:  # or the thread could end between the two
-            if not self._fault:
+            if self._fault:
+                raise BackendStopped(f"the engine has stopped ({self._fault}); load the model again in a new process")
+            if jobs:
                 self._start()
-                self._inbox.put(job)
-                return job.stream
-        self._let_go(request.draft)
-        raise BackendStopped(f"the engine has stopped ({self._fault}); load the model again in a new process")
+                self._inbox.put(jobs)
 
     def _job(self, request: Request) -> _LocalJob:
         params = self._resolve(request.params)
@@ -173,6 +192,17 @@ class Local(Reader):
         """Build the drafter that requests may name; an OutriderError says why it cannot be."""
         self._hold(draft)
         self._let_go(draft)
+
+    def renew(self, draft: str) -> None:
+        """Build a drafter that no request uses anew: what it has learned from earlier sequences is forgotten."""
+        with self._building:
+            built = self._drafter(draft)
+            with self._counting:
+                old = self.engine.drafters.get(draft)
+                names = [name for name, each in self.engine.drafters.items() if each is old] or [draft]
+                for name in names if old is not None else ():
+                    self.engine.drop(name)
+                self.engine.drafters.update(dict.fromkeys(names, built))
 
     def _hold(self, draft: str) -> Drafter:
         """The drafter of that spec, kept until `_let_go`. A request for one that is there never waits for a build."""
@@ -264,16 +294,20 @@ class Local(Reader):
             item = self._next()
             if item is None:
                 return False
-            if isinstance(item, _LocalJob):
-                for index, seq in enumerate(item.seqs):
-                    self._places[seq.id] = item, index
-                    self.engine.add(seq)
+            if isinstance(item, list):
+                for job in item:
+                    self._take_on(job)
             else:
                 for seq in item[0].seqs:
                     self._deliver(self.engine.cancel(seq.id))
         return True
 
-    def _next(self) -> _LocalJob | tuple[_LocalJob] | None:
+    def _take_on(self, job: _LocalJob) -> None:
+        for index, seq in enumerate(job.seqs):
+            self._places[seq.id] = job, index
+            self.engine.add(seq)
+
+    def _next(self) -> list[_LocalJob] | tuple[_LocalJob] | None:
         if self.engine.busy or not self._inbox.empty():
             return self._inbox.get()
         self._clock.stop()
@@ -310,9 +344,9 @@ class Local(Reader):
         with self._lock:  # a request that is handed in now is in the inbox, or sees the fault
             while not self._inbox.empty():
                 item = self._inbox.get()
-                if isinstance(item, _LocalJob):
-                    self._let_go(item.request.draft)
-                    item.stream.finish(BackendStopped(self._fault))
+                for job in item if isinstance(item, list) else ():
+                    self._let_go(job.request.draft)
+                    job.stream.finish(BackendStopped(self._fault))
 
     def _deliver(self, seqs: Seq[Sequence]) -> None:
         for seq in seqs:

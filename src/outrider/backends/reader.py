@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Any
 
+from outrider.backends.base import Stream
 from outrider.backends.text import Writer
 from outrider.core.errors import OutriderError, one_line
 from outrider.core.request import Message, Prompt, Request
@@ -54,6 +55,21 @@ class Reader:
         except Exception as error:  # the template is the model's own code: whatever it raises is about the messages
             raise OutriderError(f"the chat template refused the messages: {one_line(error)}") from error
         return list(tokenizer.encode(text, add_special_tokens=False))
+
+    def submit(self, request: Request) -> Stream:
+        raise NotImplementedError
+
+    def submit_all(self, requests: Seq[Request]) -> list[Stream]:
+        """Start each of them; none goes on running when one is refused."""
+        streams: list[Stream] = []
+        try:
+            for request in requests:
+                streams.append(self.submit(request))
+        except BaseException:
+            for stream in streams:
+                stream.cancel()
+            raise
+        return streams
 
     def _prompt(self, request: Request) -> list[int]:
         if (request.prompt is None) == (request.messages is None):
