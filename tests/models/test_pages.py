@@ -57,6 +57,25 @@ def test_a_new_sequence_shares_what_others_have_of_its_beginning_but_never_all()
     assert pages.length(4) == 4
 
 
+def test_after_forgetting_nothing_is_shared_and_all_pages_can_be_had():
+    pages = PageTable(20, 4, 5, 60)
+    tokens = text(1, 12)
+    pages.extend(1, 12)
+    pages.extend(2, 8)
+    pages.name(1, tokens)
+    pages.name(2, text(2, 8))
+    pages.free(1)  # idle now; 2 still holds its pages
+    free = pages.free_count
+    pages.forget_prefixes()
+    assert pages.free_count == free
+    pages.begin(3, [*tokens, 1])
+    pages.begin(4, [*text(2, 8), 1])
+    assert pages.length(3) == pages.length(4) == 0
+    pages.name(2, text(2, 8))  # what 2 names from now on hangs on a page that nobody finds
+    pages.free(2)
+    assert pages.free_count == 19
+
+
 def test_only_committed_full_pages_are_shared():
     pages = PageTable(20, 4, 5, 60)
     tokens = text(1, 12)

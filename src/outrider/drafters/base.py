@@ -81,6 +81,7 @@ class Drafter:
     reports_acceptance: bool = False  # its drafts say how likely each node is kept, and it stops where that is low
     is_free: bool = False  # a draft costs next to nothing (no model runs), so it may be asked at every step
     has_weights: bool = False  # it holds weights beside the target's, a head's or a model's: few idle ones are kept
+    variants: tuple[str, ...] = ()  # "key=value,...": options with which it drafts in another way; audits try each
     for_measurement: bool = False  # it is told the answer: for benchmarks and tests, not for users
 
     def __init_subclass__(cls, **more: object) -> None:

@@ -89,6 +89,21 @@ class Model(Protocol):
 
 
 @runtime_checkable
+class RowContract(Protocol):
+    """What a model of ours states about its rows; a model without it states nothing."""
+
+    @property
+    def rows_alone(self) -> bool:
+        """Whether texts must not depend on what else is in a pass (docs/decisions/0004)."""
+        ...
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Lengths of a sequence, in tokens, at which the forward goes another way: pages, blocks and chunks of keys."""
+        ...
+
+
+@runtime_checkable
 class SharesPrefixes(Protocol):
     """A model whose cache is made of pages, which sequences that begin alike share."""
 

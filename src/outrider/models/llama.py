@@ -30,6 +30,15 @@ class Llama(ReadableWeights):
         self._cache, self.capacity = self._memory_for(config.num_layers, config.num_kv_heads, config.head_dim)
         self._cos = self._sin = torch.empty(0)  # [positions met so far and some more, head_dim]
 
+    @property
+    def rows_alone(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        block = self.weights.stack.block
+        return tuple(sorted({block, self.config.sliding_window or block}))
+
     def _memory_for(self, layers: int, kv_heads: int, head_dim: int) -> tuple[Cache | PagedCache, int]:
         """The cache, and how many tokens it may hold."""
         cache = Cache(layers, kv_heads, head_dim, self.dtype, self.device)

@@ -57,6 +57,7 @@ class Pass:
 
 class Stack(Protocol):
     layers: tuple[Layer, ...]
+    block: int  # rows or keys that attention takes together
 
     def run(
         self, x: Tensor, batch: Pass, cos: Tensor, sin: Tensor, wanted: Sequence[int]
@@ -80,6 +81,8 @@ class _Span:
 
 
 class TorchStack:
+    block = FEW
+
     def __init__(self, config: StackConfig, layers: Sequence[Layer]) -> None:
         self.config, self.layers = config, tuple(layers)
 

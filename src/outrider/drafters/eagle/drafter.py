@@ -45,6 +45,7 @@ COMMON = 4096
 class Eagle(Drafter):
     name = "eagle"
     reports_acceptance = has_weights = True
+    variants = ("tree=16",)
 
     @dataclass(frozen=True)
     class Options:

@@ -19,8 +19,9 @@ from outrider.core.params import SamplingParams
 from outrider.core.sampling import warp_batch
 from outrider.models.base import Feed, Output, Outputs
 from outrider.models.cuda import kernels
+from outrider.models.cuda.attention import LONG, chunk_keys
 from outrider.models.cuda.batch import FEW_ROWS, NODES, Batch, Field
-from outrider.models.cuda.graphs import GIB, DevicePass, Passes, pinned, shape_of
+from outrider.models.cuda.graphs import GIB, SHORTEST, DevicePass, Passes, pinned, shape_of
 from outrider.models.cuda.pages import PageTable
 from outrider.models.cuda.product import Around, linear, norm_scales, widest_in_parts
 from outrider.models.linear import Dense
@@ -57,6 +58,15 @@ class CudaLlama(ReadableWeights):
     def bytes_per_token(self) -> int:
         config = self.config
         return 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize
+
+    @property
+    def rows_alone(self) -> bool:
+        return True
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        chunk = chunk_keys(self.config.head_dim, self.dtype)
+        return tuple(sorted({PAGE, chunk, SHORTEST, LONG * chunk, self.config.sliding_window or PAGE}))
 
     @property
     def free_pages(self) -> int:

@@ -16,6 +16,7 @@ from outrider.models.native.packed import Packed, PackedWorkspace, use_torch_thr
 from outrider.models.paged_cache import SIZE, PagedSlot
 from outrider.models.stack import Layer, Pass, StackConfig
 
+KEYS = 16  # keys whose scores are taken together; the same number as in kernels.cpp
 TOGETHER = 12  # queries that share one reading of keys and values; the same number as in kernels.cpp
 # Passes in a row whose sequences are shorter than an eighth of the buffers' length, after which these are made anew: a
 # prompt of 128k tokens leaves half a GB. Enough that turns of long and short sequences do not allocate each time.
@@ -25,6 +26,8 @@ SHORTEST = 1040  # tokens of a sequence that buffers are at least for: most chat
 
 class NativeStack:
     """Layers whose matrices are all packed. Every row's result is the same whatever shares the pass."""
+
+    block = KEYS
 
     def __init__(self, config: StackConfig, layers: Sequence[Layer], widest: int = 0) -> None:
         """`widest`: inputs of a matrix beside the layers that shares their buffers."""
