@@ -2,14 +2,18 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 
+import company_breaks as breaks
 import pytest
 from scipy import stats
+from tiny import ours, reference
 
-from outrider import LLM
+from outrider import LLM, build
 from outrider.audit import audit, chi_square, default_drafts
 from outrider.core import verify as rules
 from outrider.core.verify import Verdict
+from outrider.models.base import RowContract
 from outrider.prompts import NamedPrompt
 
 SHORT = (NamedPrompt("fox", "prose", "the red fox and the red"), NamedPrompt("sea", "prose", "one, two, one, two, one"))
@@ -101,11 +105,54 @@ def test_it_catches_a_residual_that_is_not_taken(llm, monkeypatch):
     assert not checks(audit(llm, ["prediction"], SHORT, samples=2000))["law"].passed
 
 
-def test_in_bfloat16_near_ties_are_no_failures_but_errors_are(tiny_folder, monkeypatch):
+def flipping(wrapper, monkeypatch):
+    """Models are loaded into the wrapper from now on."""
+    honest = build.load
+
+    def load(name, where):
+        loaded = honest(name, where)
+        return replace(loaded, model=wrapper(loaded.model))
+
+    monkeypatch.setattr(build, "load", load)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_where_our_own_forward_runs_the_model_a_flip_at_a_near_tie_is_a_failure(tiny_folder, monkeypatch, dtype):
+    flipping(breaks.FlipsWhereDrafted, monkeypatch)
+    with LLM(str(tiny_folder), draft="none", dtype=dtype, pace=False) as llm:
+        report = audit(llm, ["layer_skip"], samples=50)
+    flips = [difference for check in checks(report).values() for difference in check.differences]
+    assert not report.passed
+    assert report.small_margin == 0
+    assert flips
+    assert all(flip.margin is None or abs(flip.margin) < 0.5 for flip in flips)  # it used to pass
+
+
+class PromisesNothing(breaks.FlipsWhereDrafted):
+    """A model as transformers runs it: it states nothing about its rows."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.rows_alone = False
+
+
+def test_where_transformers_runs_it_near_ties_are_counted_but_errors_are_failures(tiny_folder, monkeypatch):
+    flipping(PromisesNothing, monkeypatch)
     with LLM(str(tiny_folder), draft="none", dtype="bfloat16", pace=False) as llm:
-        assert audit(llm, ["layer_skip"], SHORT, samples=50).passed
+        report = audit(llm, ["layer_skip"], samples=50)
+        assert report.small_margin == 0.5
+        assert checks(report)["greedy"].differences
+        assert checks(report)["greedy"].passed
         accept_one_too_many(monkeypatch)
         assert not audit(llm, ["layer_skip"], SHORT, samples=50).passed
+
+
+def test_models_of_transformers_promise_nothing():
+    """Which models the strictness is for: those of our own forward, and not those of transformers."""
+    own = ours(reference("llama"))
+    assert isinstance(own, RowContract)
+    assert own.rows_alone
+    assert not isinstance(ours(reference("gpt2")), RowContract)
 
 
 @pytest.mark.parametrize("draft", ["ngram", "layer_skip"])

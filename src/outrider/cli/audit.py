@@ -1,26 +1,53 @@
-"""`outrider audit`: the proof, printed."""
+"""`outrider audit`: the proof as a command."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from outrider import prompts as builtin
-from outrider.audit import ALPHA, Check, Difference, Report, audit as run
-from outrider.cli import options
+from outrider import drafters, prompts as builtin
+from outrider.audit import CompanyPlan, CompanyReport, Report, Variant, audit as run, audit_company
+from outrider.bench import machine, workloads
+from outrider.bench.workloads import BenchPrompt
+from outrider.cli import audit_report, options
 from outrider.cli.fields import command, fields
 from outrider.cli.screen import bar
 from outrider.core.errors import OutriderError
 from outrider.core.option import option
 from outrider.core.params import SamplingParams
+from outrider.llm import LLM
 from outrider.prompts import NamedPrompt
 from outrider.settings import Settings
+
+COMPANY = "With --company"
+SAMPLES = 300  # continuations of the law test
+USUAL = CompanyPlan()
+QUICK = CompanyPlan(batches=(1, 4), chunks=(128,), longest=320, max_tokens=12)
+QUICK_PROMPTS = 4
+COMPANY_ONLY = ("quick", "group", "batch", "chunk", "temperature", "longest", "runs")
+
+
+def _numbers(name: str, kind: type, text: str) -> tuple[Any, ...]:
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        raise OutriderError(f"--{name} takes numbers with commas between them, not {text!r}") from None
+
+
+def _joined(values: Sequence[float]) -> str:
+    return ",".join(f"{value:g}" for value in values)
+
+
+def _list_option(name: str, kind: type, usual: Sequence[float], text: str) -> Any:
+    """Numbers with commas between them."""
+    return option(None, text, shown=_joined(usual), panel=COMPANY, parse=partial(_numbers, name, kind))
 
 
 @dataclass(frozen=True)
@@ -32,19 +59,85 @@ class AuditOptions(options.Printed):
         panel=options.MODEL,
         shown="all that run without arguments",
     )
-    prompt: tuple[str, ...] = option((), "A prompt of your own. Repeatable.", shown="six built in")
-    prompts: str | None = option(None, "A text file with a prompt per line.")
+    prompt: tuple[str, ...] = option((), "A prompt of your own. Repeatable.", shown="six built in; company: 38")
+    prompts: str | None = option(
+        None, "A text file with a prompt per line, or a .jsonl file in Spec-Bench form: its first turns."
+    )
+    limit: int | None = option(None, "At most this many prompts, spread over all of them.", shown="all", least=1)
     raw: bool = option(False, "Continue the prompts as they stand, without chat template.")
-    max_tokens: int = option(32, "Tokens to compare for each prompt.")
-    samples: int = option(300, "Continuations to sample for the law test.", least=1)
+    max_tokens: int | None = option(None, "Tokens to compare for each prompt.", shown=str(USUAL.max_tokens))
+    samples: int | None = option(None, "Continuations to sample for the law test.", shown=str(SAMPLES), least=1)
     seed: int = option(0, "The same seed gives the same report.")
     output: Path | None = option(None, "Write the JSON to this file as well.")
+    company: bool = option(False, "Compare each prompt alone with itself in all kinds of company.", panel=COMPANY)
+    quick: bool = option(
+        False,
+        f"{QUICK_PROMPTS} prompts, batches of {_joined(QUICK.batches)}, chunks of {_joined(QUICK.chunks)}, sequences "
+        f"of up to {QUICK.longest} tokens: minutes on a CPU, where the whole takes hours; --limit, --draft help.",
+        panel=COMPANY,
+    )
+    group: tuple[str, ...] | None = option(
+        None,
+        "Groups of prompts: your own, made ones around boundaries, long ones.",
+        shown=",".join(USUAL.groups),
+        panel=COMPANY,
+        parse=lambda text: tuple(text.split(",")),
+    )
+    batch: tuple[int, ...] | None = _list_option("batch", int, USUAL.batches, "Prompts at once; 1: alone.")
+    chunk: tuple[int, ...] | None = _list_option("chunk", int, USUAL.chunks, "Prompt tokens that one step takes in.")
+    temperature: tuple[float, ...] | None = _list_option(
+        "temperature", float, USUAL.temperatures, "Above 0 each prompt has a seed."
+    )
+    longest: int | None = option(
+        None,
+        "Tokens of the longest sequence; 0: the model's context.",
+        shown="0 on a GPU, 1024 on a CPU",
+        least=0,
+        panel=COMPANY,
+    )
+    runs: int | None = option(
+        None,
+        "How often each variant runs; from 2 on draft statistics are compared.",
+        shown=str(USUAL.runs),
+        least=1,
+        panel=COMPANY,
+    )
+
+    def check(self) -> None:
+        """Refuse what is wrong or would have no effect, before anything is loaded."""
+        if self.company and self.samples is not None:
+            raise OutriderError("--samples is for the law test, which --company does not run; leave out one of them")
+        for name in () if self.company else COMPANY_ONLY:
+            if getattr(self, name) is not None and getattr(self, name) is not False:
+                raise OutriderError(f"--{name} is an option of --company; add that, or leave it out")
+        SamplingParams(max_tokens=self.size)
+
+    @property
+    def size(self) -> int:
+        """Tokens to compare for each prompt."""
+        usual = QUICK if self.quick else USUAL
+        return usual.max_tokens if self.max_tokens is None else self.max_tokens
+
+    def plan(self) -> CompanyPlan:
+        lists = {"groups": self.group, "batches": self.batch, "chunks": self.chunk, "temperatures": self.temperature}
+        given: dict[str, Any] = {**lists, "longest": self.longest, "runs": self.runs}
+        chosen = {name: value for name, value in given.items() if value is not None}
+        return replace(QUICK if self.quick else USUAL, max_tokens=self.size, seed=self.seed, **chosen)
+
+    def chosen_prompts(self) -> tuple[NamedPrompt, ...]:
+        own = tuple(NamedPrompt(f"prompt {number}", "own", text) for number, text in enumerate(self.prompt, 1))
+        found = own + (_read(self.prompts) if self.prompts is not None else ()) or self._built_in()
+        count = min(len(found), self.limit or (QUICK_PROMPTS if self.quick else len(found)))
+        return tuple(found[place * len(found) // count] for place in range(count))
+
+    def _built_in(self) -> tuple[NamedPrompt, ...]:
+        return builtin.AUDIT + (_named(workloads.built_in()) if self.company else ())
 
 
 @command
 def audit(
     *,
-    settings: Annotated[Settings, options.settings("model", *options.PLACE)],
+    settings: Annotated[Settings, options.settings("model", *options.PLACE, "cache_memory")],
     own: Annotated[AuditOptions, fields(AuditOptions)],
 ) -> None:
     """Prove that drafters change the speed and nothing else. Exit code 1 if one does.
@@ -55,41 +148,72 @@ def audit(
     [bold]seed[/]: the same tokens at temperature 1 under the same seed;
     [bold]law[/]: sampled continuations follow the model's own distribution (chi-square, alpha 1e-4).
 
-    In float32 and with packed weights any different token is a failure. In bfloat16 and float16 rounding depends on the
-    shape of a pass, so a near tie may flip: flips are shown with their margin, and fail when it is 0.5 logits
-    (float16: 0.25) or more.
+    Where our own forward runs the model (Llama, Mistral, Qwen2, Qwen3) any different token is a failure in every
+    dtype. Where transformers runs it, rounding depends on the shape of a pass: in bfloat16 and float16 a near tie
+    may flip; flips are shown with their margin, and fail when it is 0.5 logits (float16: 0.25) or more.
+
+    [bold]--company[/] proves that a text does not depend on what it shares the engine with. The reference is each
+    prompt alone, plain, with nothing cached; against it: the same call again, batches in shuffled order, prompts in
+    other chunks and from the cache, lengths around pages and chunks, long neighbours, every drafter, greedy and with
+    seeds, each twice. One different token fails, in any dtype; so do draft statistics that differ between the two runs.
 
     [dim]$[/] outrider audit
     [dim]$[/] outrider audit --draft ngram:store=adaptive --draft layer_skip:layers=8 --json
     [dim]$[/] outrider audit --model ./my-model --draft draft_model:model=./small --prompts prompts.txt
+    [dim]$[/] outrider audit --company --quick
+    [dim]$[/] outrider audit --company --device cuda --dtype bfloat16 --prompts spec_bench.jsonl --max-tokens 128
     """
-    SamplingParams(max_tokens=own.max_tokens)  # refuses a bad value before anything is loaded
-    chosen = _prompts(own.prompt, own.prompts)
-    opened = options.opened(replace(settings, draft=own.draft[0] if own.draft else settings.draft, pace=False))
+    own.check()
+    chosen, plan = own.chosen_prompts(), own.plan() if own.company else None
+    opened = options.opened(replace(settings, draft=_first_drafter(own), pace=False))
     with opened as llm, bar("{task.completed:.0f}/{task.total:.0f}") as progress:
-        report = run(
-            llm,
-            own.draft,
-            chosen,
-            max_tokens=own.max_tokens,
-            seed=own.seed,
-            samples=own.samples,
-            raw=own.raw,
-            progress=progress,
-        )
-    text = json.dumps(report.as_dict(), ensure_ascii=False)
+        report = _report(llm, own, chosen, plan, progress)
+    text = json.dumps(_as_dict(report), ensure_ascii=False)
     if own.output is not None:
         _write(own.output, text)
     if own.as_json:
         print(text)
     else:
-        _print(report)
+        audit_report.show(report)
     raise typer.Exit(0 if report.passed else 1)
 
 
-def _prompts(texts: Sequence[str], file: str | None) -> tuple[NamedPrompt, ...]:
-    own = tuple(NamedPrompt(f"prompt {number}", "own", text) for number, text in enumerate(texts, 1))
-    return own + (builtin.read(file) if file is not None else ()) or builtin.AUDIT
+def _first_drafter(own: AuditOptions) -> str:
+    """The drafter that the engine begins with: a mistake in it is told before the model is loaded."""
+    return own.draft[0] if own.draft else drafters.PLAIN
+
+
+def _report(
+    llm: LLM,
+    own: AuditOptions,
+    prompts: Sequence[NamedPrompt],
+    plan: CompanyPlan | None,
+    progress: Callable[[str, int, int], None],
+) -> Report | CompanyReport:
+    if plan is not None:
+        found = (lambda variant: None) if sys.stderr.isatty() else _log  # a terminal has the bar
+        return audit_company(llm, own.draft, prompts, plan, raw=own.raw, progress=progress, found=found)
+    samples = own.samples or SAMPLES
+    return run(
+        llm, own.draft, prompts, max_tokens=own.size, seed=own.seed, samples=samples, raw=own.raw, progress=progress
+    )
+
+
+def _log(variant: Variant) -> None:
+    print(variant.line, file=sys.stderr, flush=True)
+
+
+def _as_dict(report: Report | CompanyReport) -> dict[str, Any]:
+    """For JSON; a company report also says where it was made."""
+    return report.as_dict() | ({"machine": machine.describe()} if isinstance(report, CompanyReport) else {})
+
+
+def _read(path: str) -> tuple[NamedPrompt, ...]:
+    return _named(workloads.read_jsonl(path)) if path.endswith(".jsonl") else builtin.read(path)
+
+
+def _named(prompts: Iterable[BenchPrompt]) -> tuple[NamedPrompt, ...]:
+    return tuple(NamedPrompt(prompt.id, prompt.kind, prompt.text) for prompt in prompts)
 
 
 def _write(path: Path, text: str) -> None:
@@ -97,49 +221,3 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise OutriderError(f"cannot write {path} ({error.strerror}); choose another file") from error
-
-
-def _print(report: Report) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("drafter", "check", "result", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("kept / drafted", justify="right")
-    table.add_column("")
-    for drafter in report.drafters:
-        for check in drafter.checks:
-            name = drafter.draft if check is drafter.checks[0] else ""
-            result = "[green]passed[/]" if check.passed else "[bold red]FAILED[/]"
-            table.add_row(name, check.name, result, f"{check.accepted} / {check.drafted}", _detail(check))
-        table.add_section()
-    console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
-    console.print(table)
-    for drafter in report.drafters:
-        for check in drafter.checks:
-            for difference in check.differences:
-                console.print(f"{drafter.draft}, {check.name}: {_describe(difference)}", markup=False)
-    ending = "passed" if report.passed else "FAILED"
-    counts = f"flips below {report.small_margin:g} logits are near ties" if report.small_margin else "any flip fails"
-    size = f"{len(report.prompts)} prompts, {report.seconds:.0f} s"
-    console.print(
-        f"{report.model}, dtype {report.dtype}, {size}; {counts}, law below p = {ALPHA:g}: {ending}", markup=False
-    )
-
-
-def _detail(check: Check) -> str:
-    if check.p_value is not None:
-        text = f"{check.compared} samples, p = {check.p_value:.2g}"
-    elif check.differences:
-        text = f"{len(check.differences)} of the outputs part from plain decoding"
-    else:
-        text = f"{check.compared} tokens, all the same"
-    return text if check.drafted else f"{text}; nothing was drafted, so little is proved"
-
-
-def _describe(difference: Difference) -> str:
-    margin = "one had ended" if difference.margin is None else f"margin {difference.margin:.4g} logits"
-    return (
-        f"{difference.prompt!r} parts at token {difference.position}: "
-        f"plain {difference.plain}, drafted {difference.drafted}; {margin}"
-    )

@@ -1,0 +1,21 @@
+"""The proof as functions: `audit` compares drafters with plain decoding, `audit_company` a text with itself."""
+
+from outrider.audit.checks import ALPHA, Check, DrafterReport, Report, audit, chi_square, default_drafts
+from outrider.audit.company import CompanyReport, Variant, audit_company
+from outrider.audit.company_plan import CompanyPlan
+from outrider.audit.compare import Difference
+
+__all__ = [
+    "ALPHA",
+    "Check",
+    "CompanyPlan",
+    "CompanyReport",
+    "Difference",
+    "DrafterReport",
+    "Report",
+    "Variant",
+    "audit",
+    "audit_company",
+    "chi_square",
+    "default_drafts",
+]
