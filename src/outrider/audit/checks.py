@@ -89,8 +89,9 @@ class Report:
 
 
 def default_drafts(llm: LLM) -> list[str]:
-    """Every drafter that runs beside this model without arguments, except plain decoding."""
-    return [name for name in drafters.names() if name != drafters.PLAIN and _runs_alone(llm, name)]
+    """Every drafter that runs beside this model without arguments, except those that draft nothing here."""
+    idle = (drafters.PLAIN, drafters.GRAMMAR)
+    return [name for name in drafters.names() if name not in idle and _runs_alone(llm, name)]
 
 
 def audit(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # reading a spec needs no torch
 PLAIN = "none"  # drafts nothing
 LOOKUP = "ngram"  # copies from the text; needs nothing else, so it is the default
 PREDICTION = "prediction"  # drafts the text that the caller expects
+GRAMMAR = "grammar"  # drafts what the grammar of a request forces, and nothing for a request without one
 DRAFT_MODEL = "draft_model"  # a smaller model that the caller names
 TABLE = {
     PLAIN: "outrider.drafters.base:Drafter",
@@ -30,7 +31,7 @@ TABLE = {
     "layer_skip": "outrider.drafters.layer_skip:LayerSkip",
     "eagle": "outrider.drafters.eagle.drafter:Eagle",
     "medusa": "outrider.drafters.medusa.drafter:Medusa",
-    "grammar": "outrider.drafters.grammar:GrammarDrafter",
+    GRAMMAR: "outrider.drafters.grammar:GrammarDrafter",
     "oracle": "outrider.drafters.oracle:Oracle",
 }
 
