@@ -69,7 +69,8 @@ def test_the_engine_passes_with_every_drafter(opened, tiny_draft, wrapper):
     assert {variant.run for variant in report.variants} == {1, 2}
     assert {variant.temperature for variant in report.variants} == {0.0, 0.8}
     assert all(variant.tokens > 0 for variant in report.variants)
-    assert all(any(v.drafted for v in report.variants if v.draft == draft) for draft in report.drafts[1:])
+    busy = {variant.draft for variant in report.variants if variant.drafted}
+    assert busy >= {draft for draft in report.drafts if draft not in ("none", "grammar")}  # no prompt has a grammar
 
 
 def test_of_a_head_the_chain_and_the_tree_are_tried(opened, monkeypatch):
