@@ -145,6 +145,8 @@ DRAFTER_WORDS: dict[str, set[str]] = {
     "cli/config.py": {"draft_model"},  # vLLM's own word
     "core/": {"grammar"},  # the sampling parameter of that name
     "cli/options.py": {"grammar"},  # its option
+    "cli/options.py": {"history"},  # the setting of that name: its file
+    "build.py": {"history"},  # the same
     "settings.py": {"ngram"},  # the default
     "llm.py": {"ngram", "prediction"},  # the same default, and the argument of that name
     "train/": {"eagle", "medusa", "draft_model"},  # what is trained

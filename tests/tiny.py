@@ -16,6 +16,7 @@ from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext, Drafter
 from outrider.drafters.eagle.head import EagleConfig, EagleHead
+from outrider.drafters.history.store import HistoryStore
 from outrider.drafters.medusa.head import MedusaConfig, MedusaHead
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Limits
@@ -113,7 +114,26 @@ def family(kind):
 
 def parts(kind):
     _, model, models = family(kind)
-    return BuildContext(model, lambda name, quantize: models[name], heads=family_heads(kind))
+    return BuildContext(
+        model, lambda name, quantize: models[name], heads=family_heads(kind), histories=histories(written(kind))
+    )
+
+
+@functools.cache
+def written(kind):
+    """What the target of that kind has written before, with some tokens changed: copies are sometimes right."""
+    model = family(kind)[1]
+    seqs = [Sequence(i, prompt, SamplingParams(max_tokens=24)) for i, prompt in enumerate(prompts(8))]
+    run(model, Drafter(Drafter.Options(), BuildContext(model, load=None)), seqs)
+    return [[(token + (i % 7 == 6)) % VOCAB for i, token in enumerate(seq.tokens)] for seq in seqs]
+
+
+def histories(texts, capacity=1 << 12, tenant=""):
+    """A store that holds these texts."""
+    store = HistoryStore(capacity)
+    for text in texts:
+        store.add(tenant, text, 0)
+    return store
 
 
 @functools.cache
@@ -443,6 +463,7 @@ def assert_rate(hits, trials, rate, sigmas=4.5):
 SPECS = {
     "none": ["none"],
     "ngram": ["ngram:min_n=1,length=5", "ngram:store=adaptive,min_n=1,max_n=3,length=4"],
+    "history": ["history:length=5,width=3"],
     "draft_model": [
         "draft_model:model=noisy,length=3",
         "draft_model:model=noisy,length=4,greedy=true",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib.util
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -17,6 +20,7 @@ from outrider.backends.local import Local
 from outrider.core.errors import OutriderError
 from outrider.drafters import DrafterSpec
 from outrider.drafters.base import BuildContext, Drafter, RetokenizedModel
+from outrider.drafters.history.store import HistoryStore
 from outrider.engine.engine import Engine
 from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import Limits
@@ -36,6 +40,8 @@ _NOT_ON_VLLM = {
     "quantize": "name a quantised model, or write engine_args: {quantization: ...}",
     "rule": "it verifies drafts by rejection",
     "piece": "write engine_args: {max_num_batched_tokens: ...}",
+    "history": "its drafters keep none between requests",
+    "history_tokens": "its drafters keep none between requests",
     "max_draft_batch": "write num_speculative_tokens_per_batch_size into speculative_config",
 }
 
@@ -103,18 +109,47 @@ def local(settings: Settings, draft: DrafterSpec | None = None) -> Local:
     where = load_options(settings)
     loaded = load(settings.model, where)
     draft_models = DraftModels(settings.model, loaded, where)
+    histories = open_histories(settings, loaded)
 
     def drafter(spec: str | DrafterSpec) -> Drafter:
-        return drafters.build(spec, BuildContext(loaded.model, draft_models.load, settings.model))
+        context = BuildContext(loaded.model, draft_models.load, settings.model, histories=histories)
+        return drafters.build(spec, context)
 
+    with contextlib.ExitStack() as failed:
+        failed.callback(histories.close)
+        own = drafter(spec)
+        failed.pop_all()
     engine = Engine(
         loaded.model,
-        drafter(spec),
+        own,
         Limits(settings.max_batch, settings.piece, drafting=settings.max_draft_batch),
         DraftingPolicy() if settings.pace else None,
     )
     engine.drafters[settings.draft] = engine.drafters[""]  # a request that names it gets the same one
-    return Local(engine, drafter, loaded.tokenizer, loaded.ends, settings.rule, draft_models.notes)  # type: ignore[arg-type]
+    notes = [*draft_models.notes, *_unused_history(settings, spec)]
+    return Local(engine, drafter, loaded.tokenizer, loaded.ends, settings.rule, notes, histories)  # type: ignore[arg-type]
+
+
+def open_histories(settings: Settings, loaded: Loaded) -> HistoryStore:
+    """Empty ones, or what the settings' file holds."""
+    if not settings.history:
+        return HistoryStore(settings.history_tokens)
+    size = loaded.model.vocab_size
+    return HistoryStore.opened(Path(settings.history), vocabulary_digest(loaded), size, settings.history_tokens)
+
+
+def vocabulary_digest(loaded: Loaded) -> str:
+    """What the token ids mean: models of one tokenizer have the same, whatever they pad it to."""
+    if loaded.tokenizer is None:
+        return f"{loaded.model.vocab_size} tokens"
+    words = sorted((id, word) for word, id in loaded.tokenizer.get_vocab().items())
+    return hashlib.sha256(repr(words).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _unused_history(settings: Settings, spec: DrafterSpec) -> list[str]:
+    if not settings.history or spec.name == drafters.HISTORY:
+        return []
+    return [f"the drafter is {spec.name}: only requests that name {drafters.HISTORY} use {settings.history}"]
 
 
 class DraftModels:

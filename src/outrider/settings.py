@@ -13,6 +13,7 @@ from outrider.backends import speculation
 from outrider.core.errors import OutriderError, one_line
 from outrider.core.option import option
 from outrider.core.params import SamplingParams
+from outrider.drafters.history import CAPACITY, LEAST
 
 BACKENDS = ("local", "vllm")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -45,6 +46,8 @@ class Settings:
     piece: int = 512  # prompt tokens that one step takes in
     cache_memory: float = option(0.0, "GiB for the target's keys and values; 0: a quarter of what is free.")
     threads: int = option(0, "CPU threads; 0: one per core.")
+    history: str = option("", "A file that keeps what the drafter history has learned.", shown=False)
+    history_tokens: int = option(CAPACITY, "Tokens of a history, 36 to 52 bytes each; the oldest are forgotten.")
     # Only for vLLM:
     speculative_config: Mapping[str, Any] | None = option(None, "vLLM's own JSON in place of --draft.", shown=False)
     tensor_parallel_size: int = option(1, "With vllm: devices a layer is spread over.")
@@ -166,9 +169,10 @@ _LEAST = {
     "piece": 2,
     "cache_memory": 0,
     "threads": 0,
+    "history_tokens": LEAST,
     **dict.fromkeys(_PARALLEL, 1),
 }
-_MOST = {"max_batch": MOST_BATCH, "threads": 1024}
+_MOST = {"max_batch": MOST_BATCH, "threads": 1024, "history_tokens": 1 << 30}
 _TYPES: dict[str, tuple[Any, str]] = {
     "str": (str, "text"),
     "bool": (bool, "true or false"),

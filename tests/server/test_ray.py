@@ -325,3 +325,5 @@ def test_what_ray_does_not_have_is_refused():
         Scale(1, 1, 1.0, 0.5).check({"CPU": 2.0})
     with pytest.raises(OutriderError, match="--gpus-per-replica 1"):
         Scale.of("1", 0, 0, Settings(device="cuda"))
+    with pytest.raises(OutriderError, match="leave out history"):
+        Scale.of("2", 0, 0, Settings(history="file"))

@@ -21,6 +21,7 @@ from outrider.core.request import Chunk, Request, Result
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Rule, Sequence
 from outrider.drafters.base import Drafter
+from outrider.drafters.history.store import HistoryStore
 from outrider.engine.engine import Engine
 from outrider.models.memory import return_heap
 from outrider.models.token_bytes import vocabulary_of
@@ -53,12 +54,14 @@ class Local(Reader):
         ends: frozenset[int] = frozenset(),
         rule: Rule = "rejection",
         notes: Seq[str] = (),
+        histories: HistoryStore | None = None,
     ) -> None:
         """`drafter` builds the one that a request names. `ends`: the tokens that end a sequence. `rule`: for requests
-        without a seed. `notes`: what a user should know about how the model was loaded."""
+        without a seed. `notes`: what a user should know about how the model was loaded. `histories`: what drafters
+        keep of texts; closed with the backend."""
         self.engine, self.tokenizer, self.notes = engine, tokenizer, tuple(notes)
         self.vocab_size = engine.model.vocab_size
-        self._drafter, self._ends, self._rule = drafter, ends, rule
+        self._drafter, self._ends, self._rule, self._histories = drafter, ends, rule, histories
         # new requests that are taken in together, one to cancel (in a tuple), or None: end
         self._inbox: queue.SimpleQueue[list[_LocalJob] | tuple[_LocalJob] | None] = queue.SimpleQueue()
         self._places: dict[int, tuple[_LocalJob, int]] = {}  # sequence id -> its job, and which sample it is
@@ -130,6 +133,7 @@ class Local(Reader):
                 writer.push if writer else None,
                 request=request.group or ids[0],
                 matcher=matchers[index],
+                tenant=request.tenant,
             )
             self.engine.scheduler.check(seq)  # before the prompt is copied for the next one
             seqs.append(seq)
@@ -141,6 +145,8 @@ class Local(Reader):
             if self._thread is not None and self._thread.is_alive():
                 self._inbox.put(None)
                 self._thread.join()
+            if self._histories is not None:
+                self._histories.close()
 
     @property
     def context(self) -> int:

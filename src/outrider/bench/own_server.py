@@ -17,6 +17,7 @@ START_TIMEOUT = 900.0  # seconds: a model may have to be downloaded first
 STOP_TIMEOUT = 20.0  # seconds, far more than the grace of 1 s that it is given
 _MAIN = "import sys; from outrider.cli import main; sys.exit(main())"
 _READY = re.compile(r"^listening on (http\S+)", re.MULTILINE)
+KEYS = ("OUTRIDER_API_KEY", "OUTRIDER_TENANT_KEYS")  # in the environment: they are for other servers
 
 
 class OwnServer:
@@ -26,7 +27,7 @@ class OwnServer:
         command = [sys.executable, "-c", _MAIN, "serve", "--model-id", model, "--draft", draft, "--port", "0"]
         command += ["--threads", str(threads), "--max-batch", str(streams), "--max-queue", str(2 * streams)]
         command += ["--grace", "1", "--log-level", "warning"]
-        env = {key: value for key, value in os.environ.items() if key != "OUTRIDER_API_KEY"}
+        env = {key: value for key, value in os.environ.items() if key not in KEYS}
         self.url, self._log = "", log
         with log.open("wb") as file:  # a session of its own: Ctrl-C is ours to handle
             self._process = subprocess.Popen(

@@ -31,7 +31,7 @@ ANSWER = SamplingParams(max_tokens=512)
 
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty")
 CONFIG = options.configured(
-    options.settings("model", "draft", *options.ENGINE),
+    options.settings("model", "draft", *options.ENGINE, *options.MEMORY),
     options.sampling(*SAMPLING, max_tokens={"default": ANSWER.max_tokens}),
     plain=ANSWER,
 )

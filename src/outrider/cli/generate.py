@@ -36,7 +36,9 @@ class GenerateOptions(options.Printed, options.Constrained):
     output: Path | None = option(None, "Where the answers go, a line each; what is there already is kept.", panel=FILES)
 
 
-MODEL = options.settings("model", "draft", *options.ENGINE, draft={"shown": "ngram, or prediction where one is given"})
+MODEL = options.settings(
+    *("model", "draft", *options.ENGINE, *options.MEMORY), draft={"shown": "ngram, or prediction where one is given"}
+)
 GIVEN = options.configured(MODEL, options.sampling())
 
 

@@ -24,6 +24,7 @@ MODEL, SAMPLING, GRAMMAR = "Model", "Sampling", "What the text may be (one of th
 DEFAULT, PLAIN = Settings(), SamplingParams()
 PLACE = ("device", "dtype", "quantize", "threads")
 PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+MEMORY = ("history", "history_tokens")  # what is remembered from one request to the next
 ENGINE = ("backend", "speculative_config", *PLACE, "cache_memory", *PARALLEL)
 
 

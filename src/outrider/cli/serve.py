@@ -77,6 +77,7 @@ SETTINGS = options.settings(
     *options.ENGINE,
     "max_batch",
     "max_draft_batch",
+    *options.MEMORY,
     draft={
         "help": "Who guesses ahead where a request does not say: NAME or NAME:key=value,...; none for plain decoding."
     },
@@ -119,7 +120,7 @@ def serve(
     if not launch.no_model:
         options.pull_known(settings.model)
     host = listen.host or LOCAL[0]
-    if host not in LOCAL and not server.api_key:
+    if host not in LOCAL and not server.keys:
         note(f"everybody who can reach {host} may ask; --api-key keeps strangers out")
     configure(listen.log_level)
     defaults = {name: getattr(settings, name) for name in (*LAUNCH_DEFAULTS, *VLLM_DEFAULTS)}

@@ -25,6 +25,7 @@ class Request:
     prediction: Prompt | None = None  # the output that the caller expects, for the drafter `prediction`
     stream: bool = False  # whether chunks are wanted before the end
     group: str = ""  # requests of one group take turns as one request, and share its memory; "": it is alone
+    tenant: str = ""  # who asks: what one tenant writes never serves another as a draft
 
 
 @dataclass(frozen=True)

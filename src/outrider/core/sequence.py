@@ -62,6 +62,7 @@ class Sequence:
     stats: Stats = field(default_factory=Stats)
     request: int | str = -1  # the same for all sequences of a request, or of a group; -1: it is a request of its own
     matcher: Matcher | None = None  # where it stands in its grammar, if it has one
+    tenant: str = ""  # whose text it is: drafters learn nothing of it that would reach another tenant
 
     def __post_init__(self) -> None:
         self.prompt = len(self.tokens)

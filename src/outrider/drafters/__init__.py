@@ -20,12 +20,14 @@ if TYPE_CHECKING:  # reading a spec needs no torch
 # Drafters that other packages mean by what they do.
 PLAIN = "none"  # drafts nothing
 LOOKUP = "ngram"  # copies from the text; needs nothing else, so it is the default
+HISTORY = "history"  # copies from what was written before, for other requests
 PREDICTION = "prediction"  # drafts the text that the caller expects
 GRAMMAR = "grammar"  # drafts what the grammar of a request forces, and nothing for a request without one
 DRAFT_MODEL = "draft_model"  # a smaller model that the caller names
 TABLE = {
     PLAIN: "outrider.drafters.base:Drafter",
     LOOKUP: "outrider.drafters.ngram:Ngram",
+    HISTORY: "outrider.drafters.history.drafter:History",
     DRAFT_MODEL: "outrider.drafters.draft_model:DraftModel",
     PREDICTION: "outrider.drafters.prediction:Prediction",
     "layer_skip": "outrider.drafters.layer_skip:LayerSkip",

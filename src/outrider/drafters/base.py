@@ -17,6 +17,7 @@ from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
 from outrider.core.verify import Verdict
 from outrider.drafters.heads import files
+from outrider.drafters.history.store import HistoryStore
 from outrider.models.base import Anatomy, Model, Readable
 from outrider.models.tokenizer import Tokenizer
 
@@ -39,6 +40,7 @@ class BuildContext:
     load: Callable[..., Model | RetokenizedModel]
     name: str = ""  # what the target is called
     heads: Mapping[str, Any] = field(default_factory=dict)  # heads in memory, by name; all others lie in folders
+    histories: HistoryStore = field(default_factory=HistoryStore)  # of the target's texts; all its drafters share them
 
     def readable(self, what: str) -> Readable:
         """The target, if heads can be built beside it. `what`: the kind of head, for the message."""

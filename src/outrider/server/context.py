@@ -30,6 +30,11 @@ def server_of(request: HttpRequest) -> ServerContext:
     return server
 
 
+def tenant_of(request: HttpRequest) -> str:
+    """Whose request it is, as a digest of the key; "" where no key is needed."""
+    return str(request.state.tenant)
+
+
 def id_of(request: HttpRequest) -> str:
     """The request's own, in the log and in the header x-request-id."""
     return str(request.state.request_id)

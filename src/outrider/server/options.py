@@ -18,6 +18,13 @@ LAUNCH_DEFAULTS += ("rule", "pace", "piece")
 @dataclass(frozen=True)
 class ServerOptions:
     api_key: str = option("", "What requests must bring.", env="OUTRIDER_API_KEY", panel=ACCESS)
+    tenant_keys: tuple[str, ...] = option(
+        (),
+        "A further key, of a tenant whose texts speed up nobody else's. Repeatable.",
+        flags=("--tenant-key",),
+        env="OUTRIDER_TENANT_KEYS",
+        panel=ACCESS,
+    )
     max_body: int = option(4 << 20, "Bytes of a request.", least=1, panel=LIMITS)
     timeout: float = option(600.0, "Seconds of a request.", least=0.001, panel=LIMITS)
     cors: tuple[str, ...] = option((), "An origin whose pages may ask; off by default.", panel=ACCESS)
@@ -29,3 +36,8 @@ class ServerOptions:
     max_models: int = option(16, "Models that may be launched at once.", least=1, panel=LIMITS)
     hosts: tuple[str, ...] = ()  # what requests may call the server in their Host header; (): anything
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of launches over REST: device, max_batch, ...
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Every key that a request may bring; (): none is needed."""
+        return tuple(filter(None, (self.api_key, *self.tenant_keys)))

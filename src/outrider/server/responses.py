@@ -7,6 +7,7 @@ import contextlib
 import json
 import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request as HttpRequest
@@ -15,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from outrider.core.errors import OutriderError
 from outrider.core.request import Request, Result
-from outrider.server.context import id_of, server_of
+from outrider.server.context import id_of, server_of, tenant_of
 from outrider.server.errors import Failed, Timeout, body_of
 from outrider.server.fleet.supervisor import ServerStream
 from outrider.server.log import log
@@ -35,7 +36,7 @@ async def submit(
     fleet = server_of(request).fleet
     _refuse_long(asked, fleet.describe(name).info.get("context", 0))
     async with time_limit(request):
-        work = fleet.submit(name, asked, pieces, clip, truncate)
+        work = fleet.submit(name, replace(asked, tenant=tenant_of(request)), pieces, clip, truncate)
         return await _unless_gone(request.receive, work)
 
 

@@ -179,7 +179,7 @@ async def registrations(request: HttpRequest, model_type: Literal["LLM"], detail
 @router.get("/v1/cluster/auth")
 async def cluster_auth(request: HttpRequest) -> Json:
     """Whether a key is needed; asked by Xinference's client before anything else."""
-    return {"auth": bool(server_of(request).options.api_key)}
+    return {"auth": bool(server_of(request).options.keys)}
 
 
 def shown(model: Description) -> Json:

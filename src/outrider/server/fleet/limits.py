@@ -30,6 +30,7 @@ class WorkerLimits:
     first_step: float = 600.0  # the same until the first step has ended: kernels are compiled, weights are read in
     first_wait: float = 0.5  # before a dead worker is started again; doubled each time it dies soon after
     longest_wait: float = 30.0
+    farewell: float = 6.0  # to end by itself where it keeps a history; it gives up a second before
     steady: float = 60.0  # a worker that has lived this long starts again at once
 
     def overdue(self, load: BackendLoad, settings: Settings) -> str:

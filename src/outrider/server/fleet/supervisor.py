@@ -116,15 +116,18 @@ class ServerStream:
 class Process:
     """One life of a worker process, and the socket to it."""
 
-    def __init__(self, uid: str, child: subprocess.Popen[bytes], reader: Any, writer: Any) -> None:
-        self.uid, self.child, self._reader, self._writer = uid, child, reader, writer
+    def __init__(
+        self, uid: str, child: subprocess.Popen[bytes], reader: Any, writer: Any, farewell: float = 0.0
+    ) -> None:
+        """`farewell`: seconds that it has to end by itself once its socket is closed."""
+        self.uid, self.child, self._reader, self._writer, self._farewell = uid, child, reader, writer, farewell
         self.heard = time.monotonic()
         self.ended_for = ""  # why we have ended it; "": it was not us
         self.printed: deque[str] = deque(maxlen=20)  # the last lines on its stderr
         self._listener = asyncio.create_task(self._listen())
 
     @classmethod
-    async def spawn(cls, uid: str, settings: Mapping[str, Any]) -> Process:
+    async def spawn(cls, uid: str, settings: Mapping[str, Any], farewell: float = 0.0) -> Process:
         ours, theirs = socket.socketpair()
         with theirs:
             child = subprocess.Popen(
@@ -141,7 +144,7 @@ class Process:
             ours.close()
             child.kill()
             raise
-        process = cls(uid, child, reader, writer)
+        process = cls(uid, child, reader, writer, farewell)
         process.send({"settings": dict(settings)})
         return process
 
@@ -185,8 +188,11 @@ class Process:
         return f"{how}: {self.printed[-1]}" if self.printed else how
 
     async def close(self) -> None:
-        """End it now."""
+        """End it now, or as soon as it has written down what it keeps."""
         self._writer.close()
+        if self._farewell and not self.ended_for:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self.child.wait, self._farewell)
         self.kill()
         await asyncio.to_thread(self.child.wait)
         self._listener.cancel()
@@ -325,7 +331,9 @@ class Worker:
 
     async def _load(self) -> None:
         self.status = "loading" if not self.restarts else "restarting"
-        process = await Process.spawn(self.uid, settings_as_dict(self.spec.settings))
+        settings = self.spec.settings
+        farewell = self._limits.farewell if settings.history else 0.0
+        process = await Process.spawn(self.uid, settings_as_dict(settings), farewell)
         self._process = process
         try:
             self._refuse_when_closed()

@@ -31,6 +31,7 @@ from outrider.settings import from_mapping
 
 _logger = logging.getLogger("outrider.worker")
 BEAT = 1.0  # seconds between frames while there is nothing to send: each tells the load, and when a step last ended
+FAREWELL = 5.0  # seconds in which a backend may write down what it keeps: a history of 10^6 tokens takes 0.1
 TAKERS = 4  # threads that tokenize and check new requests: one that loads a draft model holds nobody up
 # Characters of a request from which on one thread alone tokenises it: 50 ms of a core. Several such requests at once
 # would take the cores from those that run, and the other threads from short requests.
@@ -61,8 +62,9 @@ class Sender(Protocol):
 class Session:
     """The requests of one worker."""
 
-    def __init__(self, link: Sender, backend: Backend) -> None:
-        self._link, self._backend = link, backend
+    def __init__(self, link: Sender, backend: Backend, keeps: bool = False) -> None:
+        """`keeps`: the backend writes something down when it is closed."""
+        self._link, self._backend, self._keeps = link, backend, keeps
         self._news: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
         self._streams: dict[int, Stream] = {}
         self._coming: set[int] = set()  # requests that are being taken in
@@ -72,7 +74,16 @@ class Session:
         self._long_taker = ThreadPoolExecutor(1, "outrider-long-taker")
         self._pieces = TokenBytes(backend.tokenizer)
         self._shown: set[int] = set()  # tokens whose text the server has
-        self._lock = threading.Lock()
+        self._lock, self._closing = threading.Lock(), threading.Lock()
+
+    def close(self) -> None:
+        """The server is gone. What the backend keeps is written down, if that does not take long."""
+        if not self._keeps:
+            return
+        closing = threading.Thread(target=self._backend.close, name="outrider-closer", daemon=True)
+        with self._closing:  # another thread that comes here waits, and does not end the process meanwhile
+            closing.start()
+            closing.join(FAREWELL)
 
     def hear(self, said: wire.Json) -> None:
         """One message of the server's; called by the reading thread."""
@@ -231,17 +242,22 @@ def main(fd: int) -> None:
     opened: Future[Session] = Future()
     threading.Thread(target=_read, args=(link, opened), name="outrider-reader", daemon=True).start()
     try:
-        backend = build.backend(from_mapping(first["settings"]))
+        settings = from_mapping(first["settings"])
+        backend = build.backend(settings)
     except Exception as error:
         if not isinstance(error, OutriderError):
             _logger.exception("the model could not be loaded")
         link.send({"failed": str(error) if isinstance(error, OutriderError) else one_line(error, named=True)})
         return
-    session = Session(link, backend)
+    session = Session(link, backend, keeps=bool(settings.history))
     opened.set_result(session)
-    link.send({"ready": describe(backend)})
-    while not (fault := session.send()):
-        pass
+    try:
+        link.send({"ready": describe(backend)})
+        while not (fault := session.send()):
+            pass
+    except (BrokenPipeError, ConnectionResetError):
+        session.close()
+        return
     _logger.error(fault)  # the last line on stderr: the server tells it as the reason why the worker ended
     os._exit(1)
 
@@ -250,6 +266,8 @@ def _read(link: Link, opened: Future[Session]) -> None:
     """Ends the process with its server, even while a model is being loaded."""
     while (said := link.read()) is not None:
         opened.result().hear(said)
+    if opened.done():
+        opened.result().close()
     os._exit(0)
 
 

@@ -120,7 +120,8 @@ def application(args: Mapping[str, Any]) -> serve.Application:
     settings = from_mapping(said)
     choice = BUILT_IN.choose(settings.model)
     spec = LaunchSpec(replace(settings, model=choice.source), uid or choice.name, (choice.name,), choice.family())
-    options = ServerOptions(api_key=os.environ.get("OUTRIDER_API_KEY", ""))
+    more = tuple(os.environ.get("OUTRIDER_TENANT_KEYS", "").split())
+    options = ServerOptions(api_key=os.environ.get("OUTRIDER_API_KEY", ""), tenant_keys=more)
     return assemble(IngressConfig(spec, options, WorkerLimits(), BUILT_IN), Scale.of(replicas, cpus, gpus, settings))
 
 

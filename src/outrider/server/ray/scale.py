@@ -29,6 +29,8 @@ class Scale:
             raise OutriderError("a replica cannot have fewer than 0 CPUs or GPUs")
         if settings.device.startswith("cuda") and not gpus:
             raise OutriderError("on Ray a replica sees only the GPUs it is given; add --gpus-per-replica 1")
+        if settings.history:
+            raise OutriderError("on Ray every replica would write the history file; leave out history, or --ray")
         return cls(least, most, cpus or float(settings.threads or 1), gpus)
 
     def fitted(self, settings: Settings) -> Settings:
