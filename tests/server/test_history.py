@@ -11,7 +11,7 @@ import pytest
 from outrider.server.options import ServerOptions
 
 KEYS = ("first", "second")
-PROMPT = "the fox reads a book"
+PROMPT = "the red fox"
 
 
 def ask(server, key, prompt=PROMPT, **more):
@@ -43,7 +43,7 @@ class TestTenants:
         assert first[1] == again[1]
 
     def test_a_key_that_is_none_of_them_is_refused(self, server):
-        for key in ("", "third", "firstsecond", "first second"):
+        for key in ("third", "firstsecond", "first second"):
             answer = server.post("/v1/completions", {"prompt": "x"}, headers={"authorization": f"Bearer {key}"})
             assert answer.status_code == 401
 

@@ -119,11 +119,12 @@ class SuffixIndex:
         held, newest, capacity, text = len(self), self._written - 1, self.capacity, self._text
         age = (newest + 1 - heads[bucket]) & WRAP  # places that were written after it
         found: list[int] = []
+        last = wanted[-1]  # in most suffixes of the same bucket that are others, it is another
         for _ in range(self._tries):
             if age >= held:
                 break
             at = (newest - age) % capacity
-            if text[at + 1 - order : at + 1].tolist() == wanted:
+            if text[at] == last and text[at + 1 - order : at + 1].tolist() == wanted:
                 found.append(at)
                 if len(found) == MOST:
                     break
