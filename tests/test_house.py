@@ -144,9 +144,8 @@ DRAFTER_WORDS: dict[str, set[str]] = {
     "server/faces/openai_bodies.py": {"prediction"},  # the field of OpenAI's API
     "cli/config.py": {"draft_model"},  # vLLM's own word
     "core/": {"grammar"},  # the sampling parameter of that name
-    "cli/options.py": {"grammar"},  # its option
-    "cli/options.py": {"history"},  # the setting of that name: its file
-    "build.py": {"history"},  # the same
+    "cli/options.py": {"grammar", "history"},  # its option, and the setting that names a history file
+    "build.py": {"history"},  # the same setting
     "settings.py": {"ngram"},  # the default
     "llm.py": {"ngram", "prediction"},  # the same default, and the argument of that name
     "train/": {"eagle", "medusa", "draft_model"},  # what is trained
