@@ -85,4 +85,5 @@ def family_heads(kind, bits):
 
 def parts(kind, bits):
     model, models = family(kind, bits)
-    return BuildContext(model, lambda name, quantize: models[name], heads=family_heads(kind, bits))
+    texts = tiny.histories(tiny.written(model))
+    return BuildContext(model, lambda name, quantize: models[name], heads=family_heads(kind, bits), histories=texts)

@@ -114,18 +114,17 @@ def family(kind):
 
 def parts(kind):
     _, model, models = family(kind)
-    return BuildContext(
-        model, lambda name, quantize: models[name], heads=family_heads(kind), histories=histories(written(kind))
-    )
+    texts = histories(written(model))
+    return BuildContext(model, lambda name, quantize: models[name], heads=family_heads(kind), histories=texts)
 
 
 @functools.cache
-def written(kind):
-    """What the target of that kind has written before, with some tokens changed: copies are sometimes right."""
-    model = family(kind)[1]
-    seqs = [Sequence(i, prompt, SamplingParams(max_tokens=24)) for i, prompt in enumerate(prompts(8))]
+def written(model):
+    """What the target has written before, with some tokens changed: copies are sometimes right."""
+    asked = prompts(8, vocab=model.vocab_size)
+    seqs = [Sequence(i, prompt, SamplingParams(max_tokens=24)) for i, prompt in enumerate(asked)]
     run(model, Drafter(Drafter.Options(), BuildContext(model, load=None)), seqs)
-    return [[(token + (i % 7 == 6)) % VOCAB for i, token in enumerate(seq.tokens)] for seq in seqs]
+    return [[(token + (i % 7 == 6)) % model.vocab_size for i, token in enumerate(seq.tokens)] for seq in seqs]
 
 
 def histories(texts, capacity=1 << 12, tenant=""):
