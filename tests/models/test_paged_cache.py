@@ -247,7 +247,7 @@ IDS = st.integers(0, 3)
 OPERATIONS = st.one_of(
     st.tuples(st.just("begin"), IDS, PARTS),
     st.tuples(st.just("feed"), IDS, st.integers(1, 50), st.lists(st.booleans(), max_size=5)),
-    st.tuples(st.just("crop"), IDS, st.integers(0, 200)),
+    st.tuples(st.just("crop"), IDS, st.integers(0, 200), PARTS),
     st.tuples(st.just("free"), IDS),
     st.tuples(st.just("forget"), IDS),
 )
@@ -277,9 +277,11 @@ class Naive:
         self.texts[id], self.lengths[id] = longer, seen + count + len(kept)
         self.held.name(id, longer)
 
-    def crop(self, id, length):
+    def crop(self, id, length, parts):
+        """And go on with another text."""
         self.held.crop(id, length)
         self.lengths[id] = min(self.lengths[id], length)
+        self.texts[id] = [*self.texts[id][: self.lengths[id]], *text(*parts, size=24)]
 
     def free(self, id):
         self.held.free(id)
@@ -298,7 +300,7 @@ class Naive:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(OPERATIONS, max_size=40), st.integers(1, 12))
+@given(st.lists(OPERATIONS, min_size=20, max_size=50), st.integers(1, 12))
 def test_whatever_happens_every_sequence_reads_its_own_text(operations, pages):
     naive = Naive(pages)
     for kind, id, *how in operations:
