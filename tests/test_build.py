@@ -56,6 +56,13 @@ class TestHistory:
         assert again.text == first.text
         assert again.stats.accepted > first.stats.accepted
 
+    def test_a_drafter_that_is_built_anew_begins_without_it(self, tiny_folder):
+        with LLM(tiny_folder, **REMEMBERING) as llm:
+            first = llm.generate(PROMPTS[0], SamplingParams(24))
+            llm.backend.renew("history")
+            again = llm.generate(PROMPTS[0], SamplingParams(24))
+        assert again.stats.by_drafter == first.stats.by_drafter
+
     def test_a_tenant_is_not_helped_by_another(self, tiny_folder):
         with LLM(tiny_folder, **REMEMBERING) as llm:
             one, two, again = (

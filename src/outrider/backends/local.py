@@ -202,6 +202,8 @@ class Local(Reader):
     def renew(self, draft: str) -> None:
         """Build a drafter that no request uses anew: what it has learned from earlier sequences is forgotten."""
         with self._building:
+            if self._histories is not None:
+                self._histories.forget()
             built = self._drafter(draft)
             with self._counting:
                 old = self.engine.drafters.get(draft)

@@ -79,6 +79,11 @@ class HistoryStore:
             self._writer = threading.Thread(target=self._save, args=(self._texts(),), name="outrider-history")
             self._writer.start()
 
+    def forget(self) -> None:
+        """Begin anew where nothing is kept in a file: an audit compares runs that must not help each other."""
+        if self._file is None:
+            self._tenants.clear()
+
     def close(self) -> None:
         """Write the file for the last time, and let another process have it."""
         if self._file is None:
