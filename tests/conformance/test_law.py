@@ -28,7 +28,6 @@ from tiny import (
 )
 
 from outrider import drafters
-from outrider.core import sampling
 from outrider.core.dice import Dice
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
@@ -66,15 +65,15 @@ RULES = ("rejection", "coupled")
 @pytest.fixture(autouse=True)
 def a_law_is_computed_once(monkeypatch):
     """Hundreds of sequences come to the same place: what the engine computes there is remembered for one test."""
-    compute, known = sampling.law, {}
+    compute, known = Sequence.law, {}
 
-    def remembered(logits, tokens, prompt, params, ends):
-        key = logits.numpy().tobytes(), tuple(tokens), prompt, id(params), ends
+    def remembered(seq, logits, guessed=()):
+        key = logits.numpy().tobytes(), (*seq.tokens, *guessed), seq.prompt, id(seq.params), seq.ends
         if key not in known:
-            known[key] = params, compute(logits, tokens, prompt, params, ends)  # with them, so that the id stays theirs
+            known[key] = seq.params, compute(seq, logits, guessed)  # with them, so that the id stays theirs
         return known[key][1].clone()
 
-    monkeypatch.setattr(sampling, "law", remembered)
+    monkeypatch.setattr(Sequence, "law", remembered)
 
 
 @functools.cache

@@ -10,10 +10,16 @@ from tiny import law_by_hand
 
 from outrider.core.draft import Draft
 from outrider.core.errors import OutriderError
-from outrider.core.sampling import SamplingParams, adjust, law, likeliest, warp, warp_batch
+from outrider.core.sampling import SamplingParams, adjust, likeliest, warp, warp_batch
 from outrider.core.sequence import Sequence, guessed_tokens
 
 VOCAB = 7
+
+
+def law(scores, context, prompt, params, ends):
+    return warp(adjust(scores, context, prompt, params, ends), params)
+
+
 tokens = st.integers(0, VOCAB - 1)
 logits = st.lists(st.floats(-6, 6, width=32), min_size=VOCAB, max_size=VOCAB, unique=True).map(torch.tensor)
 

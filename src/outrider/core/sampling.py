@@ -1,4 +1,4 @@
-"""law(): the distribution a token is drawn from, exact at every node of a draft.
+"""The distribution that a token is drawn from, exact at every node of a draft.
 
 `adjust` changes the logits by what the context says (penalties, bans, bias, processors); `warp` turns logits into
 probabilities (temperature, then top-k, top-p, min-p and typical-p, each on what the one before left).
@@ -145,18 +145,6 @@ def warp_batch(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         mass = column(p.typical_p if p.typical_p < 1.0 else math.inf for p in params)
         laws = _nuclei(laws, -(surprise - entropy).abs(), mass)
     return laws
-
-
-def law(
-    logits: Tensor,
-    tokens: Sequence[int],
-    prompt: int,
-    params: SamplingParams,
-    ends: frozenset[int],
-    mask: Tensor | None = None,
-) -> Tensor:
-    """The distribution of the token after `tokens`."""
-    return warp(adjust(logits, tokens, prompt, params, ends, mask), params)
 
 
 def _keep(law: Tensor, tokens: Tensor) -> Tensor:
