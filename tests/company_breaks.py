@@ -88,7 +88,7 @@ class SharesPrefixes(Wrapped):
         super().__init__(model)
         self.known, self.counts, self.shared = set(), {}, 0
 
-    def begin(self, id, tokens):
+    def begin(self, id, tokens, tenant=""):
         if self.length(id):
             return 0
         most = (len(tokens) - 1) // self.page
@@ -102,7 +102,7 @@ class SharesPrefixes(Wrapped):
         """What the cache has of a prefix."""
         return tokens
 
-    def seen(self, id, tokens):
+    def seen(self, id, tokens, tenant=""):
         full = min(len(tokens), self.length(id)) // self.page
         for count in range(self.counts.get(id, 0) + 1, full + 1):
             self.known.add(tuple(tokens[: count * self.page]))

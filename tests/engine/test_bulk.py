@@ -39,11 +39,11 @@ class PagedMarkov:
         ends = [0, *itertools.accumulate(counts)]
         return Outputs(rows, starts, hidden, ends, best=lambda: rows.argmax(-1).tolist())
 
-    def begin(self, id, tokens):
+    def begin(self, id, tokens, tenant=""):
         self.begun.append(id)
         return 0
 
-    def seen(self, id, tokens):
+    def seen(self, id, tokens, tenant=""):
         self.committed[id] = list(tokens)
 
     def forget_prefixes(self):

@@ -93,6 +93,24 @@ def test_it_shares_but_does_not_write_by_itself():
     assert not isinstance(tiny.ours(tiny.reference("llama")), SharesPrefixes)  # there a row's bits depend on its chunk
 
 
+@pytest.mark.parametrize("spec", ["none", "eagle:head=eagle,length=3", "draft_model:model=noisy,length=2"])
+def test_tenants_share_nothing(spec):
+    """Neither one after the other nor at the same time, when a tenant would wait for what it cannot take."""
+    model, models = fresh(), {"noisy": fresh()}
+    parts = BuildContext(model, lambda name, quantize: models[name], heads=heads())
+    engine = new_engine(model, drafters.build(spec, parts))
+
+    def of(tenant):
+        seq = ask(tokens(100))
+        seq.tenant = tenant
+        return seq
+
+    assert run(engine, [of("one")]) == [0]
+    assert run(engine, [of("two"), of("three"), of("three")])[:2] == [0, 0]
+    assert run(engine, [of("one"), of("two")]) == [96, 96]
+    assert run(engine, [of("")]) == [0]
+
+
 def test_capacity_is_the_budget_in_whole_pages():
     assert fresh(10).capacity == 10 * SIZE
 

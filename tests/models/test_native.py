@@ -741,6 +741,20 @@ class TestBuilding:
         assert "-w" not in FLAGS
         build(SOURCE, tmp_path / "kernels.so", [*machine, "-Werror"])
 
+    @pytest.mark.skipif(platform.machine() != "x86_64", reason="these are instruction sets of x86-64")
+    @pytest.mark.parametrize("machine", ["x86-64", "x86-64-v3"])
+    def test_for_any_instruction_set_with_the_same_bits(self, machine, tmp_path, monkeypatch):
+        if machine != "x86-64" and not {"avx2", "fma", "f16c"} <= set(Path("/proc/cpuinfo").read_text().split()):
+            pytest.skip("this processor has no AVX2")
+        build(SOURCE, tmp_path / "kernels.so", [f"-march={machine}", "-O1"])
+        products = [Packed([matrix(kind)], [bias]) for kind in [*KINDS, *MADE] for bias in (None, random(48, seed=2))]
+        texts = [random(rows, 256) for rows in (1, 2, 3, 9)]
+        ours = [product(x) for product in products for x in texts]
+        other = ctypes.CDLL(str(tmp_path / "kernels.so"))
+        monkeypatch.setattr(packing, "library", lambda: other)
+        theirs = [product(x) for product in products for x in texts]
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
     def test_once_then_never_again_unless_it_breaks(self, fresh, monkeypatch):
         library()
         (kept,) = fresh.iterdir()

@@ -74,6 +74,13 @@ class TestSharing:
         assert held.begin(1, [*first, 7]) == 3 * SIZE
         assert read(held, 1) == expected(first, 3 * SIZE)
 
+    def test_a_prefix_of_another_tenant_is_not(self):
+        held, first = cache(), text(1, 2, 3)
+        write(held, 0, first, len(first))
+        held.name(0, first, "one")
+        assert held.begin(1, [*first, 7], "other") == held.begin(2, [*first, 7]) == 0
+        assert held.begin(3, [*first, 7], "one") == 3 * SIZE
+
     def test_never_all_of_it(self):
         held, first = cache(), text(1, 2)
         finished(held, 0, first)

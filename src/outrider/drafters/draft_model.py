@@ -81,7 +81,7 @@ class ModelDrafter(Drafter):
     def _unseen(self, seq: Sequence) -> list[int]:
         """The tokens that the draft model has not seen; all but the last chunk of a long stretch are run here."""
         if self._prefixes is not None and not self._model.length(seq.id):
-            self._prefixes.begin(seq.id, seq.tokens)
+            self._prefixes.begin(seq.id, seq.tokens, seq.tenant)
         tokens = self._known(seq.tokens[self._model.length(seq.id) :])
         while len(tokens) > CHUNK:
             self._model.forward([Feed(seq.id, tokens[:CHUNK])])
@@ -93,7 +93,7 @@ class ModelDrafter(Drafter):
         if committed is not None and step.verdict is not None:
             self._model.crop(step.seq.id, committed + len(step.verdict.path))
             if self._prefixes is not None:
-                self._prefixes.seen(step.seq.id, step.seq.tokens)
+                self._prefixes.seen(step.seq.id, step.seq.tokens, step.seq.tenant)
 
     def forget(self, id: int) -> None:
         self._committed.pop(id, None)

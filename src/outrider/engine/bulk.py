@@ -46,4 +46,4 @@ def write(running: Seq[Sequence], model: Model, paged: Paged, wait: Callable[[],
     for seq, tokens in zip(running, written.T.tolist(), strict=True):
         commit_plain(seq, tokens)
         model.crop(seq.id, len(seq.tokens) - 1)
-        paged.seen(seq.id, seq.tokens)
+        paged.seen(seq.id, seq.tokens, seq.tenant)

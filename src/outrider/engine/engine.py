@@ -109,7 +109,7 @@ class Engine:
             most = 0 if seq.output else self._pool.prefix(seq)
             if most:
                 tokens = seq.tokens if most >= len(seq.tokens) else seq.tokens[: most + 1]
-                seq.stats.cached += model.begin(seq.id, tokens)
+                seq.stats.cached += model.begin(seq.id, tokens, seq.tenant)
                 self._pool.begin(seq, self.model.length(seq.id))
 
     def _takes_prefix(self, seq: Sequence) -> bool:
@@ -168,7 +168,7 @@ class Engine:
             verdict = judge.commit(seq, draft, verdict, logits, drafter.name)
             self.model.crop(seq.id, seen, verdict.path)
         if self._prefixes is not None:
-            self._prefixes.seen(seq.id, seq.tokens)
+            self._prefixes.seen(seq.id, seq.tokens, seq.tenant)
         return Step(seq, plan.tokens, draft, verdict, hidden)
 
     def _measures_drafting(self, running: Seq[Sequence]) -> bool:

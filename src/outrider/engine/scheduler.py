@@ -184,7 +184,10 @@ class Scheduler:
         if seen % self._page or end >= seq.prompt:  # it could not take that page over
             return False
         return any(
-            run >= end and other.tokens[seen:end] == seq.tokens[seen:end] and other.tokens[:seen] == seq.tokens[:seen]
+            run >= end
+            and other.tenant == seq.tenant
+            and other.tokens[seen:end] == seq.tokens[seen:end]
+            and other.tokens[:seen] == seq.tokens[:seen]
             for other, run in fed
         )
 

@@ -109,13 +109,13 @@ class SharesPrefixes(Protocol):
 
     page: int  # tokens: a sequence takes memory for a multiple of this number
 
-    def begin(self, id: int, tokens: Sequence[int]) -> int:
-        """A sequence is about to be fed: what the cache has of its beginning, from others, counts as seen. Returns how
-        many tokens were added so; may be asked again before every feed."""
+    def begin(self, id: int, tokens: Sequence[int], tenant: str = "") -> int:
+        """A sequence is about to be fed: what the cache has of its beginning, from others of its tenant, counts as
+        seen. Returns how many tokens were added so; may be asked again before every feed."""
         ...
 
-    def seen(self, id: int, tokens: Sequence[int]) -> None:
-        """`tokens` are committed: others that begin so may share what the cache holds of them."""
+    def seen(self, id: int, tokens: Sequence[int], tenant: str = "") -> None:
+        """`tokens` are committed: others of its tenant that begin so may share what the cache holds of them."""
         ...
 
     def forget_prefixes(self) -> None:

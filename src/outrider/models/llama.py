@@ -118,11 +118,11 @@ class PackedLlama(Llama):
         self._pages = PagedCache(layers, kv_heads, head_dim, self._memory)
         return self._pages, self._pages.count * SIZE
 
-    def begin(self, id: int, tokens: Sequence[int]) -> int:
-        return self._pages.begin(id, tokens)
+    def begin(self, id: int, tokens: Sequence[int], tenant: str = "") -> int:
+        return self._pages.begin(id, tokens, tenant)
 
-    def seen(self, id: int, tokens: Sequence[int]) -> None:
-        self._pages.name(id, tokens)
+    def seen(self, id: int, tokens: Sequence[int], tenant: str = "") -> None:
+        self._pages.name(id, tokens, tenant)
 
     def forget_prefixes(self) -> None:
         self._pages.forget_prefixes()

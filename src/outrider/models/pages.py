@@ -3,6 +3,9 @@
 Only bookkeeping, on the host. A page that is full of committed tokens is known by them and all tokens before; a new
 sequence that begins alike takes it as its own. Pages that no sequence holds any more keep what they know until they are
 needed for something else, the longest unused first and the end of a text before its beginning.
+
+Only sequences of the same tenant share: how long a prompt takes, and how much of it was cached, would tell one tenant
+what another has sent.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ class Holder:
 
 
 H = TypeVar("H", bound=Holder)
+PageKey = tuple[int | str, tuple[int, ...]]  # the name of the page before (of the first page: the tenant), its tokens
 
 
 class Pages(Generic[H]):
@@ -38,8 +42,8 @@ class Pages(Generic[H]):
         self._holders: dict[int, H] = {}
         self._users: Counter[int] = Counter()  # page -> sequences that hold it
         # A page is known by the name of the one before it and its own tokens: no two texts ever get mixed up.
-        self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}  # page -> (name before, tokens)
-        self._known: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # the same -> (page, its name)
+        self._keys: dict[int, PageKey] = {}  # by page
+        self._known: dict[PageKey, tuple[int, int]] = {}  # the page, and its name
         self._names = itertools.count(1)
         self._idle: OrderedDict[int, None] = OrderedDict()  # known pages without a holder, longest unused first
 
@@ -52,7 +56,7 @@ class Pages(Generic[H]):
         holder = self._holders.get(id)
         return holder.length if holder else 0
 
-    def begin(self, id: int, tokens: Sequence[int]) -> int:
+    def begin(self, id: int, tokens: Sequence[int], tenant: str = "") -> int:
         """The sequence takes what others have of its beginning, past what it holds itself, but never all: its last
         token must be run. Returns how many tokens it took."""
         holder = self._holder(id)
@@ -60,7 +64,7 @@ class Pages(Generic[H]):
         if before != len(holder.pages) * self.size or holder.known != len(holder.pages):
             return 0  # it is in the middle of a page of its own
         while len(tokens) > holder.length + self.size:
-            found = self._known.get(self._key(holder, tokens))
+            found = self._known.get(self._key(holder, tokens, tenant))
             if found is None:
                 break
             page, holder.name = found
@@ -82,22 +86,22 @@ class Pages(Generic[H]):
         for _ in range(self.missing(holder, count)):
             self._give(holder, self._new())
 
-    def _key(self, holder: H, tokens: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    def _key(self, holder: H, tokens: Sequence[int], tenant: str) -> PageKey:
         """What the page after its last known one is known by."""
         begin = holder.known * self.size
-        return holder.name, tuple(tokens[begin : begin + self.size + self._ahead])
+        return holder.name if holder.known else tenant, tuple(tokens[begin : begin + self.size + self._ahead])
 
     def missing(self, holder: H, count: int) -> int:
         """How many pages these are."""
         return -(-(holder.length + count) // self.size) - len(holder.pages)
 
-    def name(self, id: int, tokens: Sequence[int]) -> None:
+    def name(self, id: int, tokens: Sequence[int], tenant: str = "") -> None:
         """The pages that are full of committed `tokens` may be shared from now on."""
         holder = self._holders.get(id)
         if holder is None:
             return
         while (holder.known + 1) * self.size <= min(len(tokens) - self._ahead, holder.length):
-            page, key = holder.pages[holder.known], self._key(holder, tokens)
+            page, key = holder.pages[holder.known], self._key(holder, tokens, tenant)
             if key not in self._known:
                 self._known[key], self._keys[page] = (page, next(self._names)), key
             other, holder.name = self._known[key]

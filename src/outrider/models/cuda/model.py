@@ -100,12 +100,12 @@ class CudaLlama(ReadableWeights):
     def length(self, id: int) -> int:
         return self._pages.length(id)
 
-    def begin(self, id: int, tokens: Sequence[int]) -> int:
-        return self._pages.begin(id, tokens)
+    def begin(self, id: int, tokens: Sequence[int], tenant: str = "") -> int:
+        return self._pages.begin(id, tokens, tenant)
 
-    def seen(self, id: int, tokens: Sequence[int]) -> None:
+    def seen(self, id: int, tokens: Sequence[int], tenant: str = "") -> None:
         """`tokens` are committed: other sequences that begin so may share what the cache holds of them."""
-        self._pages.name(id, tokens)
+        self._pages.name(id, tokens, tenant)
 
     def forget_prefixes(self) -> None:
         self._pages.forget_prefixes()
