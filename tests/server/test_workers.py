@@ -211,8 +211,8 @@ class TestLaunching:
         """It must not run on outside the fleet."""
         server, spawn, spawned = serve(), Process.spawn, []
 
-        async def terminated(uid, settings):
-            spawned.append(await spawn(uid, settings))
+        async def terminated(uid, *given):
+            spawned.append(await spawn(uid, *given))
             await server.fleet.terminate(uid)
             return spawned[0]
 
