@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from outrider import LLM
-from outrider.audit import CompanyPlan, audit_company
+from outrider.audit import CompanyPlan, ReferenceStore, audit_company
 from outrider.bench import machine, workloads
 from outrider.core.errors import OutriderError
 from outrider.prompts import NamedPrompt
@@ -32,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--prompts", help="a .jsonl file in Spec-Bench form; default: our own 32 prompts")
     made.add_argument("--limit", type=int, default=0, help="at most this many prompts, spread over all of them")
     made.add_argument("--raw", action="store_true", help="without chat template")
+    made.add_argument("--references", type=Path, help="a file of reference texts that other runs on this model share")
     made.add_argument("--output", type=Path, help="write the report as JSON")
     for name, usual in WHERE.items():
         made.add_argument(f"--{name.replace('_', '-')}", type=type(usual), default=usual)
@@ -61,6 +62,7 @@ def main() -> int:
             plan,
             raw=given.raw,
             found=lambda variant: print(variant.line, flush=True),
+            store=ReferenceStore(given.references),
         )
     if given.output is not None:
         said = {**report.as_dict(), "machine": machine.describe()}

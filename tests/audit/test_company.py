@@ -1,5 +1,6 @@
 """The company audit passes an engine that keeps its promise, and finds every kind of model that does not."""
 
+import json
 import random
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 import tiny
 
 from outrider import LLM, OutriderError, build
-from outrider.audit import CompanyPlan, audit_company
+from outrider.audit import CompanyPlan, ReferenceStore, audit_company
 from outrider.audit.company import every_draft
 from outrider.audit.company_plan import Planner
 from outrider.core.draft import EMPTY
@@ -223,6 +224,8 @@ def test_batches_are_shuffled_and_filled():
         (dict(temperatures=(-1.0,)), "temperatures"),
         (dict(runs=0), "run"),
         (dict(longest=6), "max_tokens"),
+        (dict(share=(2, 2)), "share"),
+        (dict(share=(0, 0)), "share"),
     ],
 )
 def test_a_plan_that_makes_no_sense_is_refused(wrong, says):
@@ -233,3 +236,57 @@ def test_a_plan_that_makes_no_sense_is_refused(wrong, says):
 def test_without_a_prompt_that_fits_it_says_so(opened):
     with pytest.raises(OutriderError, match="longest"):
         audit_company(opened(), ["none"], PROMPTS, replace(SMALL, longest=8, max_tokens=4))
+
+
+def test_shares_are_all_prompts_once_each_with_its_own_seed():
+    def own(share):
+        planner = Planner(replace(SMALL, share=share), Sized(), Limits(), on_gpu=True)
+        groups = {group.name: group for group in planner.groups(list("abcdefg"), [[n + 1] for n in range(7)])}
+        rest = [group.prompts for name, group in groups.items() if name != "prompts"]
+        group = groups["prompts"]
+        return {name: group.params(n, 0.8, seed=5).seed for n, name in enumerate(group.names)}, rest
+
+    whole, others = own((0, 1))
+    shares = [own((n, 3)) for n in range(3)]
+    assert sum(len(seeds) for seeds, _ in shares) == 7
+    assert {name: seed for seeds, _ in shares for name, seed in seeds.items()} == whole
+    assert all(rest == others for _, rest in shares)  # lengths that are critical do not depend on the share
+
+
+def test_a_share_says_that_there_are_others(opened):
+    report = audit_company(opened(), ["none"], PROMPTS, replace(ONCE, share=(1, 2), groups=("prompts",)))
+    assert report.passed
+    assert report.groups == {"prompts": 3}
+    assert any("share 1 of 2" in line for line in report.not_covered)
+
+
+def test_reference_texts_are_written_once_and_shared(opened, tmp_path, monkeypatch):
+    path, plan = tmp_path / "references.jsonl", replace(ONCE, temperatures=(0.0, 0.8), groups=("prompts",), margins=0)
+    first = audit_company(opened(), ["none"], PROMPTS, replace(plan, share=(0, 2)), store=ReferenceStore(path))
+    assert first.passed
+    assert first.closest is None
+    assert path.read_text().count("\n") == 6
+    added = []
+    monkeypatch.setattr(ReferenceStore, "put", lambda self, subject, *what: added.append(what))
+    again = audit_company(opened(), ["ngram"], PROMPTS, plan, store=ReferenceStore(path))
+    assert again.passed
+    assert len(added) == 6  # the other share's
+
+
+def test_a_wrong_reference_from_a_file_fails_the_audit(opened, tmp_path):
+    path = tmp_path / "references.jsonl"
+    assert audit_company(opened(), ["none"], PROMPTS[:2], ONCE, store=ReferenceStore(path)).passed
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[0]["tokens"][-1] ^= 1
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = audit_company(opened(), ["none"], PROMPTS[:2], ONCE, store=ReferenceStore(path))
+    assert {variant.differing > 0 for variant in report.variants if variant.group == "prompts"} == {True}
+    other = audit_company(opened(dtype="bfloat16"), ["none"], PROMPTS[:1], replace(ONCE, batches=(1,)),
+                          store=ReferenceStore(path))  # fmt: skip
+    assert not any(variant.differing for variant in other.variants if variant.batch == 1)  # texts of its own dtype
+
+
+def test_a_file_that_holds_something_else_is_refused(tmp_path):
+    (tmp_path / "junk").write_text("junk\n")
+    with pytest.raises(OutriderError, match="reference texts"):
+        ReferenceStore(tmp_path / "junk")

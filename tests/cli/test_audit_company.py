@@ -88,10 +88,11 @@ def test_the_script_needs_neither_the_packages_of_the_command_line_nor_those_of_
     args = "--raw --batches 1,2 --chunks 24 --longest 40 --max-tokens 3 --runs 1 --temperatures 0,0.8 -d none -d ngram"
     done = subprocess.run(
         [sys.executable, "-c", code, root / "scripts" / "audit_company.py", "--model", tiny_folder, *args.split(),
-         "--prompts", tmp_path / "half.jsonl", "--output", tmp_path / "out.json"],
+         "--prompts", tmp_path / "half.jsonl", "--references", tmp_path / "texts", "--output", tmp_path / "out.json"],
         env={"PYTHONPATH": str(root / "src"), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "ngram, temperature 0.8: prompts, batch of 2, chunks of 512, run 1: 0 of 2 texts differ" in done.stdout
     assert json.loads((tmp_path / "out.json").read_text())["passed"] is True
+    assert (tmp_path / "texts").read_text().count("\n") >= 2

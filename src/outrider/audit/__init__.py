@@ -4,6 +4,7 @@ from outrider.audit.checks import ALPHA, Check, DrafterReport, Report, audit, ch
 from outrider.audit.company import CompanyReport, Variant, audit_company
 from outrider.audit.company_plan import CompanyPlan
 from outrider.audit.compare import Difference
+from outrider.audit.references import ReferenceStore
 
 __all__ = [
     "ALPHA",
@@ -12,6 +13,7 @@ __all__ = [
     "CompanyReport",
     "Difference",
     "DrafterReport",
+    "ReferenceStore",
     "Report",
     "Variant",
     "audit",

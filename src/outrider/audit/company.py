@@ -20,6 +20,7 @@ from outrider import build, drafters, prompts as builtin
 from outrider.audit.checks import default_drafts
 from outrider.audit.company_plan import GROUPS, PROMPTS, CompanyPlan, Layout, Planner, PromptGroup
 from outrider.audit.compare import Difference, Progress, Subject, Ticker, Tokens, altered, parting
+from outrider.audit.references import ReferenceStore
 from outrider.core.params import SamplingParams
 from outrider.core.stats import Stats
 from outrider.llm import LLM
@@ -28,7 +29,6 @@ from outrider.prompts import NamedPrompt
 
 USUAL = CompanyPlan()
 DETAILS = 8  # differences of one variant that are described, each with its margin, which takes a pass over its context
-CLOSEST = 16  # prompts of which the smallest margin is told: a few hundred tokens show whether there are near ties
 UNTRIED = (
     "sampling options other than temperature and seed; sampling without a seed (`outrider audit` tests its law)",
     "requests that come while others are under way, that are cancelled, or that pause for others",
@@ -139,12 +139,13 @@ def audit_company(
     raw: bool = False,
     progress: Progress | None = None,
     found: Callable[[Variant], None] = lambda variant: None,
+    store: ReferenceStore | None = None,
 ) -> CompanyReport:
     """Compare every prompt alone with the same prompt in all kinds of company, with each drafter.
 
     Drafters are "NAME" or "NAME:key=value,..."; default: plain decoding and all that run without arguments. Prompts go
     through the model's chat template where it has one, unless `raw`. `found` is called with each variant when it is
-    done.
+    done. `store`: reference texts of earlier audits of the same model; what it lacks is written and added.
     """
     begin, subject = time.perf_counter(), Subject(llm)
     drafts = list(dict.fromkeys(drafts)) or every_draft(llm)
@@ -154,7 +155,7 @@ def audit_company(
     planner = Planner(plan, subject.engine.model, subject.engine.scheduler.limits, where.type != "cpu")
     names, texts = [each.name for each in prompts], [subject.tokens(each.text, raw) for each in prompts]
     groups = planner.groups(names, texts)
-    company = _Company(subject, plan, groups, Ticker(progress))
+    company = _Company(subject, plan, groups, Ticker(progress), store or ReferenceStore())
     company.ticker.total = company.steps(len(drafts))
     company.write_references()
     variants = []
@@ -173,7 +174,7 @@ def audit_company(
         planner.longest,
         company.closest(),
         tuple(variants),
-        tuple(_not_covered(llm, drafts, planner, groups, len(prompts))),
+        tuple(_not_covered(llm, drafts, planner, groups, texts, plan)),
         round(time.perf_counter() - begin, 3),
     )
 
@@ -205,8 +206,15 @@ class _Outcome:
 class _Company:
     """The model among others."""
 
-    def __init__(self, subject: Subject, plan: CompanyPlan, groups: Sequence[PromptGroup], ticker: Ticker) -> None:
-        self._subject, self._plan, self._groups, self.ticker = subject, plan, groups, ticker
+    def __init__(
+        self,
+        subject: Subject,
+        plan: CompanyPlan,
+        groups: Sequence[PromptGroup],
+        ticker: Ticker,
+        store: ReferenceStore,
+    ) -> None:
+        self._subject, self._plan, self._groups, self.ticker, self._store = subject, plan, groups, ticker, store
         self._references: dict[tuple[str, float], list[Tokens]] = {}
         self._cases = [
             _CompanyCase(group, temperature, layout)
@@ -224,14 +232,26 @@ class _Company:
 
     def write_references(self) -> None:
         """Every prompt alone, decoded plainly, with nothing in the cache."""
-        chunk = self._subject.engine.scheduler.limits.chunk
         for group, temperature in product(self._groups, self._plan.temperatures):
             outputs = self._references[group.name, temperature] = []
             for index in range(len(group.prompts)):
-                self._forget()
-                case = _CompanyCase(group, temperature, Layout(1, chunk))
-                outputs.append(self._call(case, [index], drafters.PLAIN)[0].tokens)
+                outputs.append(self._reference(group, temperature, index))
                 self.ticker.tick("the reference: alone, plain, fresh")
+
+    def _reference(self, group: PromptGroup, temperature: float, index: int) -> Tokens:
+        settings, engine = self._subject.llm.settings, self._subject.engine
+        what = (
+            " ".join((settings.model, settings.dtype, str(build.device(settings.device)))),
+            group.prompts[index],
+            group.params(index, temperature, self._plan.seed),
+        )
+        text = self._store.get(*what)
+        if text is None:
+            self._forget()
+            case = _CompanyCase(group, temperature, Layout(1, engine.scheduler.limits.chunk))
+            text = self._call(case, [index], drafters.PLAIN)[0].tokens
+            self._store.put(*what, text)
+        return text
 
     def variants(self, draft: str) -> Iterator[Variant]:
         """Every case with this drafter, `runs` times from the same state."""
@@ -244,11 +264,11 @@ class _Company:
 
     def closest(self) -> float | None:
         """The smallest margin between the two likeliest tokens in greedy texts of the first prompts, written again."""
-        if 0.0 not in self._plan.temperatures:
+        if 0.0 not in self._plan.temperatures or not self._groups:
             return None
         group = self._groups[0]
         params = replace(group.params(0, 0.0, 0), logprobs=2)
-        rows = [row for prompt in group.prompts[:CLOSEST] for row in self._logprobs(prompt, params)]
+        rows = [row for prompt in group.prompts[: self._plan.margins] for row in self._logprobs(prompt, params)]
         gaps = [max(row) - sorted(row)[-2] for row in rows if len(row) > 1]
         return min(gaps, default=None)
 
@@ -342,7 +362,12 @@ def _counted(stats: Stats) -> Stats:
 
 
 def _not_covered(
-    llm: LLM, drafts: Sequence[str], planner: Planner, groups: Sequence[PromptGroup], given: int
+    llm: LLM,
+    drafts: Sequence[str],
+    planner: Planner,
+    groups: Sequence[PromptGroup],
+    prompts: Sequence[Tokens],
+    plan: CompanyPlan,
 ) -> Iterator[str]:
     tried = {draft.partition(":")[0] for draft in drafts}
     missing = [name for name in drafters.names() if name not in tried and not drafters.find(name).for_measurement]
@@ -355,8 +380,10 @@ def _not_covered(
     counts = {group.name: len(group.prompts) for group in groups}
     if absent := [name for name in GROUPS if name not in counts]:
         yield f"groups of prompts: {', '.join(absent)}"
-    if left := given - counts.get(PROMPTS, given):
+    if PROMPTS in counts and (left := sum(len(prompt) > planner.longest - plan.max_tokens for prompt in prompts)):
         yield f"{left} prompts that are longer than that"
+    if plan.share[1] > 1:
+        yield f"prompts of the other shares: this is share {plan.share[0]} of {plan.share[1]}"
     if untried := [size for size in planner.boundaries if size + 1 > planner.longest]:
         yield f"lengths around {', '.join(map(str, untried))} tokens"
     yield from UNTRIED

@@ -31,6 +31,9 @@ class CompanyPlan:
     max_tokens: int = 32
     runs: int = 2  # of every variant
     seed: int = 0  # of the texts, and of the order in batches
+    share: tuple[int, int] = (0, 1)  # (i, n): of the prompts the i-th, the (i + n)-th and so on; several processes can
+    # audit one list of prompts
+    margins: int = 16  # prompts of which the smallest margin is told: a few hundred tokens show whether there are ties
 
     def __post_init__(self) -> None:
         for name, least in (("batches", 1), ("chunks", 2), ("temperatures", 0)):
@@ -38,6 +41,8 @@ class CompanyPlan:
                 raise OutriderError(f"{name} of an audit must be at least {least}, not {min(getattr(self, name))}")
         if not (self.groups and self.batches and self.temperatures and self.runs > 0):
             raise OutriderError("an audit needs at least one group of prompts, one batch, one temperature and one run")
+        if not 0 <= self.share[0] < self.share[1]:
+            raise OutriderError(f"a share of the prompts is (i, n) with 0 <= i < n, not {self.share}")
         unknown = next((name for name in self.groups if name not in GROUPS), None)
         if unknown is not None:
             raise OutriderError(f"unknown group of prompts {unknown!r}; known: {', '.join(GROUPS)}")
@@ -62,10 +67,14 @@ class PromptGroup:
     layouts: tuple[Layout, ...]
     max_tokens: int
     ignore_eos: bool = False  # write all tokens, so that boundaries are crossed
+    share: tuple[int, int] = (0, 1)  # which of all prompts these are, as in the plan
 
     def params(self, index: int, temperature: float, seed: int) -> SamplingParams:
         """How prompt `index` is continued. A greedy text needs no seed, but a drafter may draw."""
-        return SamplingParams(self.max_tokens, temperature, seed=seed + index, ignore_eos=self.ignore_eos)
+        first, step = self.share
+        return SamplingParams(
+            self.max_tokens, temperature, seed=seed + first + step * index, ignore_eos=self.ignore_eos
+        )
 
     def calls(self, layout: Layout, seed: int) -> list[list[int]]:
         """The prompts of each call, in shuffled order. A batch larger than the group has prompts more than once."""
@@ -95,9 +104,15 @@ class Planner:
         if not fitting:
             raise OutriderError(f"no prompt has at most {most} tokens; give shorter prompts or a larger --longest")
         kept = tuple(prompt for _, prompt in fitting)
-        own = PromptGroup(PROMPTS, tuple(name for name, _ in fitting), kept, self._own(), self._plan.max_tokens)
-        made = [own, *self._critical(kept), self._long(kept)]
+        made = [*self._shared(fitting), *self._critical(kept), self._long(kept)]
         return [group for group in made if group.name in self._plan.groups]
+
+    def _shared(self, fitting: Sequence[tuple[str, Tokens]]) -> Iterator[PromptGroup]:
+        """The plan's share of the prompts, each with the seed that it has among all of them."""
+        share = self._plan.share
+        if own := fitting[share[0] :: share[1]]:
+            names, prompts = zip(*own, strict=True)
+            yield PromptGroup(PROMPTS, names, prompts, self._own(), self._plan.max_tokens, share=share)
 
     def _own(self) -> tuple[Layout, ...]:
         """Every batch; the largest with every other chunk as well."""
