@@ -16,6 +16,7 @@ from outrider.bench import machine, workloads
 from outrider.bench.peers import OURS, TABLE, Peer, choose
 from outrider.bench.workloads import BenchPrompt
 from outrider.core.errors import OutriderError
+from outrider.drafters import DrafterSpec
 from outrider.settings import BACKENDS, Settings
 
 
@@ -66,7 +67,7 @@ class BenchRequest:
 
     def plan(self) -> BenchPlan:
         for spec in self.drafts:
-            drafters.parse(spec)
+            checked_draft(spec)
         plan = BenchPlan(
             model=self.model,
             peers=tuple(self._peers()),
@@ -95,6 +96,14 @@ class BenchRequest:
             raise OutriderError(f"{', '.join(unused)}: only for our own engine; add --engine {OURS} or leave it out")
         wanted = self._wanted()
         return _as_drafted(choose(engines, wanted, self.draft_model), wanted if "vllm" in self.backends else ())
+
+
+def checked_draft(spec: str) -> DrafterSpec:
+    """The drafter that is to be measured, unless it would draft nothing: prompts come without grammars."""
+    parsed = drafters.parse(spec)
+    if drafters.find(parsed.name).reads_grammar:
+        raise OutriderError(f"the drafter {spec} drafts what a grammar forces, and no prompt has one; choose another")
+    return parsed
 
 
 def default_drafts() -> list[str]:

@@ -14,7 +14,7 @@ from outrider import drafters
 from outrider.bench import workloads
 from outrider.bench.load import Answer, Load
 from outrider.bench.own_server import OwnServer
-from outrider.bench.plan import check_writable
+from outrider.bench.plan import check_writable, checked_draft
 from outrider.bench.workloads import BenchPrompt
 from outrider.core.errors import OutriderError
 
@@ -108,7 +108,7 @@ class LoadRequest(LoadSettings):
 
     def plan(self) -> LoadPlan:
         for spec in self.drafts:
-            drafters.parse(spec)
+            checked_draft(spec)
         plan = LoadPlan(
             drafts=tuple(dict.fromkeys(spec for spec in self.drafts if spec != PLAIN)),
             streams=parse_streams(self.streams),

@@ -52,6 +52,7 @@ def chat(
     [dim]$[/] outrider chat --config c.yaml
     [dim]$[/] printf 'Hello!\\n/stats\\n' | outrider chat --draft layer_skip
     """
+    options.refuse_without_grammar(config.settings.draft, config.params)
     with options.opened(config.settings, config.notes) as llm:
         conversation = Conversation(llm, config.params, system)
         for line in _lines():
@@ -111,6 +112,7 @@ class Conversation:
 
     def _change(self, draft: str) -> None:
         if draft:
+            options.refuse_without_grammar(draft, self._params)
             self._llm.backend.prepare(draft)
             self._draft = draft
         print(f"draft: {self._draft or self._llm.settings.drafter}", flush=True)

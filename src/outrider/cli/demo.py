@@ -43,6 +43,7 @@ def demo(
     [dim]$[/] outrider demo --draft ngram:length=16 --rounds 5
     """
     draft = settings.draft
+    options.refuse_without_grammar(draft)
     with options.opened(settings) as llm:
         print(f"{prompts.DEMO.text}\n")
         first = _run(llm, params, draft, Painter(llm.tokenizer))

@@ -24,6 +24,7 @@ from outrider.llm import LLM
 from outrider.settings import Config, Settings
 
 FILES = "Many queries"
+NO_GRAMMAR = "give one (--json-schema, --json-object, --regex, --choice or --grammar), or choose another drafter"
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ def generate(
         settings=_with_drafter(config.settings, given.get("draft", ""), own.prediction),
         params=own.over(config.params),
     )
+    options.refuse_without_grammar(config.settings.draft, config.params, NO_GRAMMAR)
     if own.input is not None or own.output is not None:
         raise typer.Exit(_answer_file(config, own, "config" in given, prompt))
     if prompt is None:

@@ -105,8 +105,23 @@ def opened(settings: Settings, notes: Sequence[str] = ()) -> Iterator[LLM]:
 
 def reads_prediction(spec: str) -> bool:
     """Whether the drafter drafts from the answer that the user expects."""
+    return _is(spec, "reads_prediction")
+
+
+def reads_grammar(spec: str) -> bool:
+    """Whether the drafter drafts from the grammar of a request."""
+    return _is(spec, "reads_grammar")
+
+
+def _is(spec: str, quality: str) -> bool:
     name = spec.partition(":")[0].strip()
-    return name in drafters.names() and drafters.find(name).reads_prediction
+    return name in drafters.names() and bool(getattr(drafters.find(name), quality))
+
+
+def refuse_without_grammar(spec: str, params: SamplingParams = PLAIN, how: str = "choose another drafter") -> None:
+    """A drafter that would draft nothing, where no grammar can come. `how`: what to do."""
+    if reads_grammar(spec) and params.constraint is None:
+        raise OutriderError(f"the drafter {spec} drafts what a grammar forces, and there is none here; {how}")
 
 
 def read_config(path: Path) -> Config:

@@ -80,6 +80,7 @@ class Drafter:
     drafts: bool = False  # whether it proposes anything; true of every subclass that has its own `propose`
     layers: tuple[int, ...] = ()  # layers of the target whose hidden states `observe` reads
     reads_prediction: bool = False  # it drafts from the sequence's `prediction`, the text that the caller expects
+    reads_grammar: bool = False  # it drafts from the grammar of a request, and nothing for a request without one
     reports_acceptance: bool = False  # its drafts say how likely each node is kept, and it stops where that is low
     is_free: bool = False  # a draft costs next to nothing (no model runs), so it may be asked at every step
     has_weights: bool = False  # it holds weights beside the target's, a head's or a model's: few idle ones are kept

@@ -26,7 +26,7 @@ class GrammarDrafter(Drafter):
     """Drafts nothing for a sequence without a grammar, or where the grammar leaves a choice."""
 
     name = "grammar"
-    is_free = True
+    is_free = reads_grammar = True
 
     @dataclass(frozen=True)
     class Options:
