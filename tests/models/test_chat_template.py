@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import resource
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from jinja2.exceptions import SecurityError
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -459,11 +462,30 @@ LARGE = {
 }
 
 
+@pytest.fixture
+def half_a_gigabyte() -> Iterator[None]:
+    """No more than that may be taken: a template that gets through is a MemoryError at once, not a machine at rest."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + (1 << 29), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def test_what_is_to_be_made_is_measured_first() -> None:
+    budget = template_sandbox.Budget(0)
+    budget.check(budget.characters)
+    with pytest.raises(SecurityError, match="it makes a value of"):
+        budget.check(budget.characters + 1)
+
+
 @pytest.mark.parametrize("source", [*ENDLESS.values(), *LARGE.values()], ids=[*ENDLESS, *LARGE])
+@pytest.mark.usefixtures("half_a_gigabyte")
 def test_a_template_cannot_take_the_machine(source: str) -> None:
     with pytest.raises(OutriderError, match=r"refused the messages|template is broken") as caught:
         render(source, CHATS["one"])
     assert len(str(caught.value)) < 500
+    assert not isinstance(caught.value.__cause__, MemoryError)
 
 
 def test_a_template_that_only_waits_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

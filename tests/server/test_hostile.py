@@ -364,7 +364,8 @@ class TestOtherSites:
     """What a page in the user's browser can send to us without being asked."""
 
     @pytest.mark.parametrize(
-        "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "[::2]:1", "0.0.0.0"]
+        "host",
+        ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "[::2]:1", "0.0.0.0", "evillocalhost"],
     )
     def test_a_name_that_was_bound_to_our_address(self, server, host):
         for path in ("/health", "/v1/models", "/"):
