@@ -123,9 +123,7 @@ def serve(
     if host not in LOCAL and not server.keys:
         note(f"everybody who can reach {host} may ask; --api-key keeps strangers out")
     if options.reads_grammar(settings.draft):
-        note(
-            f"the drafter {settings.draft} drafts only for requests that bring a grammar (docs/guides/structured_output.md)"
-        )
+        note(f"the drafter {settings.draft} drafts only for requests that bring a grammar")
     configure(listen.log_level)
     defaults = {name: getattr(settings, name) for name in (*LAUNCH_DEFAULTS, *VLLM_DEFAULTS)}
     plan = ServePlan(
