@@ -1,7 +1,7 @@
 """The proof as functions: `audit` compares drafters with plain decoding, `audit_company` a text with itself."""
 
 from outrider.audit.checks import ALPHA, Check, DrafterReport, Report, audit, chi_square, default_drafts
-from outrider.audit.company import CompanyReport, Variant, audit_company
+from outrider.audit.company import CompanyReport, Variant, audit_company, write_references
 from outrider.audit.company_plan import CompanyPlan
 from outrider.audit.compare import Difference
 from outrider.audit.references import ReferenceStore
@@ -20,4 +20,5 @@ __all__ = [
     "audit_company",
     "chi_square",
     "default_drafts",
+    "write_references",
 ]

@@ -152,9 +152,8 @@ def audit_company(
     for draft in drafts:
         drafters.parse(draft)  # a typing error shows before the work begins
     where, chosen = build.device(llm.settings.device), llm.settings
-    planner = Planner(plan, subject.engine.model, subject.engine.scheduler.limits, where.type != "cpu")
-    names, texts = [each.name for each in prompts], [subject.tokens(each.text, raw) for each in prompts]
-    groups = planner.groups(names, texts)
+    planner, texts = _planner(subject, plan), [subject.tokens(each.text, raw) for each in prompts]
+    groups = planner.groups([each.name for each in prompts], texts)
     company = _Company(subject, plan, groups, Ticker(progress), store or ReferenceStore())
     company.ticker.total = company.steps(len(drafts))
     company.write_references()
@@ -177,6 +176,21 @@ def audit_company(
         tuple(_not_covered(llm, drafts, planner, groups, texts, plan)),
         round(time.perf_counter() - begin, 3),
     )
+
+
+def write_references(
+    llm: LLM, prompts: Sequence[NamedPrompt], plan: CompanyPlan, store: ReferenceStore, *, raw: bool = False
+) -> None:
+    """Add to the store the reference texts that it lacks for this plan, and compare nothing yet."""
+    subject = Subject(llm)
+    texts = [subject.tokens(each.text, raw) for each in prompts]
+    groups = _planner(subject, plan).groups([each.name for each in prompts], texts)
+    _Company(subject, plan, groups, Ticker(None), store).write_references()
+
+
+def _planner(subject: Subject, plan: CompanyPlan) -> Planner:
+    on_gpu = build.device(subject.llm.settings.device).type != "cpu"
+    return Planner(plan, subject.engine.model, subject.engine.scheduler.limits, on_gpu)
 
 
 class _CompanyCase(NamedTuple):

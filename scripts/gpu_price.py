@@ -1,0 +1,242 @@
+"""What equal bits cost on a GPU: this checkout against an earlier one, and products against cuBLAS.
+
+PYTHONPATH=src python scripts/gpu_price.py --before EARLIER --model FOLDER --prompts turns.jsonl --output price.jsonl
+
+Speeds: `LLM.chat` of batches of prompts x 128 tokens, plain and with ngram, prompts in the cache. Each checkout has a
+process of its own that keeps its model open; they run in turns, the order changing from round to round, and only one of
+them works at a time. The ratio of a round is this checkout's tokens/s over the earlier one's. Bulk: sampled, 2,048
+sequences at once, as in docs/benchmarks/gpu-h200. Products: bfloat16, 2,048 rows, the matrices of an 8B Llama, alone
+and with the norm, gate or residual that a pass has them do; medians of CUDA events. Needs torch, triton, transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parents[1]
+SINGLE = 4  # prompts that are answered one after the other where the batch is 1
+WARM = 3  # calls before the first that counts: a shape that comes a second time is captured as a graph
+ROWS = 2048
+HIDDEN, INNER, QKV, EPS = 4096, 14336, 6144, 1e-5  # sizes of an 8B Llama
+
+Say = Callable[[dict[str, Any]], None]
+
+
+class Call(NamedTuple):
+    draft: str
+    batch: int
+
+
+class Checkout:
+    """The process of one checkout; its answers are JSON lines."""
+
+    def __init__(self, name: str, root: Path, given: argparse.Namespace) -> None:
+        self.name = name
+        command = [
+            sys.executable,
+            __file__,
+            "--work",
+            "--model",
+            given.model,
+            "--device",
+            given.device,
+            "--dtype",
+            given.dtype,
+        ]
+        command += [
+            "--prompts",
+            str(given.prompts),
+            "--tokens",
+            str(given.tokens),
+            "--cache-memory",
+            str(given.cache_memory),
+        ]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), *given.also])}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def ask(self, what: str, *values: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([what, *values]) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("{"):  # anything else a library prints
+                return dict(json.loads(line))
+        sys.exit(f"error: the process of the checkout {self.name} ended; what it printed is above")
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def work(given: argparse.Namespace) -> int:
+    """A checkout's process. Only names that both checkouts have are used."""
+    from outrider import LLM, SamplingParams
+
+    texts = [json.loads(line)["turns"][0] for line in Path(given.prompts).read_text(encoding="utf-8").splitlines()]
+    llm = LLM(
+        given.model,
+        device=given.device,
+        dtype=given.dtype,
+        draft="none",
+        cache_memory=given.cache_memory,
+        max_batch=256,
+    )
+    params = SamplingParams(max_tokens=given.tokens, ignore_eos=True)
+
+    def chat(draft: str, batch: int) -> dict[str, Any]:
+        chats = [[{"role": "user", "content": texts[n % len(texts)]}] for n in range(SINGLE if batch == 1 else batch)]
+        calls = [[each] for each in chats] if batch == 1 else [chats]
+        begin = time.perf_counter()
+        results = [result for call in calls for result in llm.chat(call, params, draft=draft, progress=False)]
+        seconds = time.perf_counter() - begin
+        return {"seconds": seconds, "tokens": sum(len(result.token_ids) for result in results)}
+
+    def bulk() -> dict[str, Any]:
+        try:
+            from outrider.bench.gpu_speeds import bulk as measure
+        except ImportError:  # where it was before
+            from outrider.gpubench import bulk as measure  # type: ignore[import-not-found, no-redef]
+        ids = [llm.backend.render([{"role": "user", "content": text}]) for text in texts[:16]]
+        return dict(measure(llm.engine.model, ids))
+
+    for line in sys.stdin:
+        what, *values = json.loads(line)
+        print(
+            json.dumps({"ready": True} if what == "ready" else chat(*values) if what == "chat" else bulk()), flush=True
+        )
+    return 0
+
+
+def speeds(checkouts: list[Checkout], calls: list[Call], given: argparse.Namespace, say: Say) -> None:
+    """Rounds over all calls until their number or the time is reached."""
+    until = time.monotonic() + given.seconds
+    for checkout in checkouts:
+        checkout.ask("ready")
+    for call in calls:
+        for checkout in checkouts:
+            for _ in range(WARM):
+                checkout.ask("chat", *call)
+    found: dict[Call, list[dict[str, float]]] = {call: [] for call in calls}
+    for number in range(given.rounds):
+        if number and time.monotonic() > until:
+            say({"what": "note", "text": f"{number} of {given.rounds} rounds: the time was up"})
+            break
+        for call in calls:
+            turn = checkouts if number % 2 == 0 else checkouts[::-1]
+            took = {checkout.name: checkout.ask("chat", *call) for checkout in turn}
+            found[call].append({name: said["tokens"] / said["seconds"] for name, said in took.items()})
+    for call, rounds in found.items():
+        say({"what": "chat", **call._asdict(), **summary(rounds)})
+
+
+def summary(rounds: list[dict[str, float]]) -> dict[str, Any]:
+    """Medians of tokens/s, and of the ratio within a round with its spread."""
+    ratios = [each["now"] / each["before"] for each in rounds if "before" in each]
+    said: dict[str, Any] = {name: round(statistics.median(each[name] for each in rounds), 1) for name in rounds[0]}
+    if ratios:
+        spread = {"ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
+        said |= {name: round(value, 4) for name, value in spread.items()}
+    return {**said, "rounds": len(rounds)}
+
+
+def products(say: Say) -> None:
+    """Each matrix at 2,048 rows: cuBLAS, ours alone, and ours with what a pass has it do besides."""
+    import torch
+
+    from outrider.bench.gpu_peaks import device_ms
+    from outrider.models.cuda.product import Around, Workspace, linear, widest_in_parts
+
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    gain = torch.ones(HIDDEN, device=device, dtype=dtype)
+    shapes = {
+        "qkv": (QKV, HIDDEN, Around(eps=EPS)),
+        "output": (HIDDEN, HIDDEN, Around(gain=gain)),
+        "gate_up": (2 * INNER, HIDDEN, Around(eps=EPS, gate=True)),
+        "down": (HIDDEN, INNER, Around(gain=gain)),
+    }
+    for name, (outputs, inputs, around) in shapes.items():
+        weight = torch.randn(outputs, inputs, device=device, dtype=dtype) * 0.02
+        x = torch.randn(ROWS, inputs, device=device, dtype=dtype)
+        work = Workspace(ROWS, HIDDEN, max(widest_in_parts([weight]), outputs), dtype, device)
+        residual = torch.randn(ROWS, HIDDEN, device=device, dtype=dtype)  # `work` then has what a norm reads
+        square = torch.randn(HIDDEN, HIDDEN, device=device, dtype=dtype) * 0.02
+        linear(residual.clone(), square, None, residual, work, Around(gain=gain))
+        out = torch.zeros(ROWS, outputs, device=device, dtype=dtype)
+        used = out[:, : outputs // 2].contiguous() if around.gate else out.clone()
+        ms = {
+            "cublas": device_ms(lambda x=x, weight=weight, out=out: torch.matmul(x, weight.T, out=out)),
+            "alone": device_ms(lambda x=x, weight=weight, out=out, work=work: linear(x, weight, None, out, work)),
+            "as_used": device_ms(
+                lambda x=x, weight=weight, used=used, work=work, around=around: linear(
+                    work.next if around.eps else x, weight, None, used, work, around
+                )
+            ),
+        }
+        shares = {f"share_{kind}": round(ms["cublas"] / ms[kind], 3) for kind in ("alone", "as_used")}
+        say({"what": "product", "name": name, "rows": ROWS, **{k: round(v, 4) for k, v in ms.items()}, **shares})
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--model", required=True)
+    made.add_argument("--prompts", required=True, help="a .jsonl file in Spec-Bench form")
+    made.add_argument("--before", type=Path, help="the earlier checkout (its src/ is enough); without it only this one")
+    made.add_argument("--also", action="append", default=[], help="further folders of packages for both; repeatable")
+    made.add_argument("--parts", default="chat,bulk,products")
+    made.add_argument("--batches", default="1,4,16,64,256")
+    made.add_argument("--drafts", default="none,ngram")
+    made.add_argument("--tokens", type=int, default=128)
+    made.add_argument("--rounds", type=int, default=7)
+    made.add_argument("--seconds", type=float, default=100, help="no round begins later")
+    made.add_argument("--device", default="cuda")
+    made.add_argument("--dtype", default="bfloat16")
+    made.add_argument("--cache-memory", type=float, default=30.0, help="GiB of each process")
+    made.add_argument("--output", type=Path)
+    made.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    return made
+
+
+def main() -> int:
+    given = parser().parse_args()
+    if given.work:
+        return work(given)
+    parts, output = given.parts.split(","), given.output.open("w", encoding="utf-8") if given.output else None
+
+    def say(line: dict[str, Any]) -> None:
+        for file in filter(None, (sys.stdout, output)):
+            print(json.dumps(line), file=file, flush=True)
+
+    roots = {"before": given.before, "now": HERE} if given.before else {"now": HERE}
+    checkouts = [Checkout(name, root, given) for name, root in roots.items()] if {"chat", "bulk"} & {*parts} else []
+    try:
+        if "chat" in parts:
+            speeds(
+                checkouts,
+                [Call(draft, int(batch)) for draft in given.drafts.split(",") for batch in given.batches.split(",")],
+                given,
+                say,
+            )
+        for checkout in checkouts if "bulk" in parts else []:
+            say({"what": "bulk", "checkout": checkout.name, **checkout.ask("bulk")})
+    finally:
+        for checkout in checkouts:
+            checkout.end()
+    if "products" in parts:
+        products(say)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""scripts/gpu_price.py runs two checkouts in turns."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+from outrider import build
+
+ROOT = Path(build.__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "gpu_price.py"
+
+
+def test_two_checkouts_run_in_turns(tiny_folder, tmp_path):
+    (tmp_path / "turns.jsonl").write_text('{"question_id": 1, "category": "c", "turns": ["fox fox"]}\n')
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--before", ROOT, "--model", tiny_folder, "--prompts", tmp_path / "turns.jsonl",
+         "--device", "cpu", "--dtype", "float32", "--cache-memory", "0.1", "--parts", "chat", "--batches", "1,3",
+         "--drafts", "none", "--tokens", "4", "--rounds", "2", "--output", tmp_path / "out.jsonl"],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(line["draft"], line["batch"], line["rounds"]) for line in lines] == [("none", 1, 2), ("none", 3, 2)]
+    assert all(line["now"] > 0 < line["before"] and line["least"] <= line["ratio"] <= line["most"] for line in lines)
+
+
+def test_a_ratio_is_of_one_round():
+    """Not of medians: a host that is slow for a round is slow for both."""
+    summary = runpy.run_path(str(SCRIPT))["summary"]
+    rounds = [{"before": 100.0, "now": 99.0}, {"before": 10.0, "now": 10.2}, {"before": 200.0, "now": 198.0}]
+    said = summary(rounds)
+    assert (said["before"], said["now"], said["rounds"]) == (100.0, 99.0, 3)
+    assert (said["ratio"], said["least"], said["most"]) == (0.99, 0.99, 1.02)
+    assert summary([{"now": 5.0}]) == {"now": 5.0, "rounds": 1}
