@@ -107,7 +107,9 @@ def test_files_that_the_readme_names_are_there():
 
 @pytest.mark.real
 def test_the_python_of_the_guide_to_structured_output_runs(capsys):
-    (block,) = blocks("docs/guides/structured_output.md", "python")
+    block, *clients = blocks("docs/guides/structured_output.md", "python")
+    for client in clients:  # tests/server/test_structured.py and test_tools.py run the like over HTTP
+        compile(client, "docs/guides/structured_output.md", "exec")
     exec(compile(block, "docs/guides/structured_output.md", "exec"), {})
     *person, answer = capsys.readouterr().out.splitlines()  # JSON may go over several lines
     text, ended = "\n".join(person).rsplit(maxsplit=1)

@@ -67,6 +67,14 @@ def test_plain_decoding_there_can_do_more():
     refuse(Request("x", params=SamplingParams(temperature=1.0)), speculating=True, on_cpu=False)
 
 
+def test_grammars_are_for_the_compiler_that_we_have_too():
+    request = Request("x", params=SamplingParams(json_object=True))
+    refuse(request, speculating=True, on_cpu=True)
+    for other, name in (("xgrammar", "xgrammar"), ("", "auto")):
+        with pytest.raises(OutriderError, match=f"json_object: vLLM was loaded with the grammar backend {name}"):
+            refuse(request, speculating=False, on_cpu=True, grammar_backend=other)
+
+
 def output(ids, finish=None, logprobs=None, spec=None):
     return SimpleNamespace(token_ids=ids, finish_reason=finish, logprobs=logprobs, spec_decode_metrics=spec)
 

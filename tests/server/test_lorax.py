@@ -67,11 +67,11 @@ def test_their_client_understands_our_refusals(url):
         {"adapter_id": "/etc", "adapter_source": "local"},
         {"adapter_id": "some/adapter"},
         {"max_new_tokens": 10**6},
-        {"response_format": {"type": "json_object", "schema": {"type": "string"}}},
+        {"response_format": {"type": "json_object", "schema": {"type": "array", "uniqueItems": True}}},
     ]
     raised = lorax(url, *(("generate", {"prompt": "the", **call}) for call in calls))
     assert {each["raised"] for each in raised} == {"ValidationError"}
-    reasons = ("watermark", "--allow-folder", "--allow-hub", "context", "grammars")
+    reasons = ("watermark", "--allow-folder", "--allow-hub", "context", "uniqueItems")
     assert [reason in each["message"] for reason, each in zip(reasons, raised, strict=True)] == [True] * 5
     [streamed] = lorax(url, ("generate_stream", {"prompt": "the", "watermark": True}))
     assert streamed["raised"] == "ValidationError"
@@ -229,8 +229,8 @@ def test_info_and_health(on, url, target, wide_twin):
         ({"watermark": True}, "watermark"),
         ({"merged_adapters": {"ids": ["a/b"], "weights": [1.0]}}, "choose one adapter_id"),
         ({"api_token": "secret"}, "own login"),
-        ({"response_format": {"type": "json_object", "schema": {}}}, "grammars"),
-        ({"response_format": {}}, "grammars"),
+        ({"response_format": {"type": "json_object", "schema": {"not": {}}}}, '"not"'),
+        ({"response_format": {}}, "response_format"),
         ({"adapter_source": "moon"}, "adapter_source"),
         ({"temprature": 1}, "unknown field 'parameters.temprature'"),
     ],

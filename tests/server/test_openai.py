@@ -230,7 +230,6 @@ class TestRefusals:
         ("more", "param", "reason"),
         [
             ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not supported"),
-            ({"response_format": {"type": "json_object"}}, "response_format", "grammar"),
             ({"max_tokens": -1}, "max_tokens", "greater than"),
             ({"max_tokens": 0}, "max_tokens", "greater than"),
             ({"max_tokens": 5000}, None, "context is 1024"),

@@ -16,7 +16,7 @@ from outrider.backends.reader import Reader
 from outrider.backends.text import Writer
 from outrider.core.dice import Dice
 from outrider.core.errors import OutriderError, one_line
-from outrider.core.grammar import Grammars, Matcher, Vocabulary
+from outrider.core.grammar import Grammars, Matcher
 from outrider.core.request import Chunk, Request, Result
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Rule, Sequence
@@ -24,7 +24,6 @@ from outrider.drafters.base import Drafter
 from outrider.drafters.history.store import HistoryStore
 from outrider.engine.engine import Engine
 from outrider.models.memory import return_heap
-from outrider.models.token_bytes import vocabulary_of
 from outrider.models.tokenizer import Tokenizer
 
 
@@ -184,9 +183,6 @@ class Local(Reader):
             return [None] * params.n
         grammar = self._grammars.get(params.constraint)
         return [grammar.matcher(ends) for _ in range(params.n)]
-
-    def _vocabulary(self) -> Vocabulary:
-        return vocabulary_of(self._need_tokenizer(), self.vocab_size, self._ends)
 
     def _spellings(self, word: str | tuple[int, ...]) -> set[tuple[int, ...]]:
         """A word is written differently at the beginning of a text and after a space."""

@@ -8,7 +8,9 @@ from typing import Any
 from outrider.backends.base import Stream
 from outrider.backends.text import Writer
 from outrider.core.errors import OutriderError, one_line
+from outrider.core.grammar import Vocabulary
 from outrider.core.request import Message, Prompt, Request
+from outrider.models.token_bytes import vocabulary_of
 from outrider.models.tokenizer import Tokenizer
 
 
@@ -16,6 +18,7 @@ class Reader:
     tokenizer: Tokenizer | None  # None: prompts are token ids
     vocab_size: int
     notes: tuple[str, ...]
+    _ends: frozenset[int]  # the tokens that end an answer
 
     @property
     def context(self) -> int:
@@ -84,6 +87,10 @@ class Reader:
         if request.params.stop:
             return Writer(self._need_tokenizer(), request.params.stop, request.params.min_tokens)
         return Writer(self.tokenizer) if request.stream and self.tokenizer is not None else None
+
+    def _vocabulary(self) -> Vocabulary:
+        """For the grammars of requests."""
+        return vocabulary_of(self._need_tokenizer(), self.vocab_size, self._ends)
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -24,6 +24,7 @@ from outrider.backends.reader import Reader
 from outrider.backends.speculation import to_vllm
 from outrider.backends.text import Writer
 from outrider.core.errors import OutriderError, one_line
+from outrider.core.grammar import Grammars, as_lark
 from outrider.core.request import Chunk, Request, Result
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Finish, Token
@@ -33,6 +34,7 @@ from outrider.models.tokenizer import Tokenizer
 
 INSTALL = "run `make vllm` in outrider's repository and use .venv-vllm/bin/outrider (docs/guides/vllm.md)"
 INSTALL_SUFFIX = "pip install --no-deps arctic-inference==0.1.1, with vLLM's Python (it is compiled: some minutes)"
+GUIDANCE = "guidance"  # vLLM's name for llguidance, with which it has the masks that our own engine has
 CLOSE = 10.0  # seconds that its processes have to end by themselves
 _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "cancelled"}
 _QUIET = {
@@ -99,6 +101,8 @@ class VLLM(Reader):
         engine arguments. `ends`: the tokens that end an answer."""
         self.tokenizer, self.notes, self._draft, self._ends = tokenizer, tuple(notes), draft, ends
         self._speculation = None if speculation is None else dict(speculation)
+        self._grammars = Grammars(self._vocabulary)
+        self._grammar_backend = _grammar_backend(args)
         self._jobs: set[_VllmJob] = set()
         self._clock = StepClock()
         self._engine: Any = None  # while it is open
@@ -137,8 +141,10 @@ class VLLM(Reader):
             )
 
     def submit(self, request: Request) -> Stream:
-        refuse(request, self._speculation is not None, self._device == "cpu")
+        refuse(request, self._speculation is not None, self._device == "cpu", self._grammar_backend)
         self.prepare(request.draft)
+        if request.params.constraint is not None:
+            self._grammars.get(request.params.constraint)  # one that cannot be used is refused as by our own engine
         params, prompt = self._params(request), self._prompt(request)
         self._check_room(prompt, request.params)
         stream = Stream(lambda: self._post(self._cancel, job))
@@ -171,6 +177,8 @@ class VLLM(Reader):
         own |= {"skip_tokenizer_init": self.tokenizer is None}
         if self._speculation:
             own |= {"per_request_spec_decode_metrics": "detailed"}
+        if self.tokenizer is not None:
+            own |= {"structured_outputs_config": {"backend": GUIDANCE}}
         if self._device == "cpu" and "gpu_memory_utilization" not in given:  # it would take nearly all that there is
             own |= {"kv_cache_memory_bytes": available_memory() // 4}
         return {**{key: value for key, value in own.items() if key in known}, **given}
@@ -333,15 +341,17 @@ class VLLM(Reader):
     def _params(self, request: Request) -> Any:
         """Our sampling as vLLM's; what it cannot do is refused."""
         from vllm import SamplingParams as Theirs
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         params = request.params
         self._check_ids(params.token_ids())
         ends = () if params.ignore_eos else tuple(self._ends)
         same = {name: getattr(params, name) for name in _SAME} | {"n": 1 if params.greedy else params.n}
+        constraint = params.constraint
         try:
             return Theirs(
                 **same,
+                structured_outputs=None if constraint is None else StructuredOutputsParams(grammar=as_lark(constraint)),
                 stop_token_ids=sorted({*params.stop_token_ids, *ends}),
                 logit_bias=dict(params.logit_bias) or None,
                 allowed_token_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
@@ -370,7 +380,14 @@ def _device(wanted: str) -> str:
     return str(current_platform.device_type)
 
 
-def refuse(request: Request, speculating: bool, on_cpu: bool) -> None:
+def _grammar_backend(args: Mapping[str, Any]) -> str:
+    """What compiles grammars in vLLM; it is one for all requests. "": a choice of vLLM's own."""
+    config = args.get("structured_outputs_config", {"backend": GUIDANCE})
+    found = config.get("backend", "") if isinstance(config, Mapping) else getattr(config, "backend", "")
+    return str(found)
+
+
+def refuse(request: Request, speculating: bool, on_cpu: bool, grammar_backend: str = GUIDANCE) -> None:
     """What vLLM cannot do, with the reason."""
     params = request.params
     why = ""
@@ -378,8 +395,11 @@ def refuse(request: Request, speculating: bool, on_cpu: bool) -> None:
         why = "a prediction: vLLM has no drafter that reads one"
     elif params.processors:
         why = "processors: functions cannot be handed to vLLM's engine"
-    elif params.constraint is not None:
-        why = f"{params.constraint.parameter}: grammars are not handed to vLLM's engine yet; leave it out"
+    elif params.constraint is not None and grammar_backend != GUIDANCE:
+        why = (
+            f"{params.constraint.parameter}: vLLM was loaded with the grammar backend {grammar_backend or 'auto'}, "
+            f"which reads other grammars than ours; load it with {GUIDANCE}"
+        )
     elif params.typical_p != 1.0:
         why = "typical_p: vLLM has no such option"
     elif any(not isinstance(word, str) for word in params.bad_words):

@@ -248,7 +248,7 @@ def _tried(spec: GrammarSpec, vocabulary: Vocabulary) -> LLMatcher:
     """Compiled, and a few steps tried: some grammars are found to be too large only then."""
     library = llguidance()
     limits = library.LLParserLimits(verbose_errors=False)
-    start: LLMatcher = library.LLMatcher(vocabulary.tokenizer, _as_lark(spec) + _NO_FORCING, log_level=0, limits=limits)
+    start: LLMatcher = library.LLMatcher(vocabulary.tokenizer, as_lark(spec), log_level=0, limits=limits)
     if not start.is_error():
         start.compute_bitmask()
     trial = start.deep_copy()
@@ -269,8 +269,12 @@ _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 _STRICT: Any = {"lenient": False, "coerce_one_of": False}
 
 
-def _as_lark(spec: GrammarSpec) -> str:
-    """The grammar in llguidance's kind of Lark."""
+def as_lark(spec: GrammarSpec) -> str:
+    """The grammar in llguidance's kind of Lark, with the options under which masks depend on bytes alone."""
+    return _rules(spec) + _NO_FORCING
+
+
+def _rules(spec: GrammarSpec) -> str:
     if spec.parameter == "grammar":
         return spec.text
     if spec.parameter == "choice":

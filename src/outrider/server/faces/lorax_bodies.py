@@ -11,6 +11,7 @@ from outrider.core.request import Request
 from outrider.core.sampling import SamplingParams
 from outrider.server.errors import ServerError
 from outrider.server.faces.fields import FilledStop, FilledText, Name, Repetition, StrictBody, Temperature
+from outrider.server.faces.structured import LoraxResponseFormat, of_format
 
 MAX_BEST_OF = 16  # samples of which the best is shown
 MAX_STOP = 64  # stop strings
@@ -49,7 +50,7 @@ class LoraxParameters(StrictBody):
     return_k_alternatives: Annotated[int, Field(gt=0, le=20)] | None = None
     apply_chat_template: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
-    response_format: Json | None = None
+    response_format: LoraxResponseFormat | None = None
 
     @property
     def samples(self) -> bool:
@@ -78,7 +79,6 @@ class LoraxParameters(StrictBody):
             (self.merged_adapters is not None, "merged_adapters are not served; choose one adapter_id"),
             (self.api_token, "api_token is not used: the server asks the hub under its own login; leave it out"),
             (self.watermark, "watermark would change the model's own law, and it is not built in; leave it out"),
-            (self.response_format is not None, "response_format needs grammars, and there are none yet; leave it out"),
             (self.count > 1 and not self.samples, "best_of above 1 needs sampling: set do_sample or a temperature"),
             (self.count > 1 and self.seed is not None, "best_of above 1 and a seed exclude each other"),
         ):
@@ -93,6 +93,7 @@ class LoraxParameters(StrictBody):
 
     def params(self, seed: int | None, stream: bool) -> SamplingParams:
         shown = stream or self.wants_details or self.count > 1
+        constraint = of_format(self.response_format)
         return SamplingParams(
             max_tokens=self.max_new_tokens or MANY,
             temperature=0.0 if not self.samples else 1.0 if self.temperature is None else self.temperature,
@@ -105,6 +106,7 @@ class LoraxParameters(StrictBody):
             ignore_eos=self.ignore_eos_token,
             logprobs=(self.return_k_alternatives or 0) if shown else None,
             n=self.count,
+            **({} if constraint is None else constraint.params),
         )
 
 

@@ -12,13 +12,15 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request as HttpRequest, Response
 from fastapi.responses import JSONResponse
 
+from outrider.core.errors import OutriderError
 from outrider.core.request import Chunk, Request, Result
 from outrider.core.sequence import Token
 from outrider.core.stats import Stats
@@ -40,9 +42,10 @@ async def chat_completions(request: HttpRequest, body: ChatBody) -> Response:
     """Answer a conversation."""
     server = server_of(request)
     model, adapter = await select(server, body.model)
-    asked, clip = body.request(*_drafting(server, model, adapter))
-    asked = replace(asked, draft=asked.draft or adapter)
-    stream = await submit(request, model.uid, asked, _shows(body, asked), clip)
+    with _naming_the_field(body):
+        asked, clip = body.request(*_drafting(server, model, adapter))
+        asked = replace(asked, draft=asked.draft or adapter)
+        stream = await submit(request, model.uid, asked, _shows(body, asked), clip)
     return await _answer(request, body, ChatWriter(request, body, [stream]))
 
 
@@ -54,14 +57,28 @@ async def completions(request: HttpRequest, body: CompletionBody) -> Response:
     streams: list[ServerStream] = []
     group = uuid.uuid4().hex  # not the request's id: that may be a client's own choice, and another client's
     try:
-        for asked in body.requests(*_drafting(server, model, adapter)):
-            asked = replace(asked, draft=asked.draft or adapter, group=group)
-            streams.append(await submit(request, model.uid, asked, _shows(body, asked)))
+        with _naming_the_field(body):
+            for asked in body.requests(*_drafting(server, model, adapter)):
+                asked = replace(asked, draft=asked.draft or adapter, group=group)
+                streams.append(await submit(request, model.uid, asked, _shows(body, asked)))
     except BaseException:  # one was refused: the others run for nobody
         for stream in streams:
             stream.cancel()
         raise
     return await _answer(request, body, CompletionWriter(request, body, streams))
+
+
+@contextmanager
+def _naming_the_field(body: OpenAIBody) -> Iterator[None]:
+    """A grammar that cannot be used is an error of the field that gave it, whoever has found it out."""
+    try:
+        yield
+    except OutriderError as error:
+        constraint = body.constraint()
+        blamed = error if constraint is None else constraint.blamed(error)
+        if blamed is error:
+            raise
+        raise blamed from error
 
 
 def _drafting(server: ServerContext, model: Description, adapter: str) -> tuple[Access, str]:

@@ -30,6 +30,7 @@ from outrider.server.faces.fields import (
     TokenIds,
     Word,
 )
+from outrider.server.faces.structured import StructuredFields
 
 MOST_TOKENS = 2048  # tokens of a chat answer without a limit of its own, if the context holds them
 MOST_SAMPLES = 128  # choices for a prompt
@@ -94,7 +95,7 @@ class OutriderField(StrictBody):
     tokens: bool = False
 
 
-class OpenAIBody(StrictBody):
+class OpenAIBody(StructuredFields):
     """What chat and completions share."""
 
     model: Name = ""
@@ -150,12 +151,14 @@ class OpenAIBody(StrictBody):
             "bad_words": self.bad_words,
             "stop": self.stop or None,
         }
+        constraint = self.constraint()
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=max(self.top_k or 0, 0),  # -1 is vLLM's "off"
             logit_bias=_bias(self.logit_bias),
             logprobs=logprobs,
+            **({} if constraint is None else constraint.params),
             **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
         )
 
@@ -224,7 +227,6 @@ class ChatBody(OpenAIBody):
     parallel_tool_calls: Any = None
     functions: Any = None
     function_call: Any = None
-    response_format: Any = None
     modalities: Any = None
     audio: Any = None
     reasoning_effort: Any = None
@@ -278,7 +280,6 @@ _CHAT_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "parallel_tool_calls": ((None, True, False), "there are no tools"),
     "functions": ((None, []), "the model is not asked to call functions"),
     "function_call": ((None, "none", "auto"), "there are no functions"),
-    "response_format": ((None, {"type": "text"}), "the answer cannot be held to a grammar yet"),
     "modalities": ((None, ["text"]), "only text is written"),
     "audio": ((None,), "only text is written"),
     "reasoning_effort": ((None,), "the model has no such setting"),

@@ -42,6 +42,8 @@ def request_to_json(request: Request) -> Json:
     said = {f.name: getattr(request, f.name) for f in dataclasses.fields(request) if f.name != "params"}
     params = {f.name: getattr(request.params, f.name) for f in dataclasses.fields(request.params)}
     params["logit_bias"] = list(request.params.logit_bias.items())  # JSON has no whole numbers as keys
+    if request.params.constraint is not None and request.params.json_schema is not None:
+        params["json_schema"] = request.params.constraint.text  # as text: it may be nested as deeply as we can write
     del params["processors"]
     return {**said, "params": params}
 

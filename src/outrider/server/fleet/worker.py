@@ -36,6 +36,8 @@ TAKERS = 4  # threads that tokenize and check new requests: one that loads a dra
 # Characters of a request from which on one thread alone tokenises it: 50 ms of a core. Several such requests at once
 # would take the cores from those that run, and the other threads from short requests.
 LONG = 64 << 10
+# Characters of a prompt that take as long as one of a grammar, at the worst: 131,072 of these are compiled in 2 s.
+GRAMMAR_WEIGHT = 16
 
 
 class Link:
@@ -223,9 +225,11 @@ class Session:
 
 
 def _characters(request: wire.Json) -> int:
-    """Of the texts that have to be tokenised."""
+    """Of the texts that have to be tokenised, and of a grammar by the time that it takes to compile."""
     texts = [*request.values(), *(message.get("content") for message in request["messages"] or ())]
-    return sum(len(text) for text in texts if isinstance(text, str))
+    grammars = [request["params"][name] for name in ("json_schema", "regex", "grammar")]
+    weights = [*((text, 1) for text in texts), *((text, GRAMMAR_WEIGHT) for text in grammars)]
+    return sum(len(text) * weight for text, weight in weights if isinstance(text, str))
 
 
 def describe(backend: Backend) -> wire.Json:
