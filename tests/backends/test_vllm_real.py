@@ -39,6 +39,17 @@ REFUSED = [
     ({"prompt": []}, "the prompt is empty"),
     ({"prompt": "x", "params": {"logprobs": 100}}, "greater than max allowed"),
 ]
+# What the text may be; each is short enough to end.
+HELD = [
+    {"prompt": "the red fox", "params": {"max_tokens": 40, **constraint}}
+    for constraint in (
+        {"json_schema": {"enum": ["red", "blue"]}},
+        {"regex": "(ab|cd){2}"},
+        {"choice": ["red", "the sea"]},
+        {"grammar": 'start: "[" /[ab]/ "]"'},
+    )
+]
+BAD_GRAMMAR = {"prompt": "x", "params": {"json_schema": {"not": {}}}}
 FORBIDDEN = {"min_p": 0.2, "temperature": 1.0, "max_tokens": 4}
 
 
@@ -56,7 +67,7 @@ def draft(wide_twin):
 def plain(target, vllm_python):
     biased = {"prompt": "x", "params": {"logit_bias": {"65": 100.0}, "max_tokens": 3}}
     tasks = {"each": [*GREEDY, CHAT, {"prompt": "x", "params": FORBIDDEN}, biased, SAMPLED, SAMPLED]}
-    return session(tasks, model=str(target), draft="none", engine_args=ARGS)
+    return session({**tasks, "held": [*HELD, BAD_GRAMMAR]}, model=str(target), draft="none", engine_args=ARGS)
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +76,7 @@ def drafted(target, draft, plain):
     tasks = {
         "each": [*GREEDY, CHAT, *SHAPED, stopped, *(task for task, _ in REFUSED)],
         "together": GREEDY,
+        "held": [*HELD, BAD_GRAMMAR],
         "streamed": CHAT,
         "cancelled": {"prompt": "the fox", "params": {"max_tokens": 400, "ignore_eos": True}},
     }
@@ -98,6 +110,19 @@ def test_greedy_text_is_the_plain_one_and_drafts_are_kept(plain, drafted):
         assert sum(depth["drafted"] for depth in stats["by_depth"].values()) == stats["drafted"]
         assert stats["steps"] < stats["tokens"]
     assert all(answer["stats"]["drafted"] == 0 for answer in plain["each"][:4])
+
+
+def test_grammars_hold_it_as_they_hold_our_own_engine(plain, drafted, target):
+    backend = build.backend(Settings(model=str(target), draft="none", dtype="float32"))
+    try:
+        asked = [Request(task["prompt"], params=SamplingParams(**task["params"])) for task in HELD]
+        ours = [backend.submit(request).result() for request in asked]
+    finally:
+        backend.close()
+    assert [answer.finish_reason for answer in ours] == ["stop"] * len(HELD)
+    for said in (plain["held"], drafted["held"]):
+        assert [answer["text"] for answer in said[:-1]] == [answer.text for answer in ours]
+        assert 'json_schema cannot be used: Unimplemented keys: ["not"]' in said[-1]
 
 
 def test_it_is_the_text_of_our_own_engine(plain, target):

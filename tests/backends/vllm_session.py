@@ -68,7 +68,7 @@ def cancelled(backend: Backend, task: dict[str, Any]) -> dict[str, Any]:
     return stream.result().as_dict()
 
 
-VERBS = {"each": each, "together": together, "streamed": streamed, "cancelled": cancelled}
+VERBS = {"each": each, "held": each, "together": together, "streamed": streamed, "cancelled": cancelled}
 
 if __name__ == "__main__":
     main()

@@ -36,6 +36,12 @@ class Fox(BaseModel):
     tails: list[bool]
 
 
+@pytest.fixture(scope="module")
+def on():
+    """What vLLM does with grammars is in tests/backends/test_vllm_real.py."""
+    return "local"
+
+
 @pytest.fixture
 def client(face):
     with openai.OpenAI(base_url=f"{face.url}/v1", api_key="none", max_retries=0) as client:
