@@ -144,6 +144,9 @@ DRAFTER_WORDS: dict[str, set[str]] = {
     "server/faces/openai_bodies.py": {"prediction"},  # the field of OpenAI's API
     "cli/config.py": {"draft_model"},  # vLLM's own word
     "core/": {"grammar"},  # the sampling parameter of that name
+    "server/faces/structured.py": {"grammar"},  # the same, and vLLM's word
+    "server/faces/tool_fields.py": {"grammar"},  # the same
+    "server/fleet/worker.py": {"grammar"},  # the same
     "cli/options.py": {"grammar", "history"},  # its option, and the setting that names a history file
     "build.py": {"history"},  # the same setting
     "settings.py": {"ngram"},  # the default
