@@ -5,9 +5,9 @@ python scripts/audit_matrix.py status DIR...
 
 Needs torch, triton and transformers. Every process keeps its model open and takes one job after the other: first the
 reference texts, then large batches, critical lengths and long contexts of every drafter, then small batches and single
-prompts in shares, one share of every drafter after the other. What has not begun when the time is up is left out, and
-`status` says how much of each comparison was made. Files in DIR: references.jsonl, variants.NN.jsonl (a line as soon as
-a variant is done), log.NN, jobs.jsonl.
+prompts, a share of the prompts of every drafter after the other. What has not begun when the time is up is left out,
+and `status` says how much of each comparison was made. Files in DIR: references.jsonl, variants.NN.jsonl (a line as
+soon as a variant is done), log.NN, jobs.jsonl.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-SHARES = {1: 10, 4: 4}  # batch -> shares of the prompts that are jobs of their own; larger batches take all prompts
-CHUNKED = 16  # batch from which on every chunk is tried: alone, one variant of all prompts takes longest
+# (batch from which on, shares of the prompts that are jobs of their own): a job takes well under a minute
+SHARES = ((64, 2), (16, 4), (4, 8), (1, 16))
+CHUNKED = 64  # batch from which on every chunk is tried: in smaller ones a variant of all prompts takes longer
 WAITING, BEGUN, DONE = "waiting", "begun", "done"  # states of a job; any other is how it failed
 END = 5.0  # seconds before the time is up from which on no job begins
 
@@ -40,7 +41,8 @@ class Job:
 
     @property
     def name(self) -> str:
-        what = "/".join(self.plan["groups"]) + f" batch {self.plan['batches'][0]}"
+        how = "/".join(f"T={temperature:g}" for temperature in self.plan["temperatures"])
+        what = "/".join(self.plan["groups"]) + f" batch {self.plan['batches'][0]} {how}"
         return f"{self.draft or 'references'}: {what} share {self.plan['share'][0]} of {self.plan['share'][1]}"
 
 
@@ -54,20 +56,28 @@ def references(chunks: Sequence[int], common: dict[str, Any], processes: int) ->
 def comparisons(
     drafts: Sequence[str], batches: Sequence[int], chunks: Sequence[int], common: dict[str, Any]
 ) -> Iterator[Job]:
-    """Most of what can be found in a second of the device first."""
-    for batch, draft in product(sorted((batch for batch in batches if batch not in SHARES), reverse=True), drafts):
-        some = list(chunks) if batch >= CHUNKED else []
-        yield Job(draft, {**common, "groups": ["prompts"], "batches": [batch], "chunks": some, "share": [0, 1]})
-    for draft in drafts:
-        yield Job(
-            draft, {**common, "groups": ["boundaries", "long"], "batches": [1], "chunks": list(chunks), "share": [0, 1]}
-        )
-    shares = sorted(
-        (place / SHARES[batch], -batch, place) for batch in batches if batch in SHARES for place in range(SHARES[batch])
-    )
-    for (_, minus, place), draft in product(shares, drafts):
-        share = [place, SHARES[-minus]]
-        yield Job(draft, {**common, "groups": ["prompts"], "batches": [-minus], "chunks": [], "share": share})
+    """Large batches, which compare most in a second; critical lengths; some of every batch; then the rest, evenly."""
+    shares = [(batch, place, share_count(batch)) for batch in batches for place in range(share_count(batch))]
+    large = [share for share in shares if share[0] >= CHUNKED]
+    some = [share for share in shares if share[0] < CHUNKED and share[1] == 0]
+    rest = sorted((share for share in shares if share[0] < CHUNKED and share[1]), key=lambda s: (s[1] / s[2], -s[0]))
+    yield from in_shares(drafts, large, chunks, common)
+    for temperature, draft in product(common["temperatures"], drafts):
+        lengths = {"groups": ["boundaries", "long"], "chunks": list(chunks), "temperatures": [temperature]}
+        yield Job(draft, {**common, **lengths, "batches": [1], "share": [0, 1]})
+    yield from in_shares(drafts, [*some, *rest], chunks, common)
+
+
+def share_count(batch: int) -> int:
+    return next(count for least, count in SHARES if batch >= least)
+
+
+def in_shares(
+    drafts: Sequence[str], shares: Sequence[tuple[int, int, int]], chunks: Sequence[int], common: dict[str, Any]
+) -> Iterator[Job]:
+    for (batch, place, count), temperature, draft in product(shares, common["temperatures"], drafts):
+        own = {"groups": ["prompts"], "batches": [batch], "share": [place, count], "temperatures": [temperature]}
+        yield Job(draft, {**common, **own, "chunks": list(chunks) if batch >= CHUNKED else []})
 
 
 class Driver:

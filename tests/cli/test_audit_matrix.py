@@ -26,7 +26,7 @@ def test_two_processes_compare_everything_once(tiny_folder, tmp_path):
     done = script(
         "run", tmp_path / "out", "--model", tiny_folder, "--raw", "--device", "cpu", "--dtype", "float32",
         "--prompts", tmp_path / "turns.jsonl", "--processes", 2, "--seconds", 250, "--cache-memory", 0.1,
-        "--batches", "16,1", "--chunks", "24", "--longest", 40, "--max-tokens", 3, "--runs", 2,
+        "--batches", "64,1", "--chunks", "24", "--longest", 40, "--max-tokens", 3, "--runs", 2,
         "--temperatures", "0.8", "-d", "none", "-d", "ngram",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -38,7 +38,7 @@ def test_two_processes_compare_everything_once(tiny_folder, tmp_path):
         for run in (1, 2):
             assert sum(v["texts"] for v in alone if v["draft"] == draft and v["run"] == run) == 5
     assert {each["group"] for each in found} == {"prompts", "boundaries", "long"}
-    assert {each["chunk"] for each in found if each["batch"] == 16} == {24, 512}
+    assert {each["chunk"] for each in found if each["batch"] == 64} == {24, 512}
     texts = [json.loads(line)["key"] for line in (tmp_path / "out" / "references.jsonl").read_text().splitlines()]
     assert len(texts) == len(set(texts)) > 5  # each was written by one process, once
 
