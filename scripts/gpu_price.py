@@ -4,19 +4,22 @@ PYTHONPATH=src python scripts/gpu_price.py --before EARLIER --model FOLDER --pro
 
 Speeds: `LLM.chat` of batches of prompts x 128 tokens, plain and with ngram, prompts in the cache. Each checkout has a
 process of its own that keeps its model open; they run in turns, the order changing from round to round, and only one of
-them works at a time. The ratio of a round is this checkout's tokens/s over the earlier one's. Bulk: sampled, 2,048
-sequences at once, as in docs/benchmarks/gpu-h200. Products: bfloat16, 2,048 rows, the matrices of an 8B Llama, alone
-and with the norm, gate or residual that a pass has them do; medians of CUDA events. Needs torch, triton, transformers.
+them works at a time. The ratio of a round is this checkout's tokens/s over the earlier one's. Bulk: this checkout,
+sampled, 2,048 sequences at once, as in docs/benchmarks/gpu-h200. Products: bfloat16, 2,048 rows, the matrices of an 8B
+Llama, alone and with the norm, gate or residual that a pass has them do; medians of CUDA events. Needs torch, triton
+and transformers.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +27,7 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parents[1]
 SINGLE = 4  # prompts that are answered one after the other where the batch is 1
-WARM = 3  # calls before the first that counts: a shape that comes a second time is captured as a graph
+WARM = 2  # calls before the first that counts: a shape that comes a second time is captured as a graph
 ROWS = 2048
 HIDDEN, INNER, QKV, EPS = 4096, 14336, 6144, 1e-5  # sizes of an 8B Llama
 
@@ -68,8 +71,9 @@ class Checkout:
     def ask(self, what: str, *values: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([what, *values]) + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # then nothing more comes back either
+            self._process.stdin.write(json.dumps([what, *values]) + "\n")
+            self._process.stdin.flush()
         for line in self._process.stdout:
             if line.startswith("{"):  # anything else a library prints
                 return dict(json.loads(line))
@@ -104,30 +108,32 @@ def work(given: argparse.Namespace) -> int:
         return {"seconds": seconds, "tokens": sum(len(result.token_ids) for result in results)}
 
     def bulk() -> dict[str, Any]:
-        try:
-            from outrider.bench.gpu_speeds import bulk as measure
-        except ImportError:  # where it was before
-            from outrider.gpubench import bulk as measure  # type: ignore[import-not-found, no-redef]
+        from outrider.bench.gpu_speeds import bulk as measure
+
         ids = [llm.backend.render([{"role": "user", "content": text}]) for text in texts[:16]]
         return dict(measure(llm.engine.model, ids))
 
     for line in sys.stdin:
         what, *values = json.loads(line)
-        print(
-            json.dumps({"ready": True} if what == "ready" else chat(*values) if what == "chat" else bulk()), flush=True
-        )
+        print(json.dumps(chat(*values) if what == "chat" else bulk()), flush=True)
     return 0
+
+
+def warm_up(checkout: Checkout, calls: list[Call]) -> None:
+    """All checkouts at the same time: nothing counts yet."""
+    for call in calls:
+        for _ in range(WARM):
+            checkout.ask("chat", *call)
 
 
 def speeds(checkouts: list[Checkout], calls: list[Call], given: argparse.Namespace, say: Say) -> None:
     """Rounds over all calls until their number or the time is reached."""
     until = time.monotonic() + given.seconds
-    for checkout in checkouts:
-        checkout.ask("ready")
-    for call in calls:
-        for checkout in checkouts:
-            for _ in range(WARM):
-                checkout.ask("chat", *call)
+    threads = [threading.Thread(target=warm_up, args=(checkout, calls)) for checkout in checkouts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     found: dict[Call, list[dict[str, float]]] = {call: [] for call in calls}
     for number in range(given.rounds):
         if number and time.monotonic() > until:
@@ -228,8 +234,8 @@ def main() -> int:
                 given,
                 say,
             )
-        for checkout in checkouts if "bulk" in parts else []:
-            say({"what": "bulk", "checkout": checkout.name, **checkout.ask("bulk")})
+        if "bulk" in parts:
+            say({"what": "bulk", **checkouts[-1].ask("bulk")})
     finally:
         for checkout in checkouts:
             checkout.end()

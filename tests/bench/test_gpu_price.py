@@ -36,3 +36,12 @@ def test_a_ratio_is_of_one_round():
     assert (said["before"], said["now"], said["rounds"]) == (100.0, 99.0, 3)
     assert (said["ratio"], said["least"], said["most"]) == (0.99, 0.99, 1.02)
     assert summary([{"now": 5.0}]) == {"now": 5.0, "rounds": 1}
+
+
+def test_a_checkout_that_does_not_start_is_one_line(tmp_path):
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--before", tmp_path, "--model", "none", "--prompts", "none", "--parts", "bulk"],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: the process of the checkout now ended")
