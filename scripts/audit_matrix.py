@@ -28,7 +28,8 @@ from typing import Any
 # (batch from which on, shares of the prompts that are jobs of their own): a job takes well under a minute
 SHARES = ((64, 2), (16, 4), (4, 8), (1, 16))
 CHUNKED = 64  # batch from which on every chunk is tried: in smaller ones a variant of all prompts takes longer
-WAITING, BEGUN, DONE = "waiting", "begun", "done"  # states of a job; any other is how it failed
+# states of a job; after FAILED comes why. A library may print something else to a worker's stdout
+WAITING, BEGUN, DONE, FAILED = "waiting", "begun", "done", "failed: "
 END = 5.0  # seconds before the time is up from which on no job begins
 
 
@@ -123,7 +124,7 @@ class Driver:
             self._note(job, BEGUN)
             worker.stdin.write(json.dumps(asdict(job)) + "\n")
             worker.stdin.flush()
-            said = worker.stdout.readline().strip()
+            said = next((line.strip() for line in worker.stdout if line.startswith((DONE, FAILED))), "")
             if said or time.monotonic() < self._until:  # else it was ended because the time is up
                 self._note(job, said or "the process ended")
 
@@ -176,7 +177,7 @@ def work(given: argparse.Namespace) -> int:
                     write_references(llm, prompts, plan, store, raw=given.raw)
                 print(DONE, flush=True)
             except Exception as error:  # the other jobs go on; `status` shows it
-                print(f"failed: {one_line(error)}", flush=True)
+                print(f"{FAILED}{one_line(error)}", flush=True)
     return 0
 
 
