@@ -24,7 +24,7 @@ from outrider.drafters.history.store import HistoryStore
 from outrider.engine.engine import Engine
 from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import Limits
-from outrider.models.base import Model
+from outrider.models.base import Model, Paged
 from outrider.models.export import as_folder
 from outrider.models.load import Loaded, load, read_tokenizer, words_of
 from outrider.models.memory import available_memory
@@ -125,6 +125,8 @@ def local(settings: Settings, draft: DrafterSpec | None = None) -> Local:
         Limits(settings.max_batch, settings.piece, drafting=settings.max_draft_batch),
         DraftingPolicy() if settings.pace else None,
     )
+    if isinstance(loaded.model, Paged):
+        loaded.model.prepare(own.layers)
     engine.drafters[settings.draft] = engine.drafters[""]  # a request that names it gets the same one
     notes = [*draft_models.notes, *_unused_history(settings, spec)]
     return Local(engine, drafter, loaded.tokenizer, loaded.ends, settings.rule, notes, histories)  # type: ignore[arg-type]

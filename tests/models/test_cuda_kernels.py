@@ -199,8 +199,8 @@ def test_a_page_table_that_is_still_on_its_way_is_not_overwritten():
     """Pages are given out on the host's own table; what the device may be reading changes with the next pass only."""
     model = CudaLlama(*weights(), 1 << 20)
     model.forward([Feed(1, [1, 2, 3])])
-    staged = model._staged_table.clone()
+    staged = model._table._staged.clone()
     model.free(1)
     model.begin(2, list(range(40)))
     model._pages.extend(3, 200)
-    assert torch.equal(model._staged_table, staged)
+    assert torch.equal(model._table._staged, staged)

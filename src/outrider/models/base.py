@@ -125,7 +125,11 @@ class SharesPrefixes(Protocol):
 
 @runtime_checkable
 class Paged(SharesPrefixes, Protocol):
-    """Such a model that can also write by itself."""
+    """Such a model on a device of its own, which can also write by itself."""
+
+    def prepare(self, layers: Sequence[int] = ()) -> None:
+        """Do now what the first small passes would wait for. `layers`: as of `forward`."""
+        ...
 
     def write(
         self,

@@ -18,13 +18,21 @@ from outrider.drafters.base import BuildContext, Drafter, Step
 from outrider.drafters.confidence import StatedCalibration, judged_tree
 from outrider.drafters.eagle.head import EagleHead
 from outrider.drafters.eagle.native_runner import PackedRunner
-from outrider.drafters.eagle.runner import HeadOutput, Runner, ShownStates, gathered
+from outrider.drafters.eagle.runner import (
+    DraftShape,
+    HeadOutput,
+    KeepsPrefixes,
+    Runner,
+    ShownStates,
+    WritesDrafts,
+    gathered,
+)
 from outrider.drafters.eagle.torch_runner import DenseRunner
 from outrider.drafters.eagle.tree import grow
 from outrider.drafters.eagle.with_lookup import Lookup
 from outrider.drafters.heads.chooser import Chooser
 from outrider.drafters.heads.output import bits
-from outrider.models.base import Model, Readable
+from outrider.models.base import Model, Paged, Readable
 from outrider.models.native.packed import packable
 
 # Rows of the target's states that may wait before the head takes them in: in torch a chunk of a prompt at a time; where
@@ -33,6 +41,9 @@ PENDING, NATIVE_PENDING = 512, 64
 NEVER = -1e9  # the logarithm of probability 0, finite so that sums of it are no NaN
 LENGTH = 5  # tokens of a chain where the options say nothing
 DEEPEST = 16  # levels of a tree, at most; it ends earlier where no deeper node can be among its best
+# Levels of a tree that a GPU grows without the host, which does not end early: 16 nodes are seldom deeper.
+DEVICE_DEPTH = 8
+NODES = 64  # bits of a path there
 # Temperature of the head's law in trees. A greedy target always takes its likeliest token, so the head's likely tokens
 # are kept more often than their probability.
 SHARPNESS = 0.75
@@ -71,13 +82,14 @@ class Eagle(Drafter):
         target = context.readable("an EAGLE head")
         self._options, self._seen = options, context.target.length
         self._places = _places(head, context.target)
-        self._length = options.length or (DEEPEST if options.tree else LENGTH)
+        shape = _shape(options, target)
+        self._length = shape.depth
         if options.vocab or target.packed:
             head.narrow(options.vocab or NARROW)
         self.layers = head.config.layers or (target.num_layers - 1,)
         common = options.vocab or (COMMON if target.packed else 0)
-        self._runner = start(head, target, options.quantize, common, self._places)
-        self._stop = options.stop if options.stop >= 0.0 else STOP if target.packed else 0.0
+        self._runner = start(head, target, options.quantize, common, self._places, shape)
+        self._stop = shape.stop
         self._ids, self._vocab = head.draft_ids.to(target.device), target.vocab_size
         self._states: dict[int, _EagleState] = {}
         self._guessing, self._drawing = StatedCalibration(), StatedCalibration()
@@ -85,17 +97,17 @@ class Eagle(Drafter):
 
     @property
     def takes_prefixes(self) -> bool:
-        return isinstance(self._runner, PackedRunner)
+        return isinstance(self._runner, KeepsPrefixes)
 
     def prefix(self, seq: Sequence) -> int:
         """The head's own keys of that prefix, while it has taken in all that the target has seen."""
         state = self._states.get(seq.id, _EagleState(0))
-        if not isinstance(self._runner, PackedRunner) or state.waiting or self._seen(seq.id) != state.taken:
+        if not isinstance(self._runner, KeepsPrefixes) or state.waiting or self._seen(seq.id) != state.taken:
             return 0
         return self._runner.begin(seq.id, seq.tokens, seq.tenant)
 
     def begin(self, seq: Sequence, seen: int) -> None:
-        assert isinstance(self._runner, PackedRunner)
+        assert isinstance(self._runner, KeepsPrefixes)
         self._runner.resume(seq.id, seq.tokens[: seen + 1])
         if seen:
             self._states[seq.id] = _EagleState(0, seen)
@@ -109,8 +121,9 @@ class Eagle(Drafter):
         most = self._options.tree or self._length
         choosers = {i: Chooser(seqs[i], min(budgets[i], most), self._options.greedy) for i in asked}
         begin = time.perf_counter()
-        if choosers and not self._at_once(list(choosers.values())):
-            self._write(list(choosers.values()), self._catch_up([seqs[i] for i in asked]))
+        others = self._on_device(list(choosers.values()))
+        if others and not self._at_once(others):
+            self._write(others, self._catch_up([chooser.seq for chooser in others]))
         if choosers and self._lookup is not None:
             self._lookup.spend((time.perf_counter() - begin) / len(choosers))
         drafts = list(copies)
@@ -193,7 +206,7 @@ class Eagle(Drafter):
 
     def _keep(self, seq: Sequence) -> None:
         """What the head has taken in of this text is there for others, if it is all from the beginning."""
-        if isinstance(self._runner, PackedRunner) and not self._states[seq.id].first:
+        if isinstance(self._runner, KeepsPrefixes) and not self._states[seq.id].first:
             self._runner.keep(seq.id, seq.tokens, seq.tenant)
 
     def _shown(self, seq: Sequence, keep: int) -> tuple[list[int], list[ShownStates]]:
@@ -201,6 +214,19 @@ class Eagle(Drafter):
         state = self._states[seq.id]
         count, first = state.waiting - keep, state.first + state.taken + 1
         return seq.tokens[first : first + count], state.take(keep)
+
+    def _on_device(self, choosers: list[Chooser]) -> list[Chooser]:
+        """Drafts of likeliest tokens are written without the host where that can be; the choosers that are left."""
+        runner, plain = self._runner, [chooser for chooser in choosers if chooser.plain]
+        if not plain or not isinstance(runner, WritesDrafts):
+            return choosers
+        ids, sizes = [chooser.seq.id for chooser in plain], [chooser.length for chooser in plain]
+        taken = [self._shown(chooser.seq, keep=0) for chooser in plain]
+        drafts = runner.write(ids, [tokens for tokens, _ in taken], [shown for _, shown in taken], sizes)
+        for chooser, grown in zip(plain, drafts, strict=True):
+            self._keep(chooser.seq)
+            chooser.tokens, chooser.parents, chooser.stated = grown.tokens, grown.parents, grown.acceptance
+        return [chooser for chooser in choosers if not chooser.plain]
 
     def _at_once(self, choosers: Seq[Chooser]) -> bool:
         """Catch up and write in one call where that can be: the plain chain of one sequence, of a packed head."""
@@ -330,13 +356,38 @@ def _places(head: EagleHead, target: Model) -> int:
     return max(target.capacity, target.capacity * target.num_layers // (8 * head.config.depth))
 
 
-def start(head: EagleHead, target: Readable, quantize: str, common: int = 0, places: int = 0) -> Runner:
-    """The head at work beside its target. `common`, `places`: as a PackedRunner has them."""
+def _shape(options: Eagle.Options, target: Readable) -> DraftShape:
+    stop = options.stop if options.stop >= 0.0 else STOP if target.packed else 0.0
+    if not options.tree:
+        length = options.length or LENGTH
+        return DraftShape(length, 1, length, 1.0, stop)
+    width = min(options.width, options.tree)
+    usual = min(DEVICE_DEPTH, NODES // width + 1) if isinstance(target, Paged) else DEEPEST
+    return DraftShape(options.length or usual, width, options.tree, 1.0 / SHARPNESS, stop)
+
+
+def start(
+    head: EagleHead, target: Readable, quantize: str, common: int = 0, places: int = 0, shape: DraftShape | None = None
+) -> Runner:
+    """The head at work beside its target. `common`, `places`: as a PackedRunner has them. `shape`: of its drafts, where
+    a device may write whole ones."""
     count = bits(quantize, target)
     matrices = [weight for weight in (*head.fc.parameters(), *head.layers.parameters()) if weight.dim() == 2]
     if count and all(packable(*matrix.shape) for matrix in matrices):
         return PackedRunner(head, target, count, common, places)
+    if shape is not None and isinstance(target, Paged) and _fits_device(head, shape):
+        from outrider.drafters.eagle.device_runner import DeviceRunner  # needs Triton, as such a target does
+        from outrider.models.cuda.model import CudaLlama
+
+        if isinstance(target, CudaLlama):
+            return DeviceRunner(head, target, target.capacity, shape)
     return DenseRunner(head, target)
+
+
+def _fits_device(head: EagleHead, shape: DraftShape) -> bool:
+    """Whether the GPU's kernels run it: a head of the third form, no more drafted rows than a path has bits."""
+    writes = len(head.draft_ids) >= shape.width
+    return not head.config.first and writes and shape.width * (shape.depth - 1) <= NODES and shape.nodes <= NODES
 
 
 @dataclass(eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +22,26 @@ class HeadOutput:
             return self
         chosen = torch.tensor(rows, device=self.logits.device)
         return HeadOutput(self.states[chosen], self.logits[chosen])
+
+
+@dataclass(frozen=True, eq=False)
+class Grown:
+    """The nodes of one sequence's draft, parents first."""
+
+    tokens: list[int]
+    parents: list[int]
+    acceptance: list[float]  # probability that each is kept if its parent is
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """How drafts grow where the host does not look on."""
+
+    depth: int  # of the deepest node
+    width: int  # nodes that are followed at each depth; 1: a chain
+    nodes: int  # of a draft, at most
+    sharpness: float  # the head's logits are multiplied by it
+    stop: float  # probability to be reached below which no node is drafted
 
 
 ShownStates = tuple[Tensor, Seq[int]]  # [n, layers, hidden] states of the target, and which rows of them
@@ -51,3 +71,29 @@ class Runner(Protocol):
         ...
 
     def free(self, id: int) -> None: ...
+
+
+@runtime_checkable
+class KeepsPrefixes(Protocol):
+    """A runner whose keys of a text can be taken by sequences that begin alike."""
+
+    def begin(self, id: int, tokens: Seq[int], tenant: str) -> int:
+        """Take what is kept of the rows of this text; how many there are now."""
+        ...
+
+    def resume(self, id: int, tokens: Seq[int]) -> None:
+        """Go on from its first rows, one less than these tokens of its text."""
+        ...
+
+    def keep(self, id: int, tokens: Seq[int], tenant: str) -> None:
+        """The rows of these tokens may be taken by others."""
+        ...
+
+
+@runtime_checkable
+class WritesDrafts(Protocol):
+    """A runner that writes whole drafts of the likeliest tokens without the host."""
+
+    def write(self, ids: Seq[int], tokens: Seq[Seq[int]], shown: Seq[Seq[ShownStates]], sizes: Seq[int]) -> list[Grown]:
+        """Take in what was committed, as `extend`, and draft at most `sizes` nodes for each sequence."""
+        ...

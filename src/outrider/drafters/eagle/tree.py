@@ -8,27 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from outrider.drafters.eagle.runner import HeadOutput, Runner
+from outrider.drafters.eagle.runner import Grown, HeadOutput, Runner
 
 _LESS = 1e-4  # log-probability that a depth costs: a child that is certain still comes after its parent
 
 # (logits [b * rows, draft vocabulary], the tokens of each row's path [b * rows, depth], depth) -> the likeliest tokens
 # that follow each row and the logarithms of their probabilities, [b * rows, width] each
 Offers = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True, eq=False)
-class Grown:
-    """The nodes of one sequence, parents first."""
-
-    tokens: list[int]
-    parents: list[int]
-    acceptance: list[float]  # probability that each is kept if its parent is
 
 
 def grow(

@@ -176,8 +176,8 @@ def chunk_keys(head_dim: int, dtype: torch.dtype) -> int:
 class PartSums:
     """Where programs that each take some chunks leave their sums."""
 
-    def __init__(self, heads: int, head_dim: int, device: torch.device) -> None:
-        self.count = PARTS_BYTES // (4 * heads * (head_dim + 2))  # chunks of rows
+    def __init__(self, heads: int, head_dim: int, device: torch.device, memory: int = PARTS_BYTES) -> None:
+        self.count = memory // (4 * heads * (head_dim + 2))  # chunks of rows
         self.mixed = torch.empty(self.count * heads * head_dim, dtype=torch.float32, device=device)
         self.most, self.total = torch.empty(2, self.count * heads, dtype=torch.float32, device=device)
 

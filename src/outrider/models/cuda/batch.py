@@ -67,6 +67,10 @@ class Batch:
         self._block = self.tile // group
         self._simple = widest <= self._block and all(feed.draft.is_chain for feed in feeds)
 
+    def slot(self, feed: int) -> int:
+        """The row of the page table of one feed's sequence."""
+        return self._parts[feed][1]
+
     @cached_property
     def spans(self) -> np.ndarray:
         """[blocks, 3] the blocks of rows: first row, rows, whether of a tree."""

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -114,8 +115,7 @@ class Passes:
         self._buffers = Buffers(config, MOST_ROWS, widest, dtype, device)
         self._parts = PartSums(config.num_heads, config.head_dim, device)
         self._staging = pinned(len(Field) * MOST_ROWS, device)
-        self._side: torch.cuda.Stream | None = None  # where graphs are captured
-        self._pool: Any = None  # of memory, theirs
+        self._capture = Capture()
 
     def of(self, shape: Shape) -> DevicePass:
         found = self._passes.get(shape)
@@ -135,7 +135,7 @@ class Passes:
         that never comes again is not worth one."""
         with self._fitting(one.rows):
             if one.graph is None and one.used and self._captures(one):
-                one.graph = self._captured(one, compute)
+                one.graph = self._capture(partial(compute, one))
             if one.graph is None:
                 compute(one)
             else:
@@ -182,7 +182,15 @@ class Passes:
                 "weights and cache; lower the cache memory (--cache-memory), --piece or --max-batch"
             ) from error
 
-    def _captured(self, one: DevicePass, compute: Callable[[DevicePass], None]) -> torch.cuda.CUDAGraph:
+
+class Capture:
+    """Makes graphs, all with the same memory: they run one after the other."""
+
+    def __init__(self) -> None:
+        self._side: torch.cuda.Stream | None = None  # where graphs are captured
+        self._pool: Any = None  # of memory, theirs
+
+    def __call__(self, compute: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Not with torch.cuda.graph: that gives all unused memory back first, to be asked for again right after."""
         graph = torch.cuda.CUDAGraph()
         if self._side is None:
@@ -195,7 +203,7 @@ class Passes:
             with torch.cuda.stream(side):
                 graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 try:
-                    compute(one)
+                    compute()
                 finally:
                     graph.capture_end()
         finally:
@@ -208,3 +216,15 @@ class Passes:
 def pinned(size: int, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
     """Zeros on the host that the device can read while the host goes on."""
     return torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+class NoEvent:
+    """Where there is no device to wait for: the kernels are interpreted, and done when they return."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def event(device: torch.device) -> torch.cuda.Event | NoEvent:
+    return torch.cuda.Event() if device.type == "cuda" else NoEvent()

@@ -195,6 +195,30 @@ def _choose(logits_ptr, key_ptr, position_ptr, temperature_ptr, out_ptr, size, B
     tl.store(out_ptr + row, token.to(tl.int64))
 
 
+@triton.jit(do_not_specialize=["size"])
+def _move(cache_ptr, begins_ptr, pairs_ptr, size, D: tl.constexpr, DP: tl.constexpr, PAGED: tl.constexpr,
+          KV: tl.constexpr):  # fmt: skip
+    """Keys or values of one layer, key head and sequence go from the first place of each of its pairs to the second, in
+    that order: what is kept only moves towards the beginning, so nothing is overwritten before it has moved."""
+    part, head, sequence = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    dim = tl.arange(0, DP)
+    inside = dim < D
+    for pair in range(tl.load(begins_ptr + sequence), tl.load(begins_ptr + sequence + 1)):
+        source, to = tl.load(pairs_ptr + 2 * pair).to(tl.int64), tl.load(pairs_ptr + 2 * pair + 1).to(tl.int64)
+        first = part * size + ((source // PAGED * KV + head) * PAGED + source % PAGED) * D + dim
+        second = part * size + ((to // PAGED * KV + head) * PAGED + to % PAGED) * D + dim
+        tl.store(cache_ptr + second, tl.load(cache_ptr + first, mask=inside, other=0.0), mask=inside)
+
+
+def move(cache: Tensor, begins: Tensor, pairs: Tensor) -> None:
+    """In cache [layers, 2, pages, key heads, PAGED, D]: pairs [n, 2] of places, counted over all pages; `begins`
+    [sequences + 1]: where those of each sequence begin."""
+    layers, two, pages, kv, paged, d = cache.shape
+    _move[(layers * two, kv, len(begins) - 1)](
+        cache, begins, pairs, pages * kv * paged * d, d, triton.next_power_of_2(d), paged, kv, num_warps=1
+    )
+
+
 def embed(tokens: Tensor, table: Tensor, gain: Tensor, x: Tensor, work: Workspace) -> None:
     rows, size = x.shape
     _embed[(rows,)](tokens, table, gain, x, work.next, work.squares, size, triton.next_power_of_2(size), num_warps=4)

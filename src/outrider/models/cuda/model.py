@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -20,15 +21,20 @@ from outrider.core.sampling import warp_batch
 from outrider.models.base import Feed, Output, Outputs
 from outrider.models.cuda import kernels
 from outrider.models.cuda.attention import LONG, chunk_keys
-from outrider.models.cuda.batch import FEW_ROWS, NODES, Batch, Field
-from outrider.models.cuda.graphs import GIB, SHORTEST, DevicePass, Passes, pinned, shape_of
-from outrider.models.cuda.pages import PageTable
+from outrider.models.cuda.batch import FEW_ROWS, NODES, SMALL_TILE, Batch, Field
+from outrider.models.cuda.graphs import GIB, ROWS, SHORTEST, DevicePass, Passes, Shape, event, pinned, shape_of
+from outrider.models.cuda.pages import DeviceTable, PageTable
 from outrider.models.cuda.product import Around, linear, norm_scales, widest_in_parts
 from outrider.models.linear import Dense
 from outrider.models.llama_weights import LlamaConfig, ReadableWeights, Weights
 
 PAGE = 32  # tokens of one page of keys and values: beginnings are shared in pages, so few tokens are run again
 SLOTS = 4096  # sequences at once: twice the largest max_batch (settings.MOST_BATCH), as that many may be paused
+
+
+# Rows and tokens up to which passes have their graphs from the beginning: one sequence with a draft of 16 nodes in a
+# chat of usual length. 36 graphs; each takes a request that meets it first about 10 ms on an H200.
+PREPARED_ROWS, PREPARED_LENGTHS = 20, (256, 512, 1024)
 
 
 class CudaLlama(ReadableWeights):
@@ -39,7 +45,7 @@ class CudaLlama(ReadableWeights):
         self.vocab_size, self.num_layers, self.context = config.vocab_size, config.num_layers, config.context
         self.dtype, self.device = weights.norm.dtype, weights.norm.device
         self._layers = weights.stack.layers
-        self._moves: list[tuple[int, int]] = []  # (from, to): keys and values that a kept branch has to move
+        self._moves: list[list[int]] = []  # of each sequence: from, to, from, to: what a kept branch has to move
         self.on_pass: Callable[[], None] | None = None  # for measurement: called before and after each pass
         self._last: tuple[DevicePass, Tensor | None] | None = (
             None  # the last pass, and its rows whose logits came after it
@@ -81,7 +87,7 @@ class CudaLlama(ReadableWeights):
         try:
             # zeros: what lies past the end of a sequence is multiplied by 0, and 0 * nan is nan
             self._cache = torch.zeros(shape, dtype=self.dtype, device=device)
-            self._table = torch.zeros(self._pages.table.shape, dtype=torch.int32, device=device)
+            self._table = DeviceTable(self._pages, device)
             self._passes = Passes(config, widest, self.dtype, device, self._graphs)
         except torch.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info(device)
@@ -93,9 +99,7 @@ class CudaLlama(ReadableWeights):
         half = config.head_dim // 2
         self._angles = cos[:, :half].contiguous().to(device), sin[:, half:].contiguous().to(device)
         self._best_tokens = pinned(FEW_ROWS, device, torch.int64)  # of the last pass, on the host
-        self._staged_table = pinned(self._pages.table.size, device).view(self._pages.table.shape)
-        self._staged_rows = self._staged_table.numpy()
-        self._sent, self._done = (torch.cuda.Event() if device.type == "cuda" else _NoEvent() for _ in range(2))
+        self._sent, self._done = event(device), event(device)
 
     def length(self, id: int) -> int:
         return self._pages.length(id)
@@ -113,11 +117,8 @@ class CudaLlama(ReadableWeights):
     def crop(self, id: int, length: int, path: Sequence[int] = ()) -> None:
         kept = length + len(path)
         if any(node != place for place, node in enumerate(path)) and self._pages.length(id):
-            self._moves += (
-                (self._pages.flat(id, length + node), self._pages.flat(id, length + place))
-                for place, node in enumerate(path)
-                if node != place
-            )
+            moves = [(length + node, length + place) for place, node in enumerate(path) if node != place]
+            self._moves.append([self._pages.flat(id, place) for pair in moves for place in pair])
         self._pages.crop(id, kept)
 
     def free(self, id: int) -> None:
@@ -127,6 +128,22 @@ class CudaLlama(ReadableWeights):
         weights = replace(self.weights, stack=self.weights.stack.first(layers))
         memory = self._memory * layers // self.num_layers  # for as many tokens
         return CudaLlama(replace(self.config, num_layers=layers), weights, memory, self._graphs)
+
+    @torch.inference_mode()
+    def prepare(self, layers: Sequence[int] = ()) -> None:
+        """Capture the graphs of small passes now, so that no request waits for them. `layers`: as of `forward`."""
+        group = self.config.num_heads // self.config.num_kv_heads
+        tile = max(SMALL_TILE, 1 << (group - 1).bit_length())
+        for longest in (size for size in PREPARED_LENGTHS if size <= self.context):
+            for rows in (rows for rows in ROWS if rows <= PREPARED_ROWS):
+                run = self._passes.of(Shape(rows, rows, longest, tile, tuple(layers)))
+                self._sent.synchronize()
+                run.fields[:] = 0
+                run.fields[Field.SLOT] = self._pages.padding
+                run.meta.copy_(run.staging, non_blocking=True)
+                self._sent.record()
+                while self._passes.is_first(run):
+                    self._passes.run(run, self._compute)
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], layers: Sequence[int] = ()) -> Sequence[Output]:
@@ -217,33 +234,21 @@ class CudaLlama(ReadableWeights):
             self.on_pass()
 
     def _send(self, run: DevicePass, batch: Batch) -> None:
-        """The table of the pass and the page tables that changed. What the device may still be reading is not written
-        before it has: pages are given out on a table of the host's own."""
+        """The table of the pass and the page tables that changed, once the device has read those before."""
         self._sent.synchronize()
         batch.write(run.fields, self._pages.padding)
         run.meta.copy_(run.staging, non_blocking=True)
-        if self._pages.changed:
-            self._send_pages(sorted(self._pages.changed))
-            self._pages.changed.clear()
+        self._table.send()
         self._sent.record()
 
-    def _send_pages(self, slots: list[int]) -> None:
-        self._staged_rows[slots] = self._pages.table[slots]
-        if len(slots) <= 4:
-            for slot in slots:
-                self._table[slot].copy_(self._staged_table[slot], non_blocking=True)
-        else:
-            top = slots[-1] + 1
-            self._table[:top].copy_(self._staged_table[:top], non_blocking=True)
-
     def _move(self) -> None:
-        """Branches that were kept move to where the sequence goes on; gathered first, so that no move hides another."""
+        """Branches that were kept move to where the sequence goes on."""
         if not self._moves:
             return
-        pairs = torch.tensor(self._moves, device=self.device)
+        begins = [0, *accumulate(len(each) // 2 for each in self._moves)]
+        table = torch.tensor([*begins, *chain.from_iterable(self._moves)], dtype=torch.int32, device=self.device)
+        kernels.move(self._cache, table[: len(begins)], table[len(begins) :])
         self._moves = []
-        (from_page, to_page), (from_place, to_place) = (pairs // PAGE).unbind(1), (pairs % PAGE).unbind(1)
-        self._cache[:, :, to_page, :, to_place] = self._cache[:, :, from_page, :, from_place]
 
     def _compute(self, run: DevicePass) -> None:
         """The whole pass over its rows."""
@@ -281,9 +286,9 @@ class CudaLlama(ReadableWeights):
         layer, (keys, values) = self._layers[index], self._cache[index]
         norms = None if layer.query_norm is None or layer.key_norm is None else (layer.query_norm, layer.key_norm)
         kernels.place_qkv(
-            joined, norms, self.config.norm_eps, q, keys, values, self._table, run.meta, self._angles, run.rows
+            joined, norms, self.config.norm_eps, q, keys, values, self._table.table, run.meta, self._angles, run.rows
         )
-        run.attention(q, keys, values, self._table, run.meta, mixed, self.config.sliding_window or 0)
+        run.attention(q, keys, values, self._table.table, run.meta, mixed, self.config.sliding_window or 0)
 
     def _output(self, run: DevicePass, judged: Tensor) -> Tensor:
         """[n, vocab] float32: the logits of the rows that are judged."""
@@ -292,14 +297,6 @@ class CudaLlama(ReadableWeights):
         out = torch.empty(len(judged), self.vocab_size, dtype=torch.float32, device=self.device)
         linear(work.next[judged], head.weight, head.bias, out, work, Around(scale=scale))
         return out
-
-
-class _NoEvent:
-    """Where there is no device to wait for: the kernels are interpreted, and done when they return."""
-
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None: ...
 
 
 def _dense(linear: object) -> Dense:

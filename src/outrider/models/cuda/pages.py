@@ -1,10 +1,11 @@
-"""The pages of a GPU: their table, which the kernels read, and the refusal of more than there are."""
+"""The pages of a GPU: their table on the host and on the device, and the refusal of more than there are."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from outrider.core.errors import OutriderError
 from outrider.models.pages import Holder, Pages
@@ -18,9 +19,9 @@ class TableHolder(Holder):
 
 
 class PageTable(Pages[TableHolder]):
-    def __init__(self, count: int, size: int, slots: int, longest: int) -> None:
-        """`count` pages of `size` tokens; at most `slots` sequences of at most `longest` tokens."""
-        super().__init__(count, size, first=TRASH + 1)
+    def __init__(self, count: int, size: int, slots: int, longest: int, ahead: int = 0) -> None:
+        """`count` pages of `size` tokens; at most `slots` sequences of at most `longest` tokens. `ahead`: as Pages."""
+        super().__init__(count, size, first=TRASH + 1, ahead=ahead)
         self.table = np.zeros((slots + 1, -(-longest // size) + 1), dtype=np.int32)  # the last row is all trash
         self.changed: set[int] = set()  # rows of the table
         self._slots = list(range(slots - 1, -1, -1))
@@ -49,3 +50,28 @@ class PageTable(Pages[TableHolder]):
     def _put(self, holder: TableHolder, place: int, page: int) -> None:
         self.table[holder.slot, place] = page
         self.changed.add(holder.slot)
+
+
+class DeviceTable:
+    """The table where the kernels read it. What the device may still be reading is not written before it has: pages are
+    given out on a table of the host's own."""
+
+    def __init__(self, pages: PageTable, device: torch.device) -> None:
+        self._pages = pages
+        self.table = torch.zeros(pages.table.shape, dtype=torch.int32, device=device)
+        self._staged = torch.zeros(pages.table.shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._rows = self._staged.numpy()
+
+    def send(self) -> None:
+        """The rows that changed; the copy that was sent before is done."""
+        slots = sorted(self._pages.changed)
+        if not slots:
+            return
+        self._rows[slots] = self._pages.table[slots]
+        if len(slots) <= 4:
+            for slot in slots:
+                self.table[slot].copy_(self._staged[slot], non_blocking=True)
+        else:
+            top = slots[-1] + 1
+            self.table[:top].copy_(self._staged[:top], non_blocking=True)
+        self._pages.changed.clear()

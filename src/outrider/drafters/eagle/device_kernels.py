@@ -1,0 +1,315 @@
+"""The kernels of an EAGLE head on a GPU beside those of the target, in Triton: what a row reads, and how drafts grow.
+
+A draft grows without the host. A stage runs `width` nodes of each sequence; of all their likeliest children the best
+are the nodes of the next stage, and in the end the best of all that were seen are the draft (in torch: `tree.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.models.cuda.batch import Field
+
+PART = 2048  # logits that one program looks through for the likeliest
+NEVER = -1e9  # the logarithm of probability 0, finite so that sums of it are no NaN
+LEAST = 1e-6  # probability to be reached below which a node is never part of a draft
+
+
+class StageField(IntEnum):
+    """The rows of a stage's table: those of a pass (Field), and these."""
+
+    SOURCE = len(Field)  # the row of the stage before whose state it reads
+    SEEN = len(Field) + 1  # its place among all nodes that were seen
+
+
+class SequenceField(IntEnum):
+    """The rows of the table of sequences, int32."""
+
+    SLOT = 0  # its row of the page table
+    LENGTH = 1  # committed rows
+    LAST = 2  # its last row of the pass that took them in
+    SIZE = 3  # nodes that its draft may have
+
+
+STAGE_FIELDS = len(Field) + len(StageField)
+
+_TOKEN = tl.constexpr(int(Field.TOKEN))
+_POSITION = tl.constexpr(int(Field.POSITION))
+_PLACE = tl.constexpr(int(Field.PLACE))
+_ROW_SLOT = tl.constexpr(int(Field.SLOT))
+_BASE = tl.constexpr(int(Field.BASE))
+_END = tl.constexpr(int(Field.END))
+_LOW = tl.constexpr(int(Field.LOW))
+_HIGH = tl.constexpr(int(Field.HIGH))
+_BLOCK_ROW = tl.constexpr(int(Field.BLOCK_ROW))
+_BLOCK_COUNT = tl.constexpr(int(Field.BLOCK_COUNT))
+_BLOCK_TREE = tl.constexpr(int(Field.BLOCK_TREE))
+_SOURCE = tl.constexpr(int(StageField.SOURCE))
+_SEEN = tl.constexpr(int(StageField.SEEN))
+_SLOT = tl.constexpr(int(SequenceField.SLOT))
+_LENGTH = tl.constexpr(int(SequenceField.LENGTH))
+_LAST = tl.constexpr(int(SequenceField.LAST))
+_SIZE = tl.constexpr(int(SequenceField.SIZE))
+_NEVER = tl.constexpr(NEVER)
+
+
+@triton.jit
+def _normed(x, gain, eps, size):
+    return x * tl.rsqrt(tl.sum(x * x, 0) / size + eps) * gain
+
+
+@triton.jit
+def _states(shown_ptr, source_ptr, gain_ptr, out_ptr, size, eps, LAYERS: tl.constexpr, NORM: tl.constexpr,
+            BLOCK: tl.constexpr):  # fmt: skip
+    """out [R, LAYERS, size]: the target's states that a row reads. NORM: each block's with a gain of its own."""
+    row, layer, column = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
+    inside = column < size
+    source = tl.load(source_ptr + row).to(tl.int64)
+    x = tl.load(shown_ptr + (source * LAYERS + layer) * size + column, mask=inside, other=0.0)
+    if NORM:
+        gain = tl.load(gain_ptr + layer * size + column, mask=inside, other=0.0).to(tl.float32)
+        x = _normed(x.to(tl.float32), gain, eps, size).to(x.dtype)
+    tl.store(out_ptr + (row * LAYERS + layer) * size + column, x, mask=inside)
+
+
+@triton.jit
+def _enter(token_ptr, table_ptr, state_ptr, source_ptr, embed_gain_ptr, state_gain_ptr, x_ptr, out_ptr, size, eps,
+           REPLACES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """What the first layer reads of a row, out [R, 2 size]: its token's embedding and the state before it, both normed.
+    The state goes on as the residual x; REPLACES: the normed one."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = column < size
+    token, source = tl.load(token_ptr + row).to(tl.int64), tl.load(source_ptr + row).to(tl.int64)
+    embedded = tl.load(table_ptr + token * size + column, mask=inside, other=0.0).to(tl.float32)
+    gain = tl.load(embed_gain_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * 2 * size + column, _normed(embedded, gain, eps, size).to(x_ptr.dtype.element_ty), inside)
+    state = tl.load(state_ptr + source * size + column, mask=inside, other=0.0)
+    gain = tl.load(state_gain_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    normed = _normed(state.to(tl.float32), gain, eps, size).to(x_ptr.dtype.element_ty)
+    tl.store(out_ptr + (row * 2 + 1) * size + column, normed, mask=inside)
+    tl.store(x_ptr + row * size + column, normed if REPLACES else state, mask=inside)
+
+
+@triton.jit
+def _finish(x_ptr, sequences_ptr, stride, gain_ptr, state_ptr, normed_ptr, size, eps, LAST: tl.constexpr,
+            OUTPUT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The last norm of some rows of x, and the state that the next stage reads of them. LAST: of each sequence's last
+    row; else of every row. OUTPUT: that state is the normed one."""
+    place, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = column < size
+    row = place
+    if LAST:
+        row = tl.load(sequences_ptr + _LAST * stride + place).to(tl.int64)
+    x = tl.load(x_ptr + row * size + column, mask=inside, other=0.0)
+    gain = tl.load(gain_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    normed = _normed(x.to(tl.float32), gain, eps, size).to(x.dtype)
+    tl.store(normed_ptr + place * size + column, normed, mask=inside)
+    tl.store(state_ptr + place * size + column, normed if OUTPUT else x, mask=inside)
+
+
+@triton.jit
+def _likeliest(logits_ptr, most_ptr, sum_ptr, value_ptr, index_ptr, size, sharpness,
+               WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Of each part of a row of logits: the WIDTH highest with their places, and what its softmax sums to."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + row * size + column, mask=column < size, other=float("-inf")) * sharpness
+    x = tl.where(tl.abs(x) < 1e30, x, float("-inf"))  # what overflowed is never likely
+    most = tl.max(x, 0)
+    level = tl.where(most == float("-inf"), 0.0, most)
+    at = row * PARTS + part
+    tl.store(most_ptr + at, most)
+    tl.store(sum_ptr + at, tl.sum(tl.exp(x - level), 0))
+    for place in tl.static_range(WIDTH):
+        high = tl.max(x, 0)
+        where = tl.min(tl.where(x == high, column, size), 0)
+        tl.store(value_ptr + at * WIDTH + place, high)
+        tl.store(index_ptr + at * WIDTH + place, tl.minimum(where, size - 1))
+        x = tl.where(column == where, float("-inf"), x)
+
+
+@triton.jit(do_not_specialize=["stage", "offset"])
+def _grow(
+    most_ptr, sum_ptr, value_ptr, index_ptr, ids_ptr, sequences_ptr, stride,
+    old_ptr, old_score_ptr, new_ptr, new_score_ptr, table_stride, seen_ptr, seen_score_ptr, stage, offset,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, SEEN: tl.constexpr,
+    RP: tl.constexpr, PP: tl.constexpr, CP: tl.constexpr, JP: tl.constexpr,
+):  # fmt: skip
+    """The children of the ROWS nodes that a sequence ran, among all that were seen, and the table of the next stage:
+    the best WIDTH of them. `seen` [sequences, 2, SEEN]: their tokens and parents."""
+    seq = tl.program_id(0).to(tl.int64)
+    row, part, choice = tl.arange(0, RP)[:, None], tl.arange(0, PP)[None, :], tl.arange(0, CP)[None, :]
+    at = (seq * ROWS + row) * PARTS + part
+    real = (row < ROWS) & (part < PARTS)
+    most = tl.load(most_ptr + at, mask=real, other=float("-inf"))
+    level = tl.max(most, 1)
+    level = tl.where(level == float("-inf"), 0.0, level)
+    total = tl.sum(tl.load(sum_ptr + at, mask=real, other=0.0) * tl.exp(most - level[:, None]), 1)
+    whole = level + tl.log(total)  # of a softmax over the row
+    at = (seq * ROWS + row) * PARTS * WIDTH + choice
+    real = (row < ROWS) & (choice < PARTS * WIDTH)
+    value = tl.load(value_ptr + at, mask=real, other=float("-inf"))
+    index = tl.load(index_ptr + at, mask=real, other=0)
+    ran = tl.arange(0, RP)
+    live = ran < ROWS
+    # the root was reached, and has no parent
+    reached = tl.where(stage > 0, tl.load(old_score_ptr + seq * WIDTH + ran, mask=live, other=0.0), 0.0)
+    parent = tl.where(stage > 0, tl.load(old_ptr + _SEEN * table_stride + seq * WIDTH + ran, mask=live, other=-1), -1)
+    tokens, parents, scores = seen_ptr + seq * 2 * SEEN, seen_ptr + (seq * 2 + 1) * SEEN, seen_score_ptr + seq * SEEN
+    for place in tl.static_range(WIDTH):
+        high = tl.max(value, 1)
+        where = tl.min(tl.where(value == high[:, None], choice, CP), 1)
+        taken = choice == where[:, None]
+        token = tl.sum(tl.where(taken, index, 0), 1)
+        value = tl.where(taken, float("-inf"), value)
+        score = tl.where(high > float("-inf"), reached + tl.minimum(high - whole, 0.0), _NEVER)
+        child = offset + ran * WIDTH + place
+        tl.store(tokens + child, tl.load(ids_ptr + token, mask=live, other=0).to(tl.int32), mask=live)
+        tl.store(parents + child, parent, mask=live)
+        tl.store(scores + child, score, mask=live)
+    tl.debug_barrier()
+    child = tl.arange(0, JP)
+    score = tl.load(scores + offset + child, mask=child < ROWS * WIDTH, other=float("-inf"))
+    slot = tl.load(sequences_ptr + _SLOT * stride + seq)
+    base = tl.load(sequences_ptr + _LENGTH * stride + seq)
+    for place in tl.static_range(WIDTH):
+        high = tl.max(score, 0)
+        best = tl.min(tl.where(score == high, child, JP), 0)
+        score = tl.where(child == best, float("-inf"), score)
+        source = best // WIDTH
+        path = old_ptr + seq * WIDTH + source
+        low = tl.where(stage > 0, tl.load(path + _LOW * table_stride), 0)
+        high_half = tl.where(stage > 0, tl.load(path + _HIGH * table_stride), 0)
+        node = stage * WIDTH + place
+        bit = 1 << (node % 32)
+        low |= tl.where(node < 32, bit, 0)
+        high_half |= tl.where(node < 32, 0, bit)
+        to = new_ptr + seq * WIDTH + place
+        tl.store(to + _TOKEN * table_stride, tl.load(tokens + offset + best))
+        tl.store(to + _POSITION * table_stride, base + stage)
+        tl.store(to + _PLACE * table_stride, base + node)
+        tl.store(to + _ROW_SLOT * table_stride, slot)
+        tl.store(to + _BASE * table_stride, base)
+        tl.store(to + _END * table_stride, base + (stage + 1) * WIDTH)
+        tl.store(to + _LOW * table_stride, low)
+        tl.store(to + _HIGH * table_stride, high_half)
+        tl.store(to + _BLOCK_ROW * table_stride, (seq * WIDTH + place).to(tl.int32))
+        tl.store(to + _BLOCK_COUNT * table_stride, 1)
+        tl.store(to + _BLOCK_TREE * table_stride, 1)
+        tl.store(to + _SOURCE * table_stride, (seq * ROWS + source).to(tl.int32))
+        tl.store(to + _SEEN * table_stride, offset + best)
+        tl.store(new_score_ptr + seq * WIDTH + place, high)
+
+
+@triton.jit
+def _collect(seen_ptr, seen_score_ptr, sequences_ptr, stride, rank_ptr, out_ptr, least,
+             SEEN: tl.constexpr, SP: tl.constexpr, MOST: tl.constexpr):  # fmt: skip
+    """The draft of each sequence, out [sequences, 1 + 3 MOST]: how many nodes, then their tokens, parents and
+    probabilities (as bits): the best of all that were seen, parents first."""
+    seq, node = tl.program_id(0).to(tl.int64), tl.arange(0, SP)
+    inside = node < SEEN
+    reached = tl.load(seen_score_ptr + seq * SEEN + node, mask=inside, other=float("-inf"))
+    score = tl.where(reached >= least, reached, float("-inf"))
+    chosen = tl.zeros([SP], tl.int32)
+    for _ in range(tl.load(sequences_ptr + _SIZE * stride + seq)):
+        high = tl.max(score, 0)
+        best = tl.where(high > float("-inf"), tl.min(tl.where(score == high, node, SP), 0), SP)  # SP: none is left
+        chosen = tl.where(node == best, 1, chosen)
+        score = tl.where(node == best, float("-inf"), score)
+    rank = tl.cumsum(chosen, 0) - 1
+    tl.store(rank_ptr + seq * SEEN + node, rank, mask=inside)
+    tl.debug_barrier()
+    kept = chosen == 1
+    parent = tl.load(seen_ptr + (seq * 2 + 1) * SEEN + node, mask=kept, other=-1)
+    above = parent >= 0
+    place = tl.load(rank_ptr + seq * SEEN + parent, mask=above, other=-1)
+    before = tl.load(seen_score_ptr + seq * SEEN + parent, mask=above, other=0.0)
+    probability = tl.exp(tl.minimum(reached - before, 0.0))
+    out = out_ptr + seq * (1 + 3 * MOST)
+    tl.store(out, tl.sum(chosen, 0))
+    tl.store(out + 1 + rank, tl.load(seen_ptr + seq * 2 * SEEN + node, mask=kept, other=0), mask=kept)
+    tl.store(out + 1 + MOST + rank, place, mask=kept)
+    tl.store(out + 1 + 2 * MOST + rank, probability.to(tl.int32, bitcast=True), mask=kept)
+
+
+def states(shown: Tensor, source: Tensor, gains: Tensor | None, out: Tensor, eps: float) -> None:
+    """out [rows, layers * hidden] of shown [any, layers, hidden]."""
+    layers, size = shown.shape[1:]
+    _states[(len(out), layers)](
+        shown, source, gains, out, size, eps, layers, gains is not None, triton.next_power_of_2(size), num_warps=4
+    )
+
+
+def enter(
+    tokens: Tensor, embedding: Tensor, state: Tensor, source: Tensor, gains: tuple[Tensor, Tensor],
+    x: Tensor, out: Tensor, eps: float, replaces: bool,
+) -> None:  # fmt: skip
+    """`gains`: of the embedding's norm and of the state's."""
+    rows, size = x.shape
+    _enter[(rows,)](
+        tokens, embedding, state, source, *gains, x, out, size, eps, replaces, triton.next_power_of_2(size),
+        num_warps=4,
+    )  # fmt: skip
+
+
+def finish(x: Tensor, gain: Tensor, state: Tensor, normed: Tensor, eps: float, output: bool,
+           sequences: Tensor | None = None) -> None:  # fmt: skip
+    """`sequences`: take each one's last row of x; None: every row."""
+    rows, size = state.shape
+    stride = 0 if sequences is None else sequences.stride(0)
+    _finish[(rows,)](
+        x, sequences, stride, gain, state, normed, size, eps, sequences is not None, output,
+        triton.next_power_of_2(size), num_warps=4,
+    )  # fmt: skip
+
+
+class Growth:
+    """The memory in which the drafts of `sequences` sequences grow, and the kernels over it."""
+
+    def __init__(self, sequences: int, width: int, stages: int, most: int, ids: Tensor) -> None:
+        """`width` nodes of a sequence are run at each of `stages` stages; a draft has at most `most` nodes. `ids`: the
+        tokens that the head writes."""
+        self.sequences, self.width, self.stages, self._most, self._ids = sequences, width, stages, most, ids
+        device, rows = ids.device, sequences * width
+        self._parts = triton.cdiv(len(ids), PART)
+        self._count = width + stages * width * width  # nodes that are seen
+        # of every stage, and of one that is chosen last and not run
+        self.tables = torch.zeros(stages + 1, STAGE_FIELDS, rows, dtype=torch.int32, device=device)
+        self._scores = torch.zeros(stages + 1, rows, device=device)
+        self._most_of, self._sum_of = torch.empty(2, rows * self._parts, device=device)
+        self._values = torch.empty(rows * self._parts * width, device=device)
+        self._indices = torch.empty(rows * self._parts * width, dtype=torch.int32, device=device)
+        self._seen = torch.zeros(sequences * 2 * self._count, dtype=torch.int32, device=device)
+        self._seen_scores = torch.zeros(sequences * self._count, device=device)
+        self._ranks = torch.zeros(sequences * self._count, dtype=torch.int32, device=device)
+        self.found = torch.zeros(sequences, 1 + 3 * most, dtype=torch.int32, device=device)
+
+    def choose(self, stage: int, logits: Tensor, sequences: Tensor, sharpness: float) -> None:
+        """The nodes of this stage, of what the head says after the nodes of the one before (after the committed text:
+        stage 0)."""
+        size, width, parts = logits.shape[1], self.width, self._parts
+        rows, power = len(logits) // self.sequences, triton.next_power_of_2
+        _likeliest[(len(logits), parts)](
+            logits, self._most_of, self._sum_of, self._values, self._indices, size, sharpness, width, parts, PART,
+            num_warps=4,
+        )  # fmt: skip
+        before = max(stage - 1, 0)
+        offset = 0 if stage == 0 else width + (stage - 1) * width * width
+        _grow[(self.sequences,)](
+            self._most_of, self._sum_of, self._values, self._indices, self._ids, sequences, sequences.stride(0),
+            self.tables[before], self._scores[before], self.tables[stage], self._scores[stage], self.tables.stride(1),
+            self._seen, self._seen_scores, stage, offset, rows, width, parts, self._count,
+            power(rows), power(parts), power(parts * width), power(rows * width), num_warps=4,
+        )  # fmt: skip
+
+    def collect(self, sequences: Tensor, stop: float) -> None:
+        _collect[(self.sequences,)](
+            self._seen, self._seen_scores, sequences, sequences.stride(0), self._ranks, self.found,
+            math.log(max(stop, LEAST)), self._count, triton.next_power_of_2(self._count), self._most, num_warps=4,
+        )  # fmt: skip

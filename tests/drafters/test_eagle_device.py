@@ -1,0 +1,143 @@
+"""EAGLE on a GPU: the kernels, interpreted on a CPU, say and draft what the head in torch does."""
+
+import functools
+
+import pytest
+import torch
+from eagle_forms import FORMS, at_work
+from tiny import VOCAB, eagle_head, family, outputs, plainly, prompts, run
+
+from outrider import drafters
+from outrider.core.dice import Dice
+from outrider.core.params import SamplingParams
+from outrider.core.sequence import Sequence
+from outrider.drafters.base import BuildContext
+from outrider.drafters.eagle.device_runner import DeviceRunner
+from outrider.drafters.eagle.drafter import Eagle, start
+from outrider.drafters.eagle.runner import DraftShape
+from outrider.drafters.eagle.torch_runner import DenseRunner
+from outrider.drafters.eagle.tree import grow
+from outrider.models.cuda.model import CudaLlama
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled: tests/gpu"),
+    # rows of padding hold whatever was in memory
+    pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning"),
+]
+
+CHAIN = DraftShape(3, 1, 3, 1.0, 0.0)
+TREE = DraftShape(3, 3, 9, 1.0 / 0.75, 0.02)
+TEXTS = [torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (18, 37, 4)]
+
+
+@functools.cache
+def target():
+    model = family("llama")[1]
+    return CudaLlama(model.config, model.weights, 1 << 22)
+
+
+@functools.cache
+def head(form):
+    torch.manual_seed(7)
+    return eagle_head(target(), **FORMS[form]).requires_grad_(False)
+
+
+def device(form, shape):
+    return DeviceRunner(head(form), target(), target().capacity, shape)
+
+
+@pytest.mark.parametrize("form", ["normed together", "all its own"])
+def test_a_head_on_a_device_says_what_it_says_in_torch(form):
+    model, texts = family("llama")[1], [text[:8] for text in TEXTS[:2]]
+    wanted = at_work(DenseRunner(head(form), model), head(form), model, texts, (3, 3))
+    said = at_work(device(form, CHAIN), head(form), model, texts, (3, 3))
+    for ours, torchs in zip(said, wanted, strict=True):
+        torch.testing.assert_close(ours, torchs, atol=1e-3, rtol=1e-4)
+
+
+@functools.cache
+def shown(layers):
+    """Some states for all texts, as if a target had shown them."""
+    made = torch.Generator().manual_seed(1)
+    return [torch.randn(len(text), layers, target().config.hidden_size, generator=made) for text in TEXTS]
+
+
+def in_torch(own, shape, sizes):
+    """The same drafts by the code that a CPU runs."""
+    runner, ids = DenseRunner(own, family("llama")[1]), range(len(TEXTS))
+    hidden = torch.cat([part[:-1] for part in shown(len(own.reads))])
+    ahead = runner.extend(ids, [text[1:] for text in TEXTS], hidden)
+
+    def offers(logits, paths, depth):
+        best = torch.log_softmax(logits * shape.sharpness, -1).topk(shape.width)
+        return own.draft_ids[best.indices], best.values
+
+    return grow(runner, ids, ahead, offers, shape.depth, sizes, shape.stop)
+
+
+def paths(grown):
+    """Probability by path from the root."""
+    named = []
+    for token, parent in zip(grown.tokens, grown.parents, strict=True):
+        assert parent < len(named)
+        named.append((*(named[parent] if parent >= 0 else ()), token))
+    return dict(zip(named, grown.acceptance, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("form", "shape"),
+    [("eagle-3", TREE), ("cut, two layers, normed output", CHAIN), ("cut, two layers, normed output", TREE)],
+    ids=["tree", "chain of a head with two layers", "its tree"],
+)
+def test_drafts_that_grow_on_the_device_are_those_that_grow_on_the_host(form, shape):
+    """What was committed comes in two parts, of which the second is of fewer sequences."""
+    own, sizes = head(form), [shape.nodes, shape.nodes - 1, 1]
+    first, second, _ = in_torch(own, shape, sizes)
+    runner, hidden, ids = device(form, shape), shown(len(own.reads)), [0, 1, 2]
+    runner.write(ids, [text[1:3] for text in TEXTS], [[(part, range(2))] for part in hidden], sizes)
+    rest = [[(part[:9], range(2, 9)), (part[9:], range(len(part) - 10))] for part in hidden[:2]]
+    written = runner.write(ids[:2], [text[3:] for text in TEXTS[:2]], rest, sizes[:2])
+    for ours, host in zip(written, (first, second), strict=True):
+        assert paths(ours) == pytest.approx(paths(host), rel=2e-3)
+        assert ours.tokens
+
+
+def test_a_head_whose_numbers_overflow_drafts_nothing():
+    runner = device("eagle-3", TREE)
+    hidden = torch.full((1, len(head("eagle-3").reads), target().config.hidden_size), torch.nan)
+    (grown,) = runner.write([0], [[1]], [[(hidden, [0])]], [9])
+    assert grown.tokens == []
+
+
+def test_a_prefix_that_was_taken_in_before_is_taken_by_the_next():
+    own, text = head("eagle-3"), TEXTS[1]
+    runner, hidden = device("eagle-3", TREE), shown(len(own.reads))[1]
+    (wanted,) = runner.write([0], [text[1:]], [[(hidden, range(36))]], [9])
+    runner.keep(0, text, "a")
+    assert runner.begin(1, text, "b") == 0
+    assert runner.begin(2, text, "a") == 32
+    runner.resume(2, text[:33])
+    (found,) = runner.write([2], [text[33:]], [[(hidden, range(32, 36))]], [9])
+    assert paths(found) == pytest.approx(paths(wanted), rel=1e-3)
+
+
+def test_texts_equal_plain_decoding():
+    """Two prompts at once; the sampled one takes the way on which the host looks on."""
+    asked, params = prompts(2, vocab=VOCAB), [SamplingParams(4), SamplingParams(3, 1.0, seed=1)]
+    wanted = [
+        plainly(family("llama")[1], prompt, each, dice=Dice(1)) for prompt, each in zip(asked, params, strict=True)
+    ]
+    context = BuildContext(target(), load=None, heads={"it": head("eagle-3")})
+    drafter = drafters.build("eagle:head=it,tree=6,width=3,length=3", context)
+    assert isinstance(drafter, Eagle)
+    assert isinstance(drafter._runner, DeviceRunner)
+    seqs = [Sequence(i, list(asked[i]), params[i], dice=Dice(1)) for i in range(2)]
+    run(target(), drafter, seqs)
+    assert outputs(seqs) == outputs(wanted)
+    assert all(seq.stats.drafted for seq in seqs)
+
+
+def test_what_the_kernels_cannot_do_runs_in_torch():
+    for shape in (DraftShape(70, 1, 70, 1.0, 0.0), DraftShape(8, 16, 64, 1.0, 0.0)):
+        assert isinstance(start(head("eagle-3"), target(), "auto", shape=shape), DenseRunner)
+    assert isinstance(start(eagle_head(target(), layers=()), target(), "auto", shape=CHAIN), DenseRunner)
