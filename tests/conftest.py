@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import on_vllm
@@ -157,6 +158,12 @@ def tiny_mute(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def vllm_python() -> Path:
     """The Python of vLLM's own environment."""
     return on_vllm.install()
+
+
+@pytest.fixture(scope="session")
+def vllm_sessions(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[on_vllm.Sessions]:
+    with on_vllm.sessions(tmp_path_factory.mktemp("sessions") / "log") as found:
+        yield found
 
 
 @functools.cache

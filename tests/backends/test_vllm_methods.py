@@ -1,4 +1,4 @@
-"""The drafters of vLLM that read heads, with heads that we have written: about half a minute for each engine."""
+"""The drafters of vLLM that read heads, with heads that we have written: about 10 s for each engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from on_vllm import EAGER, run, session
+from on_vllm import EAGER, run
 from tiny import eagle_head, lesson, medusa_head
 
 from outrider import LLM, SamplingParams
@@ -74,10 +74,11 @@ def kept_by_us(kind, head, folder):
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_of_ours_drafts_there(kind, head, texts, wide_folder, vllm_python):
+def test_a_head_of_ours_drafts_there(kind, head, texts, wide_folder, vllm_sessions):
     word = KINDS[kind][3]  # `eagle` is enough for both
     draft = f"{word}:head={head(kind)},length={LENGTH}"
-    answers = session(TASKS, model=str(wide_folder), draft=draft, engine_args={**EAGER, "max_model_len": 512})["each"]
+    args = {**EAGER, "max_model_len": 512}
+    answers = vllm_sessions.open(TASKS, model=str(wide_folder), draft=draft, engine_args=args)["each"]
     assert [answer["token_ids"] for answer in answers] == [text.token_ids for text in texts]
     for answer in answers:
         stats = answer["stats"]

@@ -1,11 +1,11 @@
-"""The real vLLM behind our Backend, in its own environment: three engines are opened, about a minute each."""
+"""The real vLLM behind our Backend, in its own environment: three engines are opened, 10 to 30 s each."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-from on_vllm import ROOT, install, run, session
+from on_vllm import ROOT, install, run
 
 from outrider import build
 from outrider.core.request import Request
@@ -64,14 +64,15 @@ def draft(wide_twin):
 
 
 @pytest.fixture(scope="module")
-def plain(target, vllm_python):
+def plain(target, vllm_sessions):
     biased = {"prompt": "x", "params": {"logit_bias": {"65": 100.0}, "max_tokens": 3}}
     tasks = {"each": [*GREEDY, CHAT, {"prompt": "x", "params": FORBIDDEN}, biased, SAMPLED, SAMPLED]}
-    return session({**tasks, "held": [*HELD, BAD_GRAMMAR]}, model=str(target), draft="none", engine_args=ARGS)
+    tasks |= {"held": [*HELD, BAD_GRAMMAR]}
+    return vllm_sessions.open(tasks, model=str(target), draft="none", engine_args=ARGS)
 
 
 @pytest.fixture(scope="module")
-def drafted(target, draft, plain):
+def drafted(target, draft, plain, vllm_sessions):
     stopped = {"prompt": PROMPTS[0], "params": {**GREEDY[0]["params"], "stop": [stop_string(plain)]}}
     tasks = {
         "each": [*GREEDY, CHAT, *SHAPED, stopped, *(task for task, _ in REFUSED)],
@@ -80,7 +81,7 @@ def drafted(target, draft, plain):
         "streamed": CHAT,
         "cancelled": {"prompt": "the fox", "params": {"max_tokens": 400, "ignore_eos": True}},
     }
-    return session(tasks, model=str(target), draft=f"draft_model:model={draft},length=4", engine_args=ARGS)
+    return vllm_sessions.open(tasks, model=str(target), draft=f"draft_model:model={draft},length=4", engine_args=ARGS)
 
 
 def stop_string(plain):
@@ -207,14 +208,13 @@ def test_the_config_file_answers_a_file_of_queries(tmp_path, target, draft, plai
     assert all(line["stats"]["accepted"] > 0 for line in lines)
 
 
-def test_the_command_that_installs_it():
+def test_the_command_that_installs_it(vllm_sessions):
     """`make vllm` has been given for all of these tests; given again, it finds all in place and changes nothing."""
     python = install()
     before = python.stat().st_ctime_ns
     assert install() == python
     assert python.stat().st_ctime_ns == before
-    told = run("-c", "import vllm, outrider; print(vllm.__version__, outrider.__file__)").stdout
-    assert told.split() == ["0.32.0", f"{ROOT}/src/outrider/__init__.py"]
+    assert vllm_sessions.versions == {"vllm": "0.32.0", "outrider": f"{ROOT}/src/outrider/__init__.py"}
 
 
 def test_check_explains(tmp_path, target, draft):

@@ -1,8 +1,10 @@
-"""Opens one vLLM behind our Backend and lets it answer: a plan as JSON on stdin, what came of it as JSON on stdout.
+"""Opens one vLLM after the other behind our Backend and lets each answer: a plan as a line of JSON on stdin, what came
+of it as a line on stdout, until stdin ends. The first line on stdout says which vLLM and which outrider these are.
 
-    python vllm_session.py < plan.json
+    python vllm_session.py < plans.jsonl
 
-It runs in vLLM's own environment, for tests/backends/test_vllm_real.py.
+It runs in vLLM's own environment (tests/on_vllm.py): importing vLLM takes as long as opening a tiny model, and is done
+once for all of them.
 """
 
 from __future__ import annotations
@@ -11,6 +13,9 @@ import json
 import sys
 from typing import Any
 
+import vllm
+
+import outrider
 from outrider import build
 from outrider.backends.base import Backend
 from outrider.core.errors import OutriderError
@@ -20,11 +25,16 @@ from outrider.settings import from_mapping
 
 
 def main() -> None:
-    plan = json.load(sys.stdin)
+    print(json.dumps({"vllm": vllm.__version__, "outrider": outrider.__file__}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answers(json.loads(line))), flush=True)
+
+
+def answers(plan: dict[str, Any]) -> dict[str, Any]:
     backend = build.backend(from_mapping(plan["settings"]))
     said = {"context": backend.context, "notes": backend.notes}
     try:
-        print(json.dumps({**said, **{name: VERBS[name](backend, each) for name, each in plan["tasks"].items()}}))
+        return {**said, **{name: VERBS[name](backend, each) for name, each in plan["tasks"].items()}}
     finally:
         backend.close()
 
