@@ -12,11 +12,13 @@ from outrider.core.dice import Dice
 from outrider.core.params import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext
+from outrider.drafters.eagle.device_kernels import Growth, SequenceField
 from outrider.drafters.eagle.device_runner import DeviceRunner
 from outrider.drafters.eagle.drafter import Eagle, start
-from outrider.drafters.eagle.runner import DraftShape
+from outrider.drafters.eagle.runner import DraftRequest, DraftShape
 from outrider.drafters.eagle.torch_runner import DenseRunner
 from outrider.drafters.eagle.tree import grow
+from outrider.drafters.heads.chooser import BLUR
 from outrider.models.cuda.model import CudaLlama
 
 pytestmark = [
@@ -93,10 +95,11 @@ def test_drafts_that_grow_on_the_device_are_those_that_grow_on_the_host(form, sh
     """What was committed comes in two parts, of which the second is of fewer sequences."""
     own, sizes = head(form), [shape.nodes, shape.nodes - 1, 1]
     first, second, _ = in_torch(own, shape, sizes)
+    asked = [DraftRequest(size) for size in sizes]
     runner, hidden, ids = device(form, shape), shown(len(own.reads)), [0, 1, 2]
-    runner.write(ids, [text[1:3] for text in TEXTS], [[(part, range(2))] for part in hidden], sizes)
+    runner.write(ids, [text[1:3] for text in TEXTS], [[(part, range(2))] for part in hidden], asked)
     rest = [[(part[:9], range(2, 9)), (part[9:], range(len(part) - 10))] for part in hidden[:2]]
-    written = runner.write(ids[:2], [text[3:] for text in TEXTS[:2]], rest, sizes[:2])
+    written = runner.write(ids[:2], [text[3:] for text in TEXTS[:2]], rest, asked[:2])
     for ours, host in zip(written, (first, second), strict=True):
         assert paths(ours) == pytest.approx(paths(host), rel=2e-3)
         assert ours.tokens
@@ -105,25 +108,50 @@ def test_drafts_that_grow_on_the_device_are_those_that_grow_on_the_host(form, sh
 def test_a_head_whose_numbers_overflow_drafts_nothing():
     runner = device("eagle-3", TREE)
     hidden = torch.full((1, len(head("eagle-3").reads), target().config.hidden_size), torch.nan)
-    (grown,) = runner.write([0], [[1]], [[(hidden, [0])]], [9])
+    (grown,) = runner.write([0], [[1]], [[(hidden, [0])]], [DraftRequest(9)])
     assert grown.tokens == []
+
+
+def test_sampled_drafts_share_the_noise_of_the_target():
+    ids, dice, position = torch.arange(1, 120, 2), Dice(5), 31
+    logits = torch.randn(2, 60, generator=torch.Generator().manual_seed(1))
+    growth = Growth(2, 3, 0, 3, ids)
+    table = torch.zeros(len(SequenceField), 2, dtype=torch.int32)
+    table[SequenceField.SIZE] = 3
+    table[SequenceField.TOKENS] = position
+    table[SequenceField.TEMPERATURE, 1] = torch.tensor(0.7).view(torch.int32)
+    low, high = torch.tensor([signed(dice.key)]).view(torch.int32)
+    table[SequenceField.KEY_LOW, 1], table[SequenceField.KEY_HIGH, 1] = low, high
+    growth.choose(0, logits, table, 1.0)
+    growth.collect(table, 0.0)
+    noise = dice.noise(position, ids).log()
+    laws = torch.stack([logits[0].double(), (logits[1].double() / 0.7 - noise) / BLUR]).softmax(1)
+    for row, law in zip(growth.found, laws, strict=True):
+        wanted = law.topk(3)
+        assert sorted(row[1:4].tolist()) == sorted(ids[wanted.indices].tolist())
+        assert sorted(row[7:].view(torch.float32).tolist()) == pytest.approx(sorted(wanted.values.tolist()), rel=1e-4)
+
+
+def signed(key):
+    return key - (1 << 64) if key >= 1 << 63 else key
 
 
 def test_a_prefix_that_was_taken_in_before_is_taken_by_the_next():
     own, text = head("eagle-3"), TEXTS[1]
     runner, hidden = device("eagle-3", TREE), shown(len(own.reads))[1]
-    (wanted,) = runner.write([0], [text[1:]], [[(hidden, range(36))]], [9])
+    (wanted,) = runner.write([0], [text[1:]], [[(hidden, range(36))]], [DraftRequest(9)])
     runner.keep(0, text, "a")
     assert runner.begin(1, text, "b") == 0
     assert runner.begin(2, text, "a") == 32
     runner.resume(2, text[:33])
-    (found,) = runner.write([2], [text[33:]], [[(hidden, range(32, 36))]], [9])
+    (found,) = runner.write([2], [text[33:]], [[(hidden, range(32, 36))]], [DraftRequest(9)])
     assert paths(found) == pytest.approx(paths(wanted), rel=1e-3)
 
 
 def test_texts_equal_plain_decoding():
-    """Two prompts at once; the sampled one takes the way on which the host looks on."""
-    asked, params = prompts(2, vocab=VOCAB), [SamplingParams(4), SamplingParams(3, 1.0, seed=1)]
+    """Two prompts at once; the host looks on where penalties are asked for."""
+    penalised = SamplingParams(3, 1.0, seed=1, repetition_penalty=1.2)
+    asked, params = prompts(2, vocab=VOCAB), [SamplingParams(4), penalised]
     wanted = [
         plainly(family("llama")[1], prompt, each, dice=Dice(1)) for prompt, each in zip(asked, params, strict=True)
     ]

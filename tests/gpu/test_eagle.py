@@ -27,7 +27,7 @@ def paths(grown):
 def test_drafts_of_the_graphs_are_those_in_torch(form, depth, width, nodes, sequences):
     """Short texts and one past the length up to which one program takes all keys; eager, captured and replayed."""
     from outrider.drafters.eagle.device_runner import DeviceRunner
-    from outrider.drafters.eagle.runner import DraftShape
+    from outrider.drafters.eagle.runner import DraftRequest, DraftShape
     from outrider.drafters.eagle.torch_runner import DenseRunner
     from outrider.drafters.eagle.tree import grow
 
@@ -49,7 +49,7 @@ def test_drafts_of_the_graphs_are_those_in_torch(form, depth, width, nodes, sequ
         hidden = torch.randn(sequences * count, len(own.reads), 64, generator=made, device="cuda")
         wanted = grow(plain, ids, plain.extend(ids, tokens, hidden), offers, depth, sizes, 0.0)
         shown = [[(hidden, range(id * count, id * count + count))] for id in ids]
-        written = device.write(ids, tokens, shown, sizes)
+        written = device.write(ids, tokens, shown, [DraftRequest(size) for size in sizes])
         for ours, host in zip(map(paths, written), map(paths, wanted), strict=True):
             common = ours.keys() & host.keys()
             assert len(common) >= 0.8 * len(host)  # where probabilities are all but equal, either may be kept

@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from outrider.drafters.heads.chooser import BLUR
 from outrider.models.cuda.batch import Field
+from outrider.models.cuda.kernels import mix32, mix64
 
 PART = 2048  # logits that one program looks through for the likeliest
 NEVER = -1e9  # the logarithm of probability 0, finite so that sums of it are no NaN
@@ -35,6 +37,10 @@ class SequenceField(IntEnum):
     LENGTH = 1  # committed rows
     LAST = 2  # its last row of the pass that took them in
     SIZE = 3  # nodes that its draft may have
+    TOKENS = 4  # of its text
+    TEMPERATURE = 5  # the bits of a float; 0: the likeliest tokens
+    KEY_LOW = 6  # of its dice
+    KEY_HIGH = 7
 
 
 STAGE_FIELDS = len(Field) + len(StageField)
@@ -56,7 +62,12 @@ _SLOT = tl.constexpr(int(SequenceField.SLOT))
 _LENGTH = tl.constexpr(int(SequenceField.LENGTH))
 _LAST = tl.constexpr(int(SequenceField.LAST))
 _SIZE = tl.constexpr(int(SequenceField.SIZE))
+_TOKENS = tl.constexpr(int(SequenceField.TOKENS))
+_TEMPERATURE = tl.constexpr(int(SequenceField.TEMPERATURE))
+_KEY_LOW = tl.constexpr(int(SequenceField.KEY_LOW))
+_KEY_HIGH = tl.constexpr(int(SequenceField.KEY_HIGH))
 _NEVER = tl.constexpr(NEVER)
+_BLUR = tl.constexpr(BLUR)
 
 
 @triton.jit
@@ -114,12 +125,35 @@ def _finish(x_ptr, sequences_ptr, stride, gain_ptr, state_ptr, normed_ptr, size,
 
 
 @triton.jit
-def _likeliest(logits_ptr, most_ptr, sum_ptr, value_ptr, index_ptr, size, sharpness,
-               WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Of each part of a row of logits: the WIDTH highest with their places, and what its softmax sums to."""
+def _scores(x, token, temperature, position, key_low, key_high):
+    """How likely the target is to take each token under its own noise (core.dice), relative to each other."""
+    key = key_low.to(tl.uint32, bitcast=True).to(tl.uint64) | (key_high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32)
+    key = mix64(key ^ mix64(position.to(tl.uint64) * 8))  # the stream of NOISE is 0
+    first, second = (key >> 32).to(tl.uint32), key.to(tl.uint32)
+    bits = mix32(mix32(token.to(tl.uint32) ^ first) ^ second)
+    noise = -tl.log((bits.to(tl.float32) + 0.5) / 4294967296.0)
+    return (x / temperature - tl.log(tl.maximum(noise, 1e-30))) / _BLUR
+
+
+@triton.jit(do_not_specialize=["stage"])
+def _likeliest(
+    logits_ptr, ids_ptr, sequences_ptr, stride, most_ptr, sum_ptr, value_ptr, index_ptr, size, sharpness, stage,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of each part of a row of logits: the WIDTH highest with their places, and what its softmax sums to. ROWS of them
+    belong to a sequence."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits_ptr + row * size + column, mask=column < size, other=float("-inf")) * sharpness
+    x = tl.load(logits_ptr + row * size + column, mask=column < size, other=float("-inf"))
+    sequence = sequences_ptr + row // ROWS
+    temperature = tl.load(sequence + _TEMPERATURE * stride).to(tl.float32, bitcast=True)
+    if temperature > 0:
+        token = tl.load(ids_ptr + column, mask=column < size, other=0)
+        position = tl.load(sequence + _TOKENS * stride) + stage
+        low, high_half = tl.load(sequence + _KEY_LOW * stride), tl.load(sequence + _KEY_HIGH * stride)
+        x = _scores(x, token, temperature, position, low, high_half)
+    else:
+        x = x * sharpness
     x = tl.where(tl.abs(x) < 1e30, x, float("-inf"))  # what overflowed is never likely
     most = tl.max(x, 0)
     level = tl.where(most == float("-inf"), 0.0, most)
@@ -296,8 +330,8 @@ class Growth:
         size, width, parts = logits.shape[1], self.width, self._parts
         rows, power = len(logits) // self.sequences, triton.next_power_of_2
         _likeliest[(len(logits), parts)](
-            logits, self._most_of, self._sum_of, self._values, self._indices, size, sharpness, width, parts, PART,
-            num_warps=4,
+            logits, self._ids, sequences, sequences.stride(0), self._most_of, self._sum_of, self._values, self._indices,
+            size, sharpness, stage, rows, width, parts, PART, num_warps=4,
         )  # fmt: skip
         before = max(stage - 1, 0)
         offset = 0 if stage == 0 else width + (stage - 1) * width * width

@@ -18,7 +18,7 @@ from outrider.drafters.eagle import device_kernels
 from outrider.drafters.eagle.device_head import DeviceHead
 from outrider.drafters.eagle.device_kernels import STAGE_FIELDS, Growth, SequenceField, StageField
 from outrider.drafters.eagle.head import EagleHead
-from outrider.drafters.eagle.runner import DraftShape, Grown, HeadOutput, ShownStates
+from outrider.drafters.eagle.runner import DraftRequest, DraftShape, Grown, HeadOutput, ShownStates
 from outrider.models.base import Feed
 from outrider.models.cuda import kernels
 from outrider.models.cuda.attention import Attention, PartSums, chunk_keys
@@ -94,11 +94,13 @@ class DeviceRunner:
         self._pages.name(id, tokens[: self._pages.length(id) + 1], tenant)
 
     @torch.inference_mode()
-    def write(self, ids: Seq[int], tokens: Seq[Seq[int]], shown: Seq[Seq[ShownStates]], sizes: Seq[int]) -> list[Grown]:
+    def write(
+        self, ids: Seq[int], tokens: Seq[Seq[int]], shown: Seq[Seq[ShownStates]], asked: Seq[DraftRequest]
+    ) -> list[Grown]:
         found: list[Grown] = []
         for begin in range(0, len(ids), TOGETHER):
             some = slice(begin, begin + TOGETHER)
-            found += self._write(ids[some], tokens[some], shown[some], sizes[some])
+            found += self._write(ids[some], tokens[some], shown[some], asked[some])
         return found
 
     @torch.inference_mode()
@@ -108,7 +110,7 @@ class DeviceRunner:
         for begin in range(0, len(ids), TOGETHER):
             some = slice(begin, begin + TOGETHER)
             shown = [[(part, range(len(part)))] for part in parts[some]]
-            group, _ = self._take_in(ids[some], tokens[some], shown, [0] * len(ids[some]))
+            group, _ = self._take_in(ids[some], tokens[some], shown, [DraftRequest(0)] * len(ids[some]))
             states.append(group.state[: len(shown)].clone())
             logits.append(group.logits[: len(shown)].clone())
         return HeadOutput(torch.cat(states), torch.cat(logits))
@@ -153,9 +155,9 @@ class DeviceRunner:
         return table
 
     def _write(
-        self, ids: Seq[int], tokens: Seq[Seq[int]], shown: Seq[Seq[ShownStates]], sizes: Seq[int]
+        self, ids: Seq[int], tokens: Seq[Seq[int]], shown: Seq[Seq[ShownStates]], asked: Seq[DraftRequest]
     ) -> list[Grown]:
-        group, longest = self._take_in(ids, tokens, shown, sizes)
+        group, longest = self._take_in(ids, tokens, shown, asked)
         self._launch((group.growth.sequences, longest), partial(self._grow, group, longest))
         self._done.record()
         self._done.synchronize()
@@ -220,7 +222,7 @@ class DeviceRunner:
         return x
 
     def _take_in(
-        self, ids: Seq[int], tokens: Seq[Seq[int]], shown: Seq[Seq[ShownStates]], sizes: Seq[int]
+        self, ids: Seq[int], tokens: Seq[Seq[int]], shown: Seq[Seq[ShownStates]], asked: Seq[DraftRequest]
     ) -> tuple[_Group, int]:
         """What was committed; the group in which what follows is found, and for how long texts its pass is made."""
         group = self._group(len(ids))
@@ -237,7 +239,7 @@ class DeviceRunner:
         self._sent.synchronize()
         device, host = (self._sent_table, self._staging) if few else self._larger(fields)
         begin = len(SequenceField) * count
-        self._stage_sequences(host.numpy()[:begin].reshape(-1, count), batch, ids, sizes)
+        self._stage_sequences(host.numpy()[:begin].reshape(-1, count), batch, ids, asked)
         table = host.numpy()[begin:fields].reshape(-1, shape.rows)
         batch.write(table[: len(Field)], self._pages.padding)
         table[len(Field), : len(sources)] = sources
@@ -253,13 +255,17 @@ class DeviceRunner:
             self._intake(group, shape, device, torch.cat(states))
         return group, shape.longest
 
-    def _stage_sequences(self, table: np.ndarray, batch: Batch, ids: Seq[int], sizes: Seq[int]) -> None:
+    def _stage_sequences(self, table: np.ndarray, batch: Batch, ids: Seq[int], asked: Seq[DraftRequest]) -> None:
         table[:], some = 0, slice(len(ids))
         table[SequenceField.SLOT] = self._pages.padding
         table[SequenceField.SLOT, some] = [batch.slot(place) for place in range(len(ids))]
         table[SequenceField.LENGTH, some] = [self._pages.length(id) for id in ids]
         table[SequenceField.LAST, some] = [end - 1 for end in batch.begins[1:]]
-        table[SequenceField.SIZE, some] = sizes
+        table[SequenceField.SIZE, some] = [each.size for each in asked]
+        table[SequenceField.TOKENS, some] = [each.tokens for each in asked]
+        table[SequenceField.TEMPERATURE, some] = np.array([each.temperature for each in asked], "float32").view("int32")
+        keys = np.array([each.key for each in asked], "uint64")
+        table[SequenceField.KEY_LOW : SequenceField.KEY_HIGH + 1, some] = keys.view("int32").reshape(-1, 2).T
 
     def _shape_of(self, batch: Batch, longest: int) -> Shape:
         """Few shapes, so that few graphs are made."""
@@ -350,7 +356,7 @@ class DeviceRunner:
         hidden = self._shown[:1].clone()
         for rows in (1, FEWEST + 1, 2 * FEWEST + 1):
             for _ in range(2):
-                self.write([-1], [[0] * rows], [[(hidden, [0] * rows)]], [self.shape.nodes])
+                self.write([-1], [[0] * rows], [[(hidden, [0] * rows)]], [DraftRequest(self.shape.nodes)])
         self.extend([-1], [[0] * (FEW_ROWS + 1)], hidden.expand(FEW_ROWS + 1, -1, -1))
         self.free(-1)
 

@@ -19,6 +19,7 @@ from outrider.drafters.confidence import StatedCalibration, judged_tree
 from outrider.drafters.eagle.head import EagleHead
 from outrider.drafters.eagle.native_runner import PackedRunner
 from outrider.drafters.eagle.runner import (
+    DraftRequest,
     DraftShape,
     HeadOutput,
     KeepsPrefixes,
@@ -216,17 +217,18 @@ class Eagle(Drafter):
         return seq.tokens[first : first + count], state.take(keep)
 
     def _on_device(self, choosers: list[Chooser]) -> list[Chooser]:
-        """Drafts of likeliest tokens are written without the host where that can be; the choosers that are left."""
-        runner, plain = self._runner, [chooser for chooser in choosers if chooser.plain]
-        if not plain or not isinstance(runner, WritesDrafts):
+        """Drafts are written without the host where that can be; the choosers that are left."""
+        runner, able = self._runner, [chooser for chooser in choosers if chooser.by_rows]
+        if not able or not isinstance(runner, WritesDrafts):
             return choosers
-        ids, sizes = [chooser.seq.id for chooser in plain], [chooser.length for chooser in plain]
-        taken = [self._shown(chooser.seq, keep=0) for chooser in plain]
-        drafts = runner.write(ids, [tokens for tokens, _ in taken], [shown for _, shown in taken], sizes)
-        for chooser, grown in zip(plain, drafts, strict=True):
+        taken = [self._shown(chooser.seq, keep=0) for chooser in able]
+        tokens, shown = [some for some, _ in taken], [states for _, states in taken]
+        for chooser, grown in zip(
+            able, runner.write([w.seq.id for w in able], tokens, shown, list(map(_request, able))), strict=True
+        ):
             self._keep(chooser.seq)
             chooser.tokens, chooser.parents, chooser.stated = grown.tokens, grown.parents, grown.acceptance
-        return [chooser for chooser in choosers if not chooser.plain]
+        return [chooser for chooser in choosers if not chooser.by_rows]
 
     def _at_once(self, choosers: Seq[Chooser]) -> bool:
         """Catch up and write in one call where that can be: the plain chain of one sequence, of a packed head."""
@@ -354,6 +356,11 @@ def _places(head: EagleHead, target: Model) -> int:
     buffers hold in reserve up to half of it), or as many as the target's cache where the head has more than an eighth
     of the target's layers."""
     return max(target.capacity, target.capacity * target.num_layers // (8 * head.config.depth))
+
+
+def _request(chooser: Chooser) -> DraftRequest:
+    seq = chooser.seq
+    return DraftRequest(chooser.length, len(seq.tokens), chooser.temperature, seq.dice.key)
 
 
 def _shape(options: Eagle.Options, target: Readable) -> DraftShape:

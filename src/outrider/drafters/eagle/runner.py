@@ -34,6 +34,16 @@ class Grown:
 
 
 @dataclass(frozen=True)
+class DraftRequest:
+    """A draft that the host does not look at while it grows."""
+
+    size: int  # nodes, at most
+    tokens: int = 0  # of the text
+    temperature: float = 0.0  # 0: the likeliest tokens; else those that are likeliest under the noise of its dice
+    key: int = 0  # of the dice
+
+
+@dataclass(frozen=True)
 class DraftShape:
     """How drafts grow where the host does not look on."""
 
@@ -92,8 +102,10 @@ class KeepsPrefixes(Protocol):
 
 @runtime_checkable
 class WritesDrafts(Protocol):
-    """A runner that writes whole drafts of the likeliest tokens without the host."""
+    """A runner that writes whole drafts without the host."""
 
-    def write(self, ids: Seq[int], tokens: Seq[Seq[int]], shown: Seq[Seq[ShownStates]], sizes: Seq[int]) -> list[Grown]:
-        """Take in what was committed, as `extend`, and draft at most `sizes` nodes for each sequence."""
+    def write(
+        self, ids: Seq[int], tokens: Seq[Seq[int]], shown: Seq[Seq[ShownStates]], asked: Seq[DraftRequest]
+    ) -> list[Grown]:
+        """Take in what was committed, as `extend`, and draft for each sequence."""
         ...

@@ -14,7 +14,7 @@ from outrider.drafters.confidence import StatedCalibration
 
 # Under shared noise: how far, in log-probability, the head is expected to be from the target. It sets how sure the head
 # is that the target takes the token with the highest score; the calibration corrects what is left.
-_BLUR = 0.5
+BLUR = 0.5
 
 
 class Chooser:
@@ -27,6 +27,8 @@ class Chooser:
         self.plain = guesses and not seq.params.adjusts  # the likeliest token it is, whatever came before
         self.draws = not guesses and seq.rule == "rejection"  # from the head's law, which verification needs to know
         self._shares = not guesses and not self.draws  # the target's own noise
+        self.temperature = 0.0 if guesses else seq.params.temperature
+        self.by_rows = not self.draws and not seq.params.adjusts  # needs nothing but a row of logits and the noise
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.stated: list[float] = []  # the probability that the head itself states for each
@@ -70,7 +72,7 @@ class Chooser:
             law = self.seq.law(logits, path)
             support = law.nonzero().squeeze(1)
             noise = self.seq.dice.noise(len(self.seq.tokens) + len(path), support)
-            scores = (law[support].double().log() - noise.log()).float() / _BLUR  # the target takes about the highest
+            scores = (law[support].double().log() - noise.log()).float() / BLUR  # the target takes about the highest
             best = scores.log_softmax(0).topk(min(count, len(support)))
             return support[best.indices], best.values
         adjusted = self.seq.adjusted(logits, path)

@@ -150,14 +150,14 @@ def _best_of(most_ptr, where_ptr, out_ptr, size, PARTS: tl.constexpr, ALL: tl.co
 
 
 @triton.jit
-def _mix32(x):
+def mix32(x):
     x = (x ^ (x >> 16)) * 0x21F0AAAD
     x = (x ^ (x >> 15)) * 0x735A2D97
     return x ^ (x >> 15)
 
 
 @triton.jit
-def _mix64(x):
+def mix64(x):
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
@@ -180,13 +180,13 @@ def _choose(logits_ptr, key_ptr, position_ptr, temperature_ptr, out_ptr, size, B
     token = tl.min(tl.where(highest == best, where, size), 0)
     if temperature > 0:
         position = tl.load(position_ptr + row).to(tl.uint64)
-        key = _mix64(tl.load(key_ptr + row).to(tl.uint64) ^ _mix64(position * 8))  # the stream of NOISE is 0
+        key = mix64(tl.load(key_ptr + row).to(tl.uint64) ^ mix64(position * 8))  # the stream of NOISE is 0
         first, second = (key >> 32).to(tl.uint32), key.to(tl.uint32)
         least = tl.full([BLOCK], float("inf"), tl.float64)
         for start in range(0, size, BLOCK):
             x = tl.load(logits + start + column, mask=start + column < size, other=float("-inf")).to(tl.float32)
             p = tl.exp((x - best) / temperature).to(tl.float64)
-            bits = _mix32(_mix32((start + column).to(tl.uint32) ^ first) ^ second)
+            bits = mix32(mix32((start + column).to(tl.uint32) ^ first) ^ second)
             noise = -tl.log((bits.to(tl.float64) + 0.5) / 4294967296.0)
             score = tl.where(p > 0, noise / p, float("inf"))
             where = tl.where(score < least, start + column, where)
