@@ -13,6 +13,7 @@ import torch
 from outrider.core.errors import OutriderError, one_line, quoted
 from outrider.models import sources, tokenizer as tokenizers
 from outrider.models.base import Model
+from outrider.models.folder_config import plain_llama
 from outrider.models.gguf import GGUFFile
 from outrider.models.llama import Llama, LlamaConfig, Weights, on_cpu
 from outrider.models.memory import return_heap
@@ -86,7 +87,7 @@ def _load_folder(folder: Path, where: LoadOptions) -> Loaded:
         raise OutriderError(f"{folder} has no config.json, so it is not a model folder")
     if not any(folder.glob("*.safetensors")):
         raise OutriderError(f"{folder} has no .safetensors weights; pickled weights are not loaded: convert them first")
-    config = _read_config(folder)
+    config = plain_llama(said) or _read_config(folder)
     own = _is_own(config)
     model, notes = _load_own(folder, config, where) if own else _load_foreign(folder, config, where)
     tokenizer, ends = words_of(folder)
