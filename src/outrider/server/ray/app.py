@@ -89,8 +89,11 @@ class Ingress:
         await self._fleet.drain(grace)
 
 
-def assemble(config: IngressConfig, scale: Scale, grace: float = 60.0) -> serve.Application:
-    """Ingress and model. Requests wait in the ingress until a replica has a place, so a dead replica loses few."""
+def assemble(config: IngressConfig, scale: Scale, grace: float = 60.0, starts: int = 20) -> serve.Application:
+    """Ingress and model. Requests wait in the ingress until a replica has a place, so a dead replica loses few.
+
+    `starts`: how many replicas may fail to start, before the first one has, until it is given up; 20 is Ray's own.
+    """
     settings = scale.fitted(config.spec.settings)
     model = serve.deployment(Replica, name=MODEL).options(
         **scale.replicas(settings.max_batch),
@@ -98,6 +101,7 @@ def assemble(config: IngressConfig, scale: Scale, grace: float = 60.0) -> serve.
         max_ongoing_requests=settings.max_batch,
         health_check_period_s=ALIVE,
         graceful_shutdown_timeout_s=grace,
+        max_constructor_retry_count=starts,
         logging_config=QUIET,
     )
     most = config.limits.queue + settings.max_batch * scale.most
@@ -131,7 +135,7 @@ def run(plan: ServePlan, scale: Scale, address: str, level: str) -> None:
     port = _free(plan.host, plan.port)
     config = IngressConfig(spec, plan.options, plan.limits, plan.registry, level)
     with _joined(address, scale), _told_to_end() as end, _serving(plan.host, port):
-        handle = _deploy(assemble(config, scale, plan.grace))
+        handle = _deploy(assemble(config, scale, plan.grace, starts=1))  # why it fails is told at once
         host = f"[{plan.host}]" if ":" in plan.host else plan.host
         plan.ready(f"http://{host}:{port}")
         end.wait()
