@@ -76,6 +76,23 @@ def a_law_is_computed_once(monkeypatch):
     monkeypatch.setattr(Sequence, "law", remembered)
 
 
+CHOSEN = {}  # of every test: under the coupled rule the target's choices are the same, whoever drafts
+
+
+@pytest.fixture(autouse=True)
+def a_choice_is_made_once(monkeypatch):
+    """The same dice choose the same token from the same law at the same position: each is drawn once for the file."""
+    compute = Dice.choose
+
+    def remembered(dice, law, position):
+        key = dice.key, position, law.numpy().tobytes()
+        if key not in CHOSEN:
+            CHOSEN[key] = compute(dice, law, position)
+        return CHOSEN[key]
+
+    monkeypatch.setattr(Dice, "choose", remembered)
+
+
 @functools.cache
 def target():
     return Markov(VOCAB, seed=1)

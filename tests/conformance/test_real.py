@@ -1,5 +1,7 @@
 """The real SmolLM2: our forward is transformers' own, packed weights are the file's, drafters change nothing."""
 
+import functools
+
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ ASKED = [prompt.text for prompt in prompts.AUDIT] + [
     "Count from one to twenty in words.",
 ]
 PARAMS = SamplingParams(max_tokens=TOKENS, logprobs=2)
+WAYS = {"greedy": PARAMS, "sampled": SamplingParams(max_tokens=32, temperature=1.0, seed=7, logprobs=0)}
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +41,15 @@ def packed(path):
         yield llm
 
 
-@pytest.fixture(scope="module", params=["greedy", "sampled"])
-def plainly(packed, chats, request):
-    """How it is asked for text, and what it writes without any draft."""
-    sampled = SamplingParams(max_tokens=32, temperature=1.0, seed=7, logprobs=0)
-    params = PARAMS if request.param == "greedy" else sampled
-    return params, packed.chat(chats, params)
+@pytest.fixture(scope="module")
+def chat(packed, chats):
+    """What the packed model answers, by the way that it is asked; each is asked once, for all tests that look at it."""
+    return functools.cache(lambda way, draft="none": packed.chat(chats, WAYS[way], draft=draft))
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def way(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +112,8 @@ def test_packed_logits_are_those_of_the_dequantised_model(packed, dense, written
         assert torch.cosine_similarity(*rows, dim=-1).min() > 0.999
 
 
-def test_packed_text_is_that_of_the_dequantised_model(packed, written, chats):
-    ours = packed.chat(chats, PARAMS)
+def test_packed_text_is_that_of_the_dequantised_model(chat, written):
+    ours = chat("greedy")
     assert sum(a.token_ids == b.token_ids for a, b in zip(ours, written, strict=True)) >= 7
 
 
@@ -124,11 +130,13 @@ def test_packed_text_is_that_of_the_dequantised_model(packed, written, chats):
         "medusa",
     ],
 )
-def test_a_drafter_changes_nothing_not_even_the_last_bit(packed, chats, draft, plainly):
-    params, plain = plainly
-    guessed = ["I think that the answer is this: " + result.text for result in plain]
-    expected = {"prediction": guessed} if draft == "prediction" else {}
-    drafted = packed.chat(chats, params, draft=draft, **expected)
+def test_a_drafter_changes_nothing_not_even_the_last_bit(packed, chat, chats, draft, way):
+    plain = chat(way)
+    if draft == "prediction":
+        guessed = ["I think that the answer is this: " + result.text for result in plain]
+        drafted = packed.chat(chats, WAYS[way], draft=draft, prediction=guessed)
+    else:
+        drafted = chat(way, draft)
     assert sum(result.stats.accepted for result in drafted) > 0
     for a, b in zip(plain, drafted, strict=True):
         assert a.token_ids == b.token_ids
@@ -137,7 +145,7 @@ def test_a_drafter_changes_nothing_not_even_the_last_bit(packed, chats, draft, p
 
 @pytest.mark.native
 @pytest.mark.parametrize(("draft", "least"), [("eagle:stop=0", 1.9), ("eagle:tree=16,stop=0", 2.5), ("medusa", 1.3)])
-def test_the_shipped_heads_are_found_and_trained(packed, chats, draft, least):
+def test_the_shipped_heads_are_found_and_trained(chat, draft, least):
     """An untrained head keeps next to nothing: 1.0 tokens per pass."""
-    stats = [result.stats for result in packed.chat(chats, SamplingParams(max_tokens=TOKENS), draft=draft)]
+    stats = [result.stats for result in chat("greedy", draft)]
     assert sum(each.tokens for each in stats) / sum(each.steps for each in stats) > least
