@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
+from tiny import eagle_head
 
 from outrider import LLM, SamplingParams, Settings, build, drafters
+from outrider.backends.base import BackendBusy
 from outrider.backends.local import IDLE_WITH_WEIGHTS
 from outrider.cli import options
 from outrider.core.errors import OutriderError
+from outrider.drafters.heads import files
 from outrider.settings import from_mapping
 
 PROMPTS = ["the red fox", "one, two, three", "the sea is green"]
@@ -31,6 +36,77 @@ def test_the_spec_of_a_drafter_is_parsed_once(tiny_folder, monkeypatch):
     with options.opened(Settings(str(tiny_folder), "ngram:length=3", threads=1, cache_memory=0.1)) as llm:
         assert llm.generate("the red fox", SamplingParams(max_tokens=4)).token_ids
     assert parsed == ["ngram:length=3"]
+
+
+@pytest.fixture(scope="module")
+def head_folder(packable_folder, tmp_path_factory):
+    """An EAGLE head that nobody has trained, for `packable`."""
+    with LLM(str(packable_folder), quantize="int4", draft="none", threads=1, cache_memory=0.01) as llm:
+        folder = tmp_path_factory.mktemp("heads") / "eagle"
+        files.write(eagle_head(llm.engine.model), folder, llm.engine.model)
+    return folder
+
+
+class TestMemoryOfHeads:
+    """Keys and values of heads, within `cache_memory` and in number."""
+
+    MEMORY = 0.004  # GiB: the few texts of a test fill it
+
+    def opened(self, folder, draft, **more):
+        return LLM(
+            str(folder),
+            quantize="int4",
+            draft=draft,
+            pace=False,
+            threads=1,
+            cache_memory=more.pop("memory", self.MEMORY),
+            **more,
+        )
+
+    def held(self, cache):
+        return sum(block.nbytes for block in cache._blocks)
+
+    def test_a_model_and_its_head_share_the_memory(self, packable_folder, head_folder):
+        texts = [[i % 50 + 1, i // 50 + 1] * 400 for i in range(60)]  # more than it holds
+        with self.opened(packable_folder, f"eagle:head={head_folder}") as llm:
+            results = llm.generate(texts, SamplingParams(max_tokens=8, ignore_eos=True))
+            target, head = llm.engine.model, llm.engine.drafters[""]._runner
+            held = self.held(target._pages), self.held(head._cache)
+            assert sum(result.stats.drafted for result in results) > 0
+        given = int(self.MEMORY * build.GIB)
+        assert sum(len(text) for text in texts) > target.capacity
+        assert min(held) > 0.9 * given / 8, "the texts do not fill it"
+        assert sum(held) <= given
+        with self.opened(packable_folder, "none") as llm:
+            assert llm.engine.model.capacity > target.capacity  # without a head the target has all
+
+    def test_heads_that_requests_name_take_one_share_together(self, packable_folder, head_folder):
+        with self.opened(packable_folder, "none") as llm:
+            for length in range(1, 5):
+                llm.backend.prepare(f"eagle:head={head_folder},length={length}")
+            head = llm.engine.drafters[f"eagle:head={head_folder},length=4"]._runner
+            assert 4 * head._cache.count * head._cache._page_bytes <= self.MEMORY * build.GIB / 8
+
+    def test_no_more_than_four_are_in_use(self, packable_folder, head_folder):
+        go_on = threading.Event()
+
+        def wait(tokens, logits):
+            assert go_on.wait(60)
+            return logits
+
+        params = SamplingParams(max_tokens=4, ignore_eos=True, processors=(wait,))
+        specs = [f"eagle:head={head_folder},length={length}" for length in range(1, 6)]
+        with self.opened(packable_folder, "none", memory=0.1) as llm:
+            streams = [llm.stream([1, 2, 3], params, draft=spec) for spec in specs[:4]]
+            with pytest.raises(BackendBusy, match="4 other drafters with weights of their own are in use"):
+                llm.stream([1, 2, 3], params, draft=specs[4])
+            streams.append(llm.stream([1, 2, 3], params, draft=specs[0]))  # one that is there
+            streams.append(llm.stream([1, 2, 3], params, draft="ngram:length=3"))  # and one without weights
+            go_on.set()
+            texts = [stream.result().token_ids for stream in streams]
+            again = llm.stream([1, 2, 3], params, draft=specs[4]).result()
+            assert len(texts) == texts.count(again.token_ids)
+            assert sum(each.has_weights for each in llm.engine.drafters.values()) <= 4
 
 
 REMEMBERING = dict(draft="history", threads=1, cache_memory=0.1, pace=False, history_tokens=4096)

@@ -16,7 +16,7 @@ import torch
 from outrider import drafters
 from outrider.backends import speculation
 from outrider.backends.base import Backend
-from outrider.backends.local import Local
+from outrider.backends.local import MOST_WITH_WEIGHTS, Local
 from outrider.core.errors import OutriderError
 from outrider.drafters import DrafterSpec
 from outrider.drafters.base import BuildContext, Drafter, RetokenizedModel
@@ -107,17 +107,23 @@ def local(settings: Settings, draft: DrafterSpec | None = None) -> Local:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     where = load_options(settings)
-    loaded = load(settings.model, where)
+    own_share = int(where.memory * drafters.find(spec.name).cache_share)
+    loaded = load(settings.model, replace(where, memory=where.memory - own_share))
     draft_models = DraftModels(settings.model, loaded, where)
     histories = open_histories(settings, loaded)
 
-    def drafter(spec: str | DrafterSpec) -> Drafter:
-        context = BuildContext(loaded.model, draft_models.load, settings.model, histories=histories)
+    def built(spec: DrafterSpec, memory: int) -> Drafter:
+        context = BuildContext(loaded.model, draft_models.load, settings.model, histories=histories, cache_bytes=memory)
         return drafters.build(spec, context)
+
+    def named(text: str) -> Drafter:
+        """What a request names: keys and values of all of these together take no more than one share."""
+        spec = drafters.parse(text)
+        return built(spec, int(where.memory * drafters.find(spec.name).cache_share / MOST_WITH_WEIGHTS))
 
     with contextlib.ExitStack() as failed:
         failed.callback(histories.close)
-        own = drafter(spec)
+        own = built(spec, own_share)
         failed.pop_all()
     engine = Engine(
         loaded.model,
@@ -129,7 +135,7 @@ def local(settings: Settings, draft: DrafterSpec | None = None) -> Local:
         loaded.model.prepare(own.layers)
     engine.drafters[settings.draft] = engine.drafters[""]  # a request that names it gets the same one
     notes = [*draft_models.notes, *_unused_history(settings, spec)]
-    return Local(engine, drafter, loaded.tokenizer, loaded.ends, settings.rule, notes, histories)  # type: ignore[arg-type]
+    return Local(engine, named, loaded.tokenizer, loaded.ends, settings.rule, notes, histories)  # type: ignore[arg-type]
 
 
 def open_histories(settings: Settings, loaded: Loaded) -> HistoryStore:

@@ -44,7 +44,7 @@ class Settings:
         flags=("--speculation-max-batch-size",),
     )
     piece: int = 512  # prompt tokens that one step takes in
-    cache_memory: float = option(0.0, "GiB for the target's keys and values; 0: a quarter of what is free.")
+    cache_memory: float = option(0.0, "GiB for keys and values, of an EAGLE head too; 0: a quarter of what is free.")
     threads: int = option(0, "CPU threads; 0: one per core.")
     history: str = option("", "A file that keeps what the drafter history has learned.", shown=False)
     history_tokens: int = option(CAPACITY, "Tokens of a history, 36 to 52 bytes each; the oldest are forgotten.")

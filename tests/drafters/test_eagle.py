@@ -708,11 +708,12 @@ class TestMemory:
     def test_a_sequence_that_outgrows_its_share_begins_anew(self):
         """What is written is the same, and drafts go on."""
         target = Markov(seed=1)
-        target.capacity = 60  # for the head alone: the scheduler would let fewer run
+        heads = random_heads(target)
+        config = heads["eagle"].config
+        memory = 60 * 4 * 2 * 4 * config.depth * config.num_kv_heads * config.head_dim  # 60 tokens, as torch keeps them
         wanted = outputs([plainly(Markov(seed=1), [0, 1, 2], SamplingParams(max_tokens=50))])
-        drafter = Recording(
-            drafters.build("eagle:head=eagle,length=3", BuildContext(target, None, heads=random_heads(target)))
-        )
+        context = BuildContext(target, None, heads=heads, cache_bytes=memory)
+        drafter = Recording(drafters.build("eagle:head=eagle,length=3", context))
         held, drafted = [], []
         inner = drafter.inner
 
@@ -723,7 +724,6 @@ class TestMemory:
             drafted.append(any(map(len, drafter.last)))
 
         drafter.observe = observe
-        target.capacity = Markov.capacity
         seqs = [Sequence(i, [0, 1, 2], SamplingParams(max_tokens=50)) for i in range(3)]
         run(target, drafter, seqs)
         assert outputs(seqs) == wanted * 3

@@ -18,12 +18,12 @@ import httpx
 import pytest
 
 from outrider import LLM, OutriderError, SamplingParams
-from outrider.backends.base import BackendLoad
+from outrider.backends.base import BackendBusy, BackendLoad
 from outrider.core.request import Chunk, Request, Result
 from outrider.core.sequence import Token
 from outrider.core.stats import Stats, estimated_speedup
 from outrider.models.token_bytes import TokenBytes
-from outrider.server.errors import Failed, Gone
+from outrider.server.errors import Busy, Failed, Gone
 from outrider.server.fleet import wire
 from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.fleet.spec import LaunchSpec
@@ -103,6 +103,36 @@ class TestTakingIn:
         go.set()
         while sum(len(frame.get("refused", ())) for frame in frames) < len(requests):
             session.send()
+
+    def test_what_is_taken_by_others_is_told_as_such(self):
+        """Not as a mistake in the request: the same one may be tried again."""
+
+        class Full:
+            tokenizer = None
+
+            def submit(self, request):
+                raise BackendBusy("try again later")
+
+            def load(self):
+                return BackendLoad()
+
+        class Frames(list):
+            send = list.append
+
+        async def heard(frame):
+            worker = Worker(LaunchSpec(Settings()), WorkerLimits(), Metrics())
+            stream = worker.open_stream(1)
+            worker._hear(frame)
+            await worker.taken_in(stream)
+
+        frames, fit = Frames(), {"pieces": False, "clip": False, "truncate": 0}
+        session = Session(frames, Full())
+        session.hear({"submit": 0, "request": wire.request_to_json(Request("x")), "fit": fit})
+        while not any("busy" in frame for frame in frames):
+            session.send()
+        with pytest.raises(Busy, match="try again later") as caught:
+            asyncio.run(heard(over_the_wire(frames[-1])))
+        assert (caught.value.status, "retry-after" in caught.value.headers) == (429, True)
 
 
 class TestTokenBytes:

@@ -19,6 +19,10 @@ class BackendStopped(OutriderError):
     """Nothing can run on this backend any more; a new one has to be loaded, in a new process for a lost device."""
 
 
+class BackendBusy(OutriderError):
+    """What the request needs is taken by others for now; it may be tried again."""
+
+
 class Stream:
     """The answer to one request: iterate over its chunks, sync or async, or wait for its result.
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outrider.backends.base import BackendLoad, BackendStopped, StepClock, Stream
+from outrider import drafters
+from outrider.backends.base import BackendBusy, BackendLoad, BackendStopped, StepClock, Stream
 from outrider.backends.faults import FaultCounter
 from outrider.backends.reader import Reader
 from outrider.backends.text import Writer
@@ -41,7 +42,8 @@ class _LocalJob:
 _logger = logging.getLogger("outrider")
 _ids = itertools.count()  # of sequences
 IDLE = 8  # drafters kept that requests have named and none uses now: a client's few variants, without a new build
-IDLE_WITH_WEIGHTS = 2  # of these, drafters with weights of their own: a head or a whole model each (docs/LOG.md)
+MOST_WITH_WEIGHTS = 4  # drafters with weights of their own that requests have named, in use or idle: bounds memory
+IDLE_WITH_WEIGHTS = 2  # of the idle ones, the most with weights of their own: a head or a model each (docs/LOG.md)
 
 
 class Local(Reader):
@@ -215,12 +217,31 @@ class Local(Reader):
         with self._building:
             if (found := self._use(draft)) is not None:
                 return found
+            self._make_place(draft)
             built = self._drafter(draft)
             if built.has_weights:  # reading and packing its weights took as much again for a moment
                 return_heap()
             with self._counting:
                 self.engine.drafters[draft], self._users[draft] = built, 1
         return built
+
+    def _make_place(self, draft: str) -> None:
+        """Before a drafter with weights of its own is built: drop the longest unused one where there are too many."""
+        name, _ = drafters.split(draft)
+        if name not in drafters.names() or not drafters.find(name).has_weights:
+            return
+        with self._counting:
+            own, there = self.engine.drafters[""], self.engine.drafters
+            heavy = [spec for spec in self._users if there[spec].has_weights and there[spec] is not own]
+            idle = [spec for spec in heavy if not self._users[spec]]
+            if len(heavy) < MOST_WITH_WEIGHTS:
+                return
+            if not idle:
+                raise BackendBusy(
+                    f"{len(heavy)} other drafters with weights of their own are in use, and no more may be at once; "
+                    "try again later, or name another drafter"
+                )
+            self._drop(idle[0])
 
     def _use(self, draft: str) -> Drafter | None:
         with self._counting:

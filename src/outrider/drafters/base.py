@@ -41,6 +41,7 @@ class BuildContext:
     name: str = ""  # what the target is called
     heads: Mapping[str, Any] = field(default_factory=dict)  # heads in memory, by name; all others lie in folders
     histories: HistoryStore = field(default_factory=HistoryStore)  # of the target's texts; all its drafters share them
+    cache_bytes: int = 1 << 27  # for the drafter's own keys and values, if it has a `cache_share`
 
     def readable(self, what: str) -> Readable:
         """The target, if heads can be built beside it. `what`: the kind of head, for the message."""
@@ -84,6 +85,9 @@ class Drafter:
     reports_acceptance: bool = False  # its drafts say how likely each node is kept, and it stops where that is low
     is_free: bool = False  # a draft costs next to nothing (no model runs), so it may be asked at every step
     has_weights: bool = False  # it holds weights beside the target's, a head's or a model's: few idle ones are kept
+    # Of `cache_memory`: for its own keys and values, so that the target has the rest. A drafter that a request names
+    # has a part of such a share, on top (`build.local`).
+    cache_share: float = 0.0
     variants: tuple[str, ...] = ()  # "key=value,...": options with which it drafts in another way; audits try each
     for_measurement: bool = False  # it is told the answer: for benchmarks and tests, not for users
 

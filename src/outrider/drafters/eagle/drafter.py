@@ -33,7 +33,7 @@ from outrider.drafters.eagle.tree import grow
 from outrider.drafters.eagle.with_lookup import Lookup
 from outrider.drafters.heads.chooser import Chooser
 from outrider.drafters.heads.output import bits
-from outrider.models.base import Model, Paged, Readable
+from outrider.models.base import Paged, Readable
 from outrider.models.native.packed import packable
 
 # Rows of the target's states that may wait before the head takes them in: in torch a chunk of a prompt at a time; where
@@ -57,6 +57,7 @@ COMMON = 4096
 class Eagle(Drafter):
     name = "eagle"
     reports_acceptance = has_weights = True
+    cache_share = 1 / 8
     variants = ("tree=16",)
 
     @dataclass(frozen=True)
@@ -82,13 +83,13 @@ class Eagle(Drafter):
     def _begin(self, head: EagleHead, context: BuildContext, options: Options) -> None:
         target = context.readable("an EAGLE head")
         self._options, self._seen = options, context.target.length
-        self._places = _places(head, context.target)
         shape = _shape(options, target)
         self._length = shape.depth
         if options.vocab or target.packed:
             head.narrow(options.vocab or NARROW)
         self.layers = head.config.layers or (target.num_layers - 1,)
         common = options.vocab or (COMMON if target.packed else 0)
+        self._places = _places(head, target, options.quantize, shape, context.cache_bytes)
         self._runner = start(head, target, options.quantize, common, self._places, shape)
         self._stop = shape.stop
         self._ids, self._vocab = head.draft_ids.to(target.device), target.vocab_size
@@ -351,11 +352,13 @@ class Eagle(Drafter):
             calibration.learn(written.stated[node], kept)
 
 
-def _places(head: EagleHead, target: Model) -> int:
-    """Tokens that the head may hold keys of: what fits into an eighth of `cache_memory` (on top of it; with what
-    buffers hold in reserve up to half of it), or as many as the target's cache where the head has more than an eighth
-    of the target's layers."""
-    return max(target.capacity, target.capacity * target.num_layers // (8 * head.config.depth))
+def _places(head: EagleHead, target: Readable, quantize: str, shape: DraftShape, memory: int) -> int:
+    """Tokens whose keys and values the head may hold in `memory` bytes: in pages (of float32 beside a packed target), or
+    in buffers of torch, which double in number and in length and so may take four times what they hold."""
+    dtype = target.embed(torch.zeros(1, dtype=torch.long, device=target.device)).dtype
+    in_pages = isinstance(target, Paged) and _fits_device(head, shape)
+    size = torch.float32.itemsize if bits(quantize, target) else dtype.itemsize * (1 if in_pages else 4)
+    return memory // (2 * size * head.config.depth * head.config.num_kv_heads * head.config.head_dim)
 
 
 def _request(chooser: Chooser) -> DraftRequest:
@@ -387,7 +390,7 @@ def start(
         from outrider.models.cuda.model import CudaLlama
 
         if isinstance(target, CudaLlama):
-            return DeviceRunner(head, target, target.capacity, shape)
+            return DeviceRunner(head, target, min(places, target.capacity), shape)
     return DenseRunner(head, target)
 
 

@@ -406,6 +406,8 @@ class Worker:
             self._finish(id, wire.result_from_json(result))
         for id, reason in said.get("refused", ()):
             self._finish(id, OutriderError(reason))
+        for id, reason in said.get("busy", ()):
+            self._finish(id, Busy(reason))
         for id, reason in said.get("failed", ()):
             self._finish(id, Failed(reason))
 

@@ -21,7 +21,7 @@ from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from outrider import build, drafters
-from outrider.backends.base import Backend, BackendStopped, Stream
+from outrider.backends.base import Backend, BackendBusy, BackendStopped, Stream
 from outrider.core.errors import OutriderError, one_line
 from outrider.core.request import Request
 from outrider.core.sequence import Token
@@ -127,6 +127,9 @@ class Session:
             stream = self._backend.submit(self._fitted(wire.request_from_json(said), fit))
         except BackendStopped as error:
             self._news.put(("failed", id, str(error)))
+            self._came(id)
+        except BackendBusy as error:
+            self._news.put(("busy", id, str(error)))
             self._came(id)
         except OutriderError as error:
             self._news.put(("refused", id, str(error)))

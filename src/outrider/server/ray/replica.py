@@ -19,8 +19,8 @@ from outrider.server.fleet.worker import Session, describe
 from outrider.settings import from_mapping
 
 _logger = logging.getLogger("outrider.worker")
-DEALT = ("accepted", "chunks", "results", "refused", "failed")  # what a frame has for single requests
-LAST = ("results", "refused", "failed")
+DEALT = ("accepted", "chunks", "results", "refused", "busy", "failed")  # what a frame has for single requests
+LAST = ("results", "refused", "busy", "failed")
 
 
 class Replica:
