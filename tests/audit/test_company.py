@@ -74,6 +74,23 @@ def test_the_engine_passes_with_every_drafter(opened, tiny_draft, wrapper):
     assert busy >= {draft for draft in report.drafts if draft not in ("none", "grammar")}  # no prompt has a grammar
 
 
+def test_chunks_and_batches_are_those_of_the_plan_and_gone_afterwards(opened, monkeypatch):
+    llm, seen = opened(), set()
+    scheduler = llm.engine.scheduler
+    usual, plan = scheduler.limits, type(scheduler).plan
+
+    def spied(self, *args):
+        made = plan(self, *args)
+        seen.update((self.limits.chunk, self.limits.batch) for _ in made[:1])
+        return made
+
+    monkeypatch.setattr(type(scheduler), "plan", spied)
+    report = audit_company(llm, ["none"], PROMPTS[:2], replace(ONCE, batches=(1, 2, 80), chunks=(24, 64), longest=60))
+    assert {chunk for chunk, _ in seen} == {variant.chunk for variant in report.variants} == {24, 64, usual.chunk}
+    assert {batch for _, batch in seen} == {usual.batch, 80}
+    assert scheduler.limits == usual
+
+
 def test_of_a_head_the_chain_and_the_tree_are_tried(opened, monkeypatch):
     monkeypatch.setattr("outrider.audit.company.default_drafts", lambda llm: ["ngram", "eagle", "oracle"])
     assert every_draft(opened()) == ["none", "ngram", "eagle", "eagle:tree=16"]

@@ -123,6 +123,20 @@ def test_only_special_tokens_end_a_grammar():
     assert matcher.ends == frozenset()
 
 
+def test_after_an_error_it_stands_where_it_stood():
+    """llguidance's state is of no use after one, which a draft alone may have brought about."""
+    matcher = grammar("regex", "ab(1|2)").matcher([END])
+    for byte in b"ab":
+        matcher.commit(SMALL.index(bytes([byte])))
+    expected = shown(matcher.mask())
+    fresh = grammar("regex", "ab(1|2)").matcher([END])
+    for byte in b"ab":
+        fresh.commit(SMALL.index(bytes([byte])))
+    fresh._state.consume_token(SMALL.index(b"c"))
+    assert fresh._state.is_error()
+    assert shown(fresh.mask()) == expected == {SMALL.index(b"1"), SMALL.index(b"2")}
+
+
 class TestPermitted:
     a, b, c = (SMALL.index(bytes([byte])) for byte in b"abc")
 
@@ -144,6 +158,10 @@ class TestPermitted:
         """That a forbidden token was drawn and refused is a part of the rule of rejection."""
         probs = torch.full((3, len(SMALL)), 1 / len(SMALL))
         assert self.cut([self.a, self.c, self.b], [-1, 0, 1], probs) == ((self.a, self.c), (-1, 0))
+
+    def test_so_it_is_below_an_end_that_was_drawn(self):
+        probs = torch.full((3, len(SMALL)), 1 / len(SMALL))
+        assert self.cut([self.a, END, self.b], [-1, 0, 1], probs) == ((self.a, END), (-1, 0))
 
 
 class TestLaw:

@@ -11,14 +11,15 @@ from hypothesis import given, settings, strategies as st
 from tiny import Markov, drain, histories, new_engine, outputs, plainly, run
 
 from outrider import drafters
+from outrider.core.draft import Draft
 from outrider.core.errors import OutriderError
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.core.verify import Verdict
 from outrider.drafters.base import BuildContext, Step
-from outrider.drafters.confidence import MatchCalibration
+from outrider.drafters.confidence import ALONE, DIFFERED, MatchCalibration, match_kind
 from outrider.drafters.history.drafter import grown
-from outrider.drafters.history.store import HistoryStore
+from outrider.drafters.history.store import HistoryFile, HistoryStore
 from outrider.drafters.history.suffixes import CONTEXT, GAP, MOST, ORDERS, SuffixIndex
 from outrider.engine.scheduler import Limits
 
@@ -227,6 +228,17 @@ class TestDrafts:
             made._states.clear()  # the sequence leaves no text
         assert said / 400 == pytest.approx(kept / 400, abs=0.06)
 
+    def test_what_is_learned_is_of_the_continuations_that_came_true(self):
+        """After the first token, those that began otherwise are out: what they would have said was never asked."""
+        made = drafter(histories([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7], [1, 2, 3, 6, 7]]))
+        seq = sequence(0, [1, 2, 3])
+        made.propose([seq], [4])
+        state, learned = made._states[0], []
+        state.calibration.learn = lambda kind, right: learned.append((kind, right))
+        seq.tokens += [4, 7]  # the second was said by the others only
+        made.observe(Step(seq, [1, 2, 3], Draft(), Verdict((), 7), None))
+        assert learned == [(match_kind(3, DIFFERED), True), (match_kind(4, ALONE), False)]
+
     def test_an_option_that_cannot_work_is_refused(self):
         for name in ("length", "width"):
             with pytest.raises(OutriderError, match=f"history:{name} must be at least 1, not 0"):
@@ -337,6 +349,17 @@ class TestTenants:
         run(target(), drafter(store), foreign("own"))
         assert self.trace(store, own(), batch) != alone
 
+    def test_prompts_and_answers_go_into_the_history_of_their_own_tenant(self):
+        store = HistoryStore(1 << 10)
+        made, seq = drafter(store), sequence(0, A, "own")
+        made.propose([seq], [0])
+        prompt = store.of("own").index.tokens().tolist()
+        assert prompt == [*A, GAP]
+        seq.tokens += B
+        made.forget(0)
+        held = {tenant: store.of(tenant).index.tokens().tolist() for tenant in ("own", "other", "")}
+        assert held == {"own": [*A, GAP, *A[-CONTEXT:], *B, GAP], "other": [], "": []}
+
 
 WORDS = "the vocabulary"
 
@@ -369,6 +392,15 @@ class TestFile:
         self.filled(path)
         assert path.stat().st_mode & 0o777 == 0o600
         assert [each.name for each in path.parent.iterdir()] == ["history"]
+
+    def test_a_text_that_ends_without_a_gap_is_not_joined_with_the_next(self, path):
+        file = HistoryFile(path, WORDS)
+        file.write({"": np.array(A, np.int32)})
+        file.close()
+        store = opened(path)
+        store.add("", B, 0)
+        assert store.of("").index.continuations(A[:9], 20) == (9, [A[9:]])
+        store.close()
 
     def test_a_smaller_history_takes_the_latest(self, path):
         store = opened(path, capacity=200)

@@ -111,6 +111,17 @@ def test_tenants_share_nothing(spec):
     assert run(engine, [of("")]) == [0]
 
 
+def test_no_tenant_waits_for_what_another_runs():
+    """It could not take it over; and that it waits would tell it of the other's prompt."""
+    engine, seqs = new_engine(fresh(), NONE), [ask(tokens(100)) for _ in range(3)]
+    for seq, tenant in zip(seqs, ("one", "two", "two"), strict=True):
+        seq.tenant = tenant
+        engine.add(seq)
+    engine.step()
+    assert [engine.model.length(seq.id) for seq in seqs] == [100, 100, 0]
+    drain(engine)
+
+
 def test_capacity_is_the_budget_in_whole_pages():
     assert fresh(10).capacity == 10 * SIZE
 

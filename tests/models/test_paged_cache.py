@@ -118,6 +118,13 @@ class TestSharing:
         assert held.begin(1, first) == 0
         assert read(held, 1) == expected(first, 5)
 
+    def test_after_a_whole_page_of_its_own_that_has_no_name_nothing_is_taken(self):
+        held, first = cache(), text(1, 2, 3)
+        finished(held, 0, first)
+        write(held, 1, first, SIZE)
+        assert held.begin(1, first) == 0
+        assert read(held, 1) == expected(first, SIZE)
+
     def test_a_page_that_was_computed_twice_is_kept_once(self):
         held, first = cache(), text(1, 2)
         for id in (0, 1):
@@ -247,6 +254,21 @@ def test_what_is_forgotten_is_shared_with_nobody_and_its_memory_is_free():
     assert held.free_count == 8 - 2
     held.crop(1, SIZE + 5)
     assert read(held, 1) == expected(text(4, 5), SIZE + 5)
+
+
+def test_what_follows_pages_that_were_forgotten_is_told_apart():
+    """Two texts that begin otherwise and go on alike: their keys differ, so neither takes the other's page."""
+    held, texts = cache(), (text(1, 3, 9), text(2, 3, 9))
+    for id, tokens in enumerate(texts):
+        write(held, id, tokens, 2 * SIZE)
+        held.name(id, tokens[: 2 * SIZE])
+    held.forget_prefixes()
+    for id, tokens in enumerate(texts):
+        held.crop(id, SIZE + 1)
+        write(held, id, tokens, SIZE - 1)
+        held.name(id, tokens[: 2 * SIZE])
+    for id, tokens in enumerate(texts):
+        assert read(held, id) == expected(tokens, 2 * SIZE)
 
 
 PARTS = st.lists(st.integers(0, 2), min_size=1, max_size=5)  # of a text, so that texts often begin alike

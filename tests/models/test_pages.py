@@ -57,6 +57,13 @@ def test_a_new_sequence_shares_what_others_have_of_its_beginning_but_never_all()
     assert pages.length(4) == 4
 
 
+def test_a_beginning_of_another_tenant_is_not_shared():
+    pages, first = PageTable(20, 4, 5, 60), text(1, 12)
+    pages.extend(1, 12)
+    pages.name(1, first, "one")
+    assert [pages.begin(2, first, "two"), pages.begin(3, first), pages.begin(4, first, "one")] == [0, 0, 8]
+
+
 def test_after_forgetting_nothing_is_shared_and_all_pages_can_be_had():
     pages = PageTable(20, 4, 5, 60)
     tokens = text(1, 12)
