@@ -353,7 +353,7 @@ class Eagle(Drafter):
 
 
 def _places(head: EagleHead, target: Readable, quantize: str, shape: DraftShape, memory: int) -> int:
-    """Tokens whose keys and values the head may hold in `memory` bytes: in pages (of float32 beside a packed target), or
+    """Tokens whose keys and values the head may hold in `memory` bytes: in pages (of float32 beside a packed target) or
     in buffers of torch, which double in number and in length and so may take four times what they hold."""
     dtype = target.embed(torch.zeros(1, dtype=torch.long, device=target.device)).dtype
     in_pages = isinstance(target, Paged) and _fits_device(head, shape)
