@@ -198,6 +198,10 @@ class TestRequests:
         assert self.ask(backend).result().token_ids == [5, 5, 5]
         assert backend.describe() == {"context": 64, "vocab_size": 9, "notes": [], "text": False, "chat": False}
 
+    def test_a_grammar_needs_a_tokenizer(self, backend):
+        with pytest.raises(OutriderError, match="the model has no tokenizer"):
+            backend.submit(Request([1, 2], params=SamplingParams(json_object=True)))
+
     def test_one_that_is_cancelled_in_the_turn_in_which_it_starts_ends(self, backend):
         """Start and cancel lie in the event loop together: the task is cancelled before its first step."""
         gate = threading.Event()

@@ -391,3 +391,18 @@ def test_special_tokens_are_never_text():
     assert shown(matcher.mask()) == {0, 1, 2, 3, 4}  # 3 because it may end here, 4 as text
     matcher = Grammar(GrammarSpec("regex", "<end>"), Vocabulary(words, [3], [3], greedily(words))).matcher([3])
     assert shown(matcher.mask()) == {0, 4}
+
+
+def test_asking_what_is_forced_before_a_special_token_leaves_no_trace():
+    """llguidance names the token among the bytes, and was then stuck in its name."""
+    words = (*SMALL, b"<call>")
+    call = len(words) - 1
+    vocabulary = Vocabulary(words, [END, call], [END], lambda text: [])
+    made = Grammar(GrammarSpec("grammar", f'start: "ab" <[{call}]> "c"'), vocabulary)
+    matcher, a, b, c = made.matcher([END]), *(words.index(letter) for letter in (b"a", b"b", b"c"))
+    for token, text in ((a, b"ab"), (b, b"b"), (call, b""), (c, b"c")):
+        assert matcher.forced() == text
+        assert matcher.mask()[token]
+        assert matcher.forced([token]) == (text[1:] if token != call else b"c")
+        matcher.commit(token)
+    assert matcher.mask().nonzero().flatten().tolist() == [END]

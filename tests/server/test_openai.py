@@ -229,7 +229,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("more", "param", "reason"),
         [
-            ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not supported"),
+            ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name", "required"),
             ({"max_tokens": -1}, "max_tokens", "greater than"),
             ({"max_tokens": 0}, "max_tokens", "greater than"),
             ({"max_tokens": 5000}, None, "context is 1024"),

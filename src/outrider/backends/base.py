@@ -7,7 +7,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -178,8 +178,8 @@ class Backend(Protocol):
 
     def encode(self, prompt: Prompt, special: bool = True) -> list[int]: ...
 
-    def render(self, messages: Sequence[Message]) -> list[int]:
-        """Messages as the model's own chat template writes them, ready for the answer."""
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+        """Messages as the model's own chat template writes them, ready for the answer. `tools`: which it may call."""
         ...
 
     def prepare(self, draft: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from typing import Any
 
 from outrider.backends.base import Stream
@@ -46,13 +46,14 @@ class Reader:
             return ids
         return list(self._need_tokenizer().encode(prompt, add_special_tokens=special))
 
-    def render(self, messages: Seq[Message]) -> list[int]:
-        """Messages as the model's own chat template writes them, ready for the answer."""
+    def render(self, messages: Seq[Message], tools: Seq[Mapping[str, Any]] | None = None) -> list[int]:
+        """Messages as the model's own chat template writes them, ready for the answer. `tools`: which it may call."""
+        extra = {} if tools is None else {"tools": list(tools)}
         tokenizer = self._need_tokenizer()
         if not getattr(tokenizer, "chat_template", None):
             raise OutriderError("the model has no chat template; give a prompt instead of messages (--raw)")
         try:
-            text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **extra)
         except OutriderError:
             raise
         except Exception as error:  # the template is the model's own code: whatever it raises is about the messages
@@ -78,15 +79,16 @@ class Reader:
         if (request.prompt is None) == (request.messages is None):
             raise OutriderError("a request has either a prompt or messages")
         if request.messages is not None:
-            return self.render(request.messages)
+            return self.render(request.messages, request.tools)
         assert request.prompt is not None
         return self.encode(request.prompt)
 
     def _writer(self, request: Request) -> Writer | None:
         """Text is written token by token only where somebody reads it so."""
         if request.params.stop:
-            return Writer(self._need_tokenizer(), request.params.stop, request.params.min_tokens)
-        return Writer(self.tokenizer) if request.stream and self.tokenizer is not None else None
+            return Writer(self._need_tokenizer(), request.params.stop, request.params.min_tokens, request.visible)
+        wanted = request.stream or request.visible
+        return Writer(self.tokenizer, visible=request.visible) if wanted and self.tokenizer is not None else None
 
     def _vocabulary(self) -> Vocabulary:
         """For the grammars of requests."""

@@ -19,9 +19,12 @@ class Writer:
     Without stop strings nothing is decoded before somebody takes it: between two passes there is no time for it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), least: int = 0) -> None:
-        """Stop strings that are complete before `least` tokens are written do not count."""
-        self._tokenizer, self._stop, self._least = tokenizer, stop, least
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), least: int = 0, visible: Sequence[int] = ()
+    ) -> None:
+        """Stop strings that are complete before `least` tokens are written do not count. `visible`: the special tokens
+        that are written as text."""
+        self._tokenizer, self._stop, self._least, self._visible = tokenizer, stop, least, frozenset(visible)
         self._tokens: list[int] = []
         self._context = 0  # decoding starts here: a few tokens back, since spaces and bytes join across tokens
         self._decoded = 0  # tokens whose text is in `text`
@@ -96,4 +99,11 @@ class Writer:
         return 0
 
     def _decode(self, begin: int, end: int) -> str:
-        return str(self._tokenizer.decode(self._tokens[begin:end], skip_special_tokens=True))
+        tokens = self._tokens[begin:end]
+        text = ""
+        while not self._visible.isdisjoint(tokens):
+            place = next(place for place, token in enumerate(tokens) if token in self._visible)
+            shown = self._tokenizer.decode([tokens[place]], skip_special_tokens=False)
+            text += self._tokenizer.decode(tokens[:place], skip_special_tokens=True) + shown
+            tokens = tokens[place + 1 :]
+        return text + str(self._tokenizer.decode(tokens, skip_special_tokens=True))

@@ -25,6 +25,7 @@ from outrider.backends.speculation import to_vllm
 from outrider.backends.text import Writer
 from outrider.core.errors import OutriderError, one_line
 from outrider.core.grammar import Grammars, as_lark
+from outrider.core.grammar_spec import GrammarSpec
 from outrider.core.request import Chunk, Request, Result
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Finish, Token
@@ -341,17 +342,16 @@ class VLLM(Reader):
     def _params(self, request: Request) -> Any:
         """Our sampling as vLLM's; what it cannot do is refused."""
         from vllm import SamplingParams as Theirs
-        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+        from vllm.sampling_params import RequestOutputKind
 
         params = request.params
         self._check_ids(params.token_ids())
         ends = () if params.ignore_eos else tuple(self._ends)
         same = {name: getattr(params, name) for name in _SAME} | {"n": 1 if params.greedy else params.n}
-        constraint = params.constraint
         try:
             return Theirs(
                 **same,
-                structured_outputs=None if constraint is None else StructuredOutputsParams(grammar=as_lark(constraint)),
+                structured_outputs=_structured(params.constraint),
                 stop_token_ids=sorted({*params.stop_token_ids, *ends}),
                 logit_bias=dict(params.logit_bias) or None,
                 allowed_token_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
@@ -361,6 +361,15 @@ class VLLM(Reader):
             )
         except Exception as error:  # vLLM has error classes of its own
             raise OutriderError(f"vLLM refuses the sampling parameters: {one_line(error, named=True)}") from error
+
+
+def _structured(constraint: GrammarSpec | None) -> Any:
+    """Our grammar as vLLM takes it."""
+    if constraint is None:
+        return None
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return StructuredOutputsParams(grammar=as_lark(constraint))
 
 
 def _same(draft: str, own: str) -> bool:

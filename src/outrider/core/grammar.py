@@ -32,6 +32,7 @@ KEPT = 32
 STACK = 256 << 20
 # Tokens that a new grammar is tried with: one that grows out of its limits mostly does so at the second token.
 TRIED = 3
+SPECIAL = b"\xff"  # where llguidance names a special token among bytes; no text in UTF-8 has this byte
 NONE = -1  # in the place of a byte: the token has no text
 
 
@@ -152,8 +153,13 @@ class Matcher:
 
     def forced(self, guessed: Seq[int] = ()) -> bytes:
         """The bytes that must follow the committed tokens and `guessed`, whatever the target thinks; b"" where there is
-        a choice, or the grammar forbids `guessed`."""
-        return bytes(self._state.compute_ff_bytes()) if self._go(guessed) else b""
+        a choice, or the grammar forbids `guessed`. They end before a special token."""
+        if not self._go(guessed):
+            return b""
+        text, special, _ = bytes(self._state.compute_ff_bytes()).partition(SPECIAL)
+        if special:  # llguidance has gone into the token's name, and could take in nothing but the token itself
+            self._begin_anew()
+        return text
 
     def first_bytes(self, guessed: Seq[int] = ()) -> set[int]:
         """The bytes with which the text may go on after the committed tokens and `guessed`."""
@@ -167,8 +173,7 @@ class Matcher:
     def _go(self, path: Seq[int]) -> bool:
         """Bring the state to `path` after the committed tokens; False: the grammar forbids it."""
         if self._state.is_error():  # for good, though it may have come of a draft alone
-            self._state, self._ahead = self._start.deep_copy(), []
-            self._state.consume_tokens(self._committed)
+            self._begin_anew()
         same = next((i for i, (a, b) in enumerate(zip(path, self._ahead, strict=False)) if a != b), None)
         same = min(len(path), len(self._ahead)) if same is None else same
         if len(self._ahead) > same:
@@ -179,6 +184,11 @@ class Matcher:
                 return False
             self._ahead.append(token)
         return True
+
+    def _begin_anew(self) -> None:
+        """A fresh state after the committed tokens."""
+        self._state, self._ahead = self._start.deep_copy(), []
+        self._state.consume_tokens(self._committed)
 
     def _computed(self) -> Tensor:
         bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
@@ -271,20 +281,19 @@ _STRICT: Any = {"lenient": False, "coerce_one_of": False}
 
 def as_lark(spec: GrammarSpec) -> str:
     """The grammar in llguidance's kind of Lark, with the options under which masks depend on bytes alone."""
-    return _rules(spec) + _NO_FORCING
+    return (spec.text if spec.parameter == "grammar" else lark_rule(spec, "start")) + _NO_FORCING
 
 
-def _rules(spec: GrammarSpec) -> str:
-    if spec.parameter == "grammar":
-        return spec.text
+def lark_rule(spec: GrammarSpec, name: str) -> str:
+    """Anything but a whole grammar as one rule, in one line."""
     if spec.parameter == "choice":
-        return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(spec.text))
+        return f"{name}: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(spec.text))
     if spec.parameter == "regex":
-        return f"start: /{llguidance().regex_to_lark(spec.text, '')}/"
+        return f"{name}: /{llguidance().regex_to_lark(spec.text, '')}/"
     schema = json.loads(spec.text)
     given = schema.get("x-guidance")
     schema["x-guidance"] = {**(given if isinstance(given, dict) else {}), **_STRICT}
-    return f"start: %json {json.dumps(schema, ensure_ascii=False)}"
+    return f"{name}: %json {json.dumps(schema, ensure_ascii=False)}"
 
 
 # What llguidance says first where the grammar is made by us, so that the place tells a user nothing.

@@ -46,12 +46,20 @@ def _refuse_long(asked: Request, context: int) -> None:
     A token of English has 4 or 5 characters on average, of code 3; only made-up text, of spaces say, has 32.
     Of a long context that is much: workers tokenise such prompts one at a time.
     """
-    texts = [asked.prompt] if isinstance(asked.prompt, str) else [str(each["content"]) for each in asked.messages or ()]
-    length, most = sum(map(len, texts)), context * CHARACTERS_PER_TOKEN
+    length, most = sum(map(len, _texts(asked))), context * CHARACTERS_PER_TOKEN
     if 0 < most < length:
         raise OutriderError(
             f"the prompt has {length} characters, and at most {most} are read: the context is {context} tokens"
         )
+
+
+def _texts(asked: Request) -> list[str]:
+    """What has to be tokenised, about."""
+    if isinstance(asked.prompt, str):
+        return [asked.prompt]
+    said = [str(message["content"]) for message in asked.messages or ()]
+    called = [json.dumps(message["tool_calls"]) for message in asked.messages or () if message.get("tool_calls")]
+    return [*said, *called, *(json.dumps(tool) for tool in asked.tools or ())]
 
 
 async def result_of(request: HttpRequest, stream: ServerStream) -> Result:

@@ -25,13 +25,17 @@ from outrider.core.request import Chunk, Request, Result
 from outrider.core.sequence import Token
 from outrider.core.stats import Stats
 from outrider.drafters import PREDICTION
+from outrider.server import tools
 from outrider.server.access import Access
 from outrider.server.context import VERSION, ServerContext, id_of, server_of
+from outrider.server.errors import ServerError
 from outrider.server.faces.adapters import select
 from outrider.server.faces.openai_bodies import ChatBody, CompletionBody, OpenAIBody
+from outrider.server.faces.tool_calls import CallWriter
 from outrider.server.fleet.fleet import Description
 from outrider.server.fleet.supervisor import ServerStream
 from outrider.server.responses import EventStream, checked, result_of, submit
+from outrider.server.tools import ModelTools
 
 router = APIRouter(prefix="/v1", tags=["openai"])
 Json = dict[str, Any]
@@ -42,11 +46,12 @@ async def chat_completions(request: HttpRequest, body: ChatBody) -> Response:
     """Answer a conversation."""
     server = server_of(request)
     model, adapter = await select(server, body.model)
-    with _naming_the_field(body):
-        asked, clip = body.request(*_drafting(server, model, adapter))
+    dialect = tools.of(model.info.get("tools"))
+    with _naming_the_field(body, dialect):
+        asked, clip = body.request(*_drafting(server, model, adapter), dialect)
         asked = replace(asked, draft=asked.draft or adapter)
         stream = await submit(request, model.uid, asked, _shows(body, asked), clip)
-    return await _answer(request, body, ChatWriter(request, body, [stream]))
+    return await _answer(request, body, ChatWriter(request, body, [stream], dialect))
 
 
 @router.post("/completions", response_class=JSONResponse)
@@ -57,7 +62,7 @@ async def completions(request: HttpRequest, body: CompletionBody) -> Response:
     streams: list[ServerStream] = []
     group = uuid.uuid4().hex  # not the request's id: that may be a client's own choice, and another client's
     try:
-        with _naming_the_field(body):
+        with _naming_the_field(body, tools.of(None)):
             for asked in body.requests(*_drafting(server, model, adapter)):
                 asked = replace(asked, draft=asked.draft or adapter, group=group)
                 streams.append(await submit(request, model.uid, asked, _shows(body, asked)))
@@ -69,12 +74,14 @@ async def completions(request: HttpRequest, body: CompletionBody) -> Response:
 
 
 @contextmanager
-def _naming_the_field(body: OpenAIBody) -> Iterator[None]:
+def _naming_the_field(body: OpenAIBody, model: ModelTools) -> Iterator[None]:
     """A grammar that cannot be used is an error of the field that gave it, whoever has found it out."""
     try:
         yield
+    except ServerError:
+        raise
     except OutriderError as error:
-        constraint = body.constraint()
+        constraint = body.constrained(model)
         blamed = error if constraint is None else constraint.blamed(error)
         if blamed is error:
             raise
@@ -148,13 +155,16 @@ class AnswerWriter:
         """A chunk as a choice; None when there is nothing to say yet."""
         stream = self.streams[place]
         index = sum(other.samples for other in self.streams[:place]) + chunk.index
-        shows = bool(chunk.tokens) and (self._body.wants_tokens or self._wants_logprobs)
-        if not chunk.text and chunk.finish_reason is None and not shows:
+        if not chunk.text and chunk.finish_reason is None and not self.shows(chunk):
             return None
         choice = self.delta(index, chunk, stream)
-        if self._body.wants_tokens:
+        if choice is not None and self._body.wants_tokens:
             choice["outrider"] = {"tokens": [_told(token, stream) for token in chunk.tokens]}
         return choice
+
+    def shows(self, chunk: Chunk) -> bool:
+        """Whether its tokens are wanted, also without text."""
+        return bool(chunk.tokens) and (self._body.wants_tokens or self._wants_logprobs)
 
     def _totals(self, results: Sequence[Result]) -> Json:
         samples = [sample for result in results for sample in result.samples]
@@ -183,12 +193,19 @@ class AnswerWriter:
     def choice(self, index: int, sample: Result, stream: ServerStream) -> Json:
         raise NotImplementedError
 
-    def delta(self, index: int, chunk: Chunk, stream: ServerStream) -> Json:
+    def delta(self, index: int, chunk: Chunk, stream: ServerStream) -> Json | None:
+        """None when there is nothing to say yet."""
         raise NotImplementedError
 
 
 class ChatWriter(AnswerWriter):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(
+        self, request: HttpRequest, body: ChatBody, streams: Sequence[ServerStream], model: ModelTools
+    ) -> None:
+        super().__init__(request, body, streams)
+        self._calls = [CallWriter(body, model) for _ in range(sum(stream.samples for stream in streams))]
 
     def opening(self, index: int) -> Iterable[Json]:
         delta = {"role": "assistant", "content": ""}
@@ -197,17 +214,21 @@ class ChatWriter(AnswerWriter):
     def choice(self, index: int, sample: Result, stream: ServerStream) -> Json:
         return {
             "index": index,
-            "message": {"role": "assistant", "content": sample.text, "refusal": None},
+            "message": self._calls[index].message(sample.text),
             "logprobs": self._logprobs(sample.tokens, stream),
-            "finish_reason": _finish(sample.finish_reason),
+            "finish_reason": self._calls[index].finish(_finish(sample.finish_reason)),
         }
 
-    def delta(self, index: int, chunk: Chunk, stream: ServerStream) -> Json:
+    def delta(self, index: int, chunk: Chunk, stream: ServerStream) -> Json | None:
+        said = self._calls[index].read(chunk.text, last=chunk.finish_reason is not None)
+        logprobs = self._logprobs(chunk.tokens, stream)
+        if not said and chunk.finish_reason is None and not self.shows(chunk):
+            return None
         return {
             "index": index,
-            "delta": {"content": chunk.text} if chunk.text or chunk.finish_reason is None else {},
-            "logprobs": self._logprobs(chunk.tokens, stream),
-            "finish_reason": _finish(chunk.finish_reason),
+            "delta": said or ({} if chunk.finish_reason is not None else {"content": ""}),
+            "logprobs": logprobs,
+            "finish_reason": self._calls[index].finish(_finish(chunk.finish_reason)),
         }
 
     def _logprobs(self, tokens: Iterable[Token], stream: ServerStream) -> Json | None:

@@ -5,6 +5,7 @@ Every field is honoured, refused with the reason, or harmless (it cannot change 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -30,7 +31,9 @@ from outrider.server.faces.fields import (
     TokenIds,
     Word,
 )
-from outrider.server.faces.structured import StructuredFields
+from outrider.server.faces.structured import Constraint, StructuredFields
+from outrider.server.faces.tool_fields import Calls, ToolFields, check_results
+from outrider.server.tools import ModelTools
 
 MOST_TOKENS = 2048  # tokens of a chat answer without a limit of its own, if the context holds them
 MOST_SAMPLES = 128  # choices for a prompt
@@ -56,16 +59,24 @@ class ChatMessage(StrictBody):
     content: Text | Parts | None = None
     name: Word | None = None
     refusal: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: Calls | None = None
+    tool_call_id: Word | None = None
     function_call: None = None
     audio: None = None
     annotations: Ignored = None
 
-    def as_message(self) -> Message:
-        """`developer` is OpenAI's newer word for `system`."""
+    def as_message(self, at: int) -> Message:
+        """`developer` is OpenAI's newer word for `system`. `at`: its place among the messages."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": _joined(self.content)}
-        return {**message, "name": self.name} if self.name is not None else message
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            places = (f"messages.{at}.tool_calls.{number}" for number in range(len(self.tool_calls)))
+            message["tool_calls"] = [call.as_call(place) for call, place in zip(self.tool_calls, places, strict=True)]
+        return message
 
 
 class StreamOptions(StrictBody):
@@ -133,7 +144,11 @@ class OpenAIBody(StructuredFields):
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
 
-    def params(self, logprobs: int | None, max_tokens: int) -> SamplingParams:
+    def constrained(self, model: ModelTools) -> Constraint | None:
+        """What the answer is held to, of a model that calls tools in its own way."""
+        return self.constraint()
+
+    def params(self, logprobs: int | None, max_tokens: int, constraint: Constraint | None) -> SamplingParams:
         """OpenAI's default temperature is 1. A number that is left out is ours."""
         given = {
             "top_p": self.top_p,
@@ -151,7 +166,6 @@ class OpenAIBody(StructuredFields):
             "bad_words": self.bad_words,
             "stop": self.stop or None,
         }
-        constraint = self.constraint()
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -217,14 +231,11 @@ class OpenAIBody(StructuredFields):
             raise Bad("outrider.tokens is for streams; add stream: true or leave it out", param="outrider")
 
 
-class ChatBody(OpenAIBody):
+class ChatBody(ToolFields, OpenAIBody):
     messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
-    tools: Any = None
-    tool_choice: Any = None
-    parallel_tool_calls: Any = None
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
@@ -233,7 +244,7 @@ class ChatBody(OpenAIBody):
     verbosity: Any = None
     web_search_options: Any = None
 
-    def request(self, access: Access, own: str) -> tuple[Request, bool]:
+    def request(self, access: Access, own: str, model: ModelTools) -> tuple[Request, bool]:
         """The request, and whether its length is cut to what the context holds."""
         self.refuse(_CHAT_REFUSED)
         if self.top_logprobs is not None and not self.logprobs:
@@ -241,10 +252,21 @@ class ChatBody(OpenAIBody):
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise Bad("max_tokens and max_completion_tokens differ; leave out the older max_tokens", param="max_tokens")
         most = self.max_completion_tokens or self.max_tokens
-        params = self.params((self.top_logprobs or 0) if self.logprobs else None, most or MOST_TOKENS)
-        messages = [message.as_message() for message in self.messages]
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        params = self.params(logprobs, most or MOST_TOKENS, self.constrained(model))
         draft, stream = self.draft(access, own), bool(self.stream)
-        return Request(None, messages, params, draft, self.expected(), stream), most is None
+        asked = Request(None, self._conversation(model), params, draft, self.expected(), stream)
+        tools = self.shown_tools() if model.format.takes_tools else []
+        return replace(asked, tools=tools or None, visible=self._visible(model)), most is None
+
+    def _conversation(self, model: ModelTools) -> list[Message]:
+        messages = [message.as_message(at) for at, message in enumerate(self.messages)]
+        check_results(messages)
+        return model.format.messages(messages, self.shown_tools())
+
+    def _visible(self, model: ModelTools) -> tuple[int, ...]:
+        """The token that begins a call, if it is no text."""
+        return tuple(model.special.values()) if self.shown_tools() else ()
 
 
 class CompletionBody(OpenAIBody):
@@ -263,7 +285,7 @@ class CompletionBody(OpenAIBody):
         self.refuse(_COMPLETION_REFUSED)
         if self.best_of not in (None, 1) and self.best_of != (self.n or 1):
             raise Bad("best_of beyond n is not supported: all n samples are returned; leave it out", param="best_of")
-        params = self.params(self.logprobs, self.max_tokens or 16)
+        params = self.params(self.logprobs, self.max_tokens or 16, self.constraint())
         draft, expected, stream = self.draft(access, own), self.expected(), bool(self.stream)
         return [Request(prompt, None, params, draft, expected, stream) for prompt in self.prompts()]
 
@@ -275,11 +297,8 @@ class CompletionBody(OpenAIBody):
 
 # Fields that would change the answer and are not honoured: the values that ask for nothing, and why it is refused.
 _CHAT_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "tools": ((None, []), "the model is not asked to call tools"),
-    "tool_choice": ((None, "none", "auto"), "there are no tools"),
-    "parallel_tool_calls": ((None, True, False), "there are no tools"),
-    "functions": ((None, []), "the model is not asked to call functions"),
-    "function_call": ((None, "none", "auto"), "there are no functions"),
+    "functions": ((None, []), "tools is the newer name of it"),
+    "function_call": ((None, "none", "auto"), "tool_choice is the newer name of it"),
     "modalities": ((None, ["text"]), "only text is written"),
     "audio": ((None,), "only text is written"),
     "reasoning_effort": ((None,), "the model has no such setting"),

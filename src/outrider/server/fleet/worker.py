@@ -9,6 +9,7 @@ into one. When the server is gone the process ends.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import queue
@@ -26,6 +27,7 @@ from outrider.core.errors import OutriderError, one_line
 from outrider.core.request import Request
 from outrider.core.sequence import Token
 from outrider.models.token_bytes import TokenBytes
+from outrider.server import tools
 from outrider.server.fleet import wire
 from outrider.settings import from_mapping
 
@@ -155,7 +157,7 @@ class Session:
 
     def _ids(self, request: Request) -> list[int]:
         if request.messages is not None:
-            return list(self._backend.render(request.messages))
+            return list(self._backend.render(request.messages, request.tools))
         assert request.prompt is not None
         return list(self._backend.encode(request.prompt))
 
@@ -230,6 +232,7 @@ class Session:
 def _characters(request: wire.Json) -> int:
     """Of the texts that have to be tokenised, and of a grammar by the time that it takes to compile."""
     texts = [*request.values(), *(message.get("content") for message in request["messages"] or ())]
+    texts += [json.dumps(tool) for tool in request["tools"] or ()]
     grammars = [request["params"][name] for name in ("json_schema", "regex", "grammar")]
     weights = [*((text, 1) for text in texts), *((text, GRAMMAR_WEIGHT) for text in grammars)]
     return sum(len(text) * weight for text, weight in weights if isinstance(text, str))
@@ -237,7 +240,8 @@ def _characters(request: wire.Json) -> int:
 
 def describe(backend: Backend) -> wire.Json:
     """What the server wants to know of the model and of this process."""
-    return {"pid": os.getpid(), "drafters": drafters.names(), **backend.describe()}
+    told = backend.describe()
+    return {"pid": os.getpid(), "drafters": drafters.names(), "tools": tools.describe(backend.tokenizer), **told}
 
 
 def main(fd: int) -> None:

@@ -1,0 +1,45 @@
+"""How models call tools: the table of formats, and which one a model has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.server.tools.base import ToolFormat
+from outrider.server.tools.generic import GENERIC
+from outrider.server.tools.hermes import HERMES
+from outrider.server.tools.llama import LLAMA
+from outrider.server.tools.mistral import MISTRAL
+
+TABLE = (HERMES, MISTRAL, LLAMA, GENERIC)  # the first that fits a template; the last fits every one
+
+
+@dataclass(frozen=True)
+class ModelTools:
+    """How a model calls tools."""
+
+    format: ToolFormat
+    special: Mapping[str, int]  # the trigger, where it is one special token
+
+
+def describe(tokenizer: Any) -> dict[str, Any]:
+    """What the server is told of a model, as plain values."""
+    format = next(each for each in TABLE if each.fits(_template(tokenizer)))
+    added = {} if tokenizer is None else tokenizer.added_tokens_decoder
+    special = {str(token.content): id for id, token in added.items() if token.special}
+    return {"format": format.name, "special": {text: id for text, id in special.items() if text == format.trigger}}
+
+
+def of(described: Mapping[str, Any] | None) -> ModelTools:
+    """Back from what `describe` says; None: of a worker that is not ready yet."""
+    if described is None:
+        return ModelTools(GENERIC, {})
+    named = {each.name: each for each in TABLE}
+    return ModelTools(named[described["format"]], described["special"])
+
+
+def _template(tokenizer: Any) -> str:
+    """A folder may have several templates: the one for tools is used where there are tools."""
+    found = getattr(tokenizer, "chat_template", None) or ""
+    return str(found.get("tool_use", found.get("default", "")) if isinstance(found, dict) else found)
