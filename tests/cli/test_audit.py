@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 from tiny import ours, reference
 
-from outrider import LLM, build
+from outrider import LLM, SamplingParams, build
 from outrider.audit import audit, chi_square, default_drafts
 from outrider.core import verify as rules
 from outrider.core.verify import Verdict
@@ -83,7 +83,7 @@ def test_it_catches_a_token_too_many(llm, monkeypatch):
     assert first.margin is None or first.margin > 0
 
 
-def test_it_catches_a_rule_that_accepts_everything(llm, monkeypatch):
+def accept_everything(monkeypatch):
     honest = rules.rejection
 
     def generous(draft, law, dice, position):
@@ -93,10 +93,55 @@ def test_it_catches_a_rule_that_accepts_everything(llm, monkeypatch):
         return Verdict(tuple(range(len(draft))), token)
 
     monkeypatch.setattr(rules, "rejection", generous)
+
+
+def test_it_catches_a_rule_that_accepts_everything(llm, monkeypatch):
+    accept_everything(monkeypatch)
     for draft in default_drafts(llm):
         found = checks(audit(llm, [draft], SHORT, samples=300))
         assert found["greedy"].passed
         assert not found["law"].passed, draft
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "blue"]}, "name": {"type": "string", "maxLength": 8}},
+    "required": ["colour", "name"],
+    "additionalProperties": False,
+}
+LETTERS = SamplingParams(regex="[a-z ]{2,60}")
+
+
+def test_every_drafter_passes_under_a_grammar(llm):
+    for held in (SamplingParams(json_schema=SCHEMA, temperature=0.3), LETTERS):
+        drafts = default_drafts(llm, held=True)
+        report = audit(llm, drafts, SHORT, samples=300, held=held)
+        assert report.passed, report
+        assert report.grammar == report.as_dict()["grammar"] == held.constraint.parameter
+        drafted = {each.draft: each.checks[0].drafted for each in report.drafters}
+        assert (drafted["grammar"] > 0) is (held is not LETTERS)  # where nothing is forced it drafts nothing
+        assert drafted["layer_skip"] > 0
+
+
+def test_under_a_grammar_it_catches_the_same(llm, monkeypatch):
+    for rule, check, broken in (("coupled", "greedy", accept_one_too_many), ("rejection", "law", accept_everything)):
+        with monkeypatch.context() as patch:
+            broken(patch)
+            found = checks(audit(llm, ["layer_skip"], SHORT, samples=300, held=LETTERS))
+        assert not found[check].passed, rule
+
+
+def test_the_command_takes_a_schema(outrider, tiny_folder, tmp_path):
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps(SCHEMA))
+    args = ("audit", "-m", tiny_folder, "--prompt", "the fox", "--samples", 40, "--json-schema", schema)
+    done = outrider(*args, "-d", "grammar")
+    assert (done.code, "1 prompts under json_schema" in done.out) == (0, True), done.err
+    done = outrider(*args[:-4], "--json-schema", schema, "--company")
+    assert (done.code, "--json-schema is not for --company" in done.err) == (2, True)
+    schema.write_text('{"not": {}}')
+    done = outrider(*args, "-d", "grammar")
+    assert (done.code, '["not"]' in done.err) == (2, True)
 
 
 def test_it_catches_a_residual_that_is_not_taken(llm, monkeypatch):

@@ -10,6 +10,8 @@ decoding preferred its own token there. Where the model is run by our own forwar
 dtype. Where transformers runs it, the shape of a pass decides how sums are rounded: in bfloat16 and float16 a near tie
 may flip there, such differences are counted and shown, and are failures only when the margin is not small. The fourth
 is a chi-square test, which an exact drafter fails once in ten thousand audits.
+
+Under a grammar all four are the same, with plain decoding under the same grammar as the reference.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ import torch
 from outrider import build, drafters, prompts as builtin
 from outrider.audit.compare import Difference, Progress, Subject, Ticker, Tokens, altered
 from outrider.core.errors import OutriderError
+from outrider.core.grammar import Matcher
 from outrider.core.params import SamplingParams
 from outrider.core.request import Result
 from outrider.core.stats import Stats
@@ -36,10 +39,12 @@ from outrider.prompts import NamedPrompt
 
 ALPHA = 1e-4  # probability that the law test fails an exact drafter
 LENGTH = 3  # tokens of a continuation in the law test: drafts of two nodes
+TOP = 2  # tokens that a continuation may go on with in the law test under a grammar
 LEAST = 5.0  # continuations that a cell of the chi-square test must expect
 # Logits; where transformers runs the model, a near tie is below. The largest margin of a flip seen on one GPU was 0.08.
 SMALL_MARGIN = {torch.float32: 0.0, torch.bfloat16: 0.5, torch.float16: 0.25}
 
+FREE = SamplingParams()  # no grammar
 Law = Mapping[tuple[int, ...], float]  # continuation -> probability
 
 
@@ -75,6 +80,7 @@ class Report:
     samples: int
     seconds: float
     drafters: tuple[DrafterReport, ...]
+    grammar: str = ""  # the sampling parameter that holds the texts, such as json_schema; "": none
 
     @property
     def passed(self) -> bool:
@@ -88,9 +94,10 @@ class Report:
         return values
 
 
-def default_drafts(llm: LLM) -> list[str]:
-    """Every drafter that runs beside this model without arguments, except those that draft nothing here."""
-    idle = (drafters.PLAIN, drafters.GRAMMAR)
+def default_drafts(llm: LLM, held: bool = False) -> list[str]:
+    """Every drafter that runs beside this model without arguments, except those that draft nothing here. `held`: the
+    text has a grammar."""
+    idle = (drafters.PLAIN,) if held else (drafters.PLAIN, drafters.GRAMMAR)
     return [name for name in drafters.names() if name not in idle and _runs_alone(llm, name)]
 
 
@@ -104,13 +111,15 @@ def audit(
     samples: int = 300,
     raw: bool = False,
     progress: Progress | None = None,
+    held: SamplingParams = FREE,
 ) -> Report:
     """Audit each drafter ("NAME" or "NAME:key=value,..."; default: all that run without arguments).
 
     Prompts go through the model's chat template where it has one, unless `raw`. The same seed gives the same report.
+    `held`: its grammar holds every text, of plain decoding too; nothing else of it counts.
     """
     subject = Subject(llm)
-    drafts = list(drafts) or default_drafts(llm)
+    drafts = list(drafts) or default_drafts(llm, held.constraint is not None)
     for draft in drafts:
         drafters.parse(draft)  # a typing error shows before the work begins
     if not prompts or samples < 1:
@@ -118,15 +127,17 @@ def audit(
     begin = time.perf_counter()
     small = 0.0 if subject.promised else SMALL_MARGIN[build.load_options(llm.settings).dense]
     bench = _Bench(subject, prompts, raw, small, Ticker(progress))
+    held = SamplingParams(**held.constrained_by)
     bench.ticker.total = 2 * len(prompts) + 1 + len(drafts) * (len(prompts) + 3)
     with _seeded(seed):
-        greedy = bench.reference(SamplingParams(max_tokens=max_tokens))
-        seeded = bench.reference(SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=seed))
-        short = bench.continuations(samples)
+        greedy = bench.reference(replace(held, max_tokens=max_tokens))
+        seeded = bench.reference(replace(held, max_tokens=max_tokens, temperature=1.0, seed=seed))
+        short = bench.continuations(samples) if held.constraint is None else bench.held(samples, held)
         reports = tuple(DrafterReport(draft, tuple(bench.checks(draft, greedy, seeded, short))) for draft in drafts)
     names = tuple(prompt.name for prompt in prompts)
     seconds, chosen = round(time.perf_counter() - begin, 3), llm.settings
-    return Report(chosen.model, chosen.dtype, small, names, max_tokens, seed, samples, seconds, reports)
+    grammar = "" if held.constraint is None else held.constraint.parameter
+    return Report(chosen.model, chosen.dtype, small, names, max_tokens, seed, samples, seconds, reports, grammar)
 
 
 @dataclass(frozen=True)
@@ -183,6 +194,13 @@ class _Bench:
         params = SamplingParams(LENGTH, 1.0, allowed_token_ids=support, n=samples, ignore_eos=True)
         return _Continuations(prompt, params, law)
 
+    def held(self, samples: int, held: SamplingParams) -> _Continuations:
+        """The same under a grammar: of the tokens that it allows, the likeliest at each place."""
+        prompt = self._subject.backend.encode(builtin.LAW.text)
+        law = self._held_law(prompt, self._subject.backend.matcher(held))
+        self.ticker.tick("exact law")
+        return _Continuations(prompt, replace(held, max_tokens=LENGTH, temperature=1.0, top_k=TOP, n=samples), law)
+
     def checks(self, draft: str, greedy: _Reference, seeded: _Reference, short: _Continuations) -> Iterator[Check]:
         yield self._compare("greedy", draft, greedy, alone=True)
         yield self._compare("batch", draft, greedy)
@@ -227,6 +245,22 @@ class _Bench:
             pairs = zip(law.items(), laws, strict=True)
             law = {(*c, t): p * q for (c, p), row in pairs for t, q in zip(support, row, strict=True)}
         return law
+
+    def _held_law(self, prompt: Tokens, matcher: Matcher) -> Law:
+        """A continuation may end before it has all tokens."""
+        law: dict[tuple[int, ...], float] = {(): 1.0}
+        for _ in range(LENGTH):
+            going = [each for each in law if not each or each[-1] not in matcher.ends]
+            for each, row in zip(going, self._logits([[*prompt, *each] for each in going]), strict=True):
+                so_far = law.pop(each)
+                law |= {(*each, token): so_far * p for token, p in _likeliest(row, matcher.mask(each))}
+        return law
+
+
+def _likeliest(logits: torch.Tensor, allowed: torch.Tensor | None) -> Iterator[tuple[int, float]]:
+    assert allowed is not None, "only tokens that the grammar allows lead here"
+    found = logits.masked_fill(~allowed, -torch.inf).topk(min(TOP, int(allowed.sum())))
+    yield from zip(found.indices.tolist(), found.values.double().softmax(-1).tolist(), strict=True)
 
 
 def chi_square(counts: Counter[tuple[int, ...]], law: Law) -> float:

@@ -179,6 +179,13 @@ class Local(Reader):
         self._check_ids(params.token_ids())
         return replace(params, bad_words=words) if params.bad_words else params
 
+    def matcher(self, params: SamplingParams) -> Matcher:
+        """At the beginning of the grammar that the parameters have, for whoever wants to know what it allows."""
+        [found] = self._matchers(replace(params, n=1), frozenset(params.stop_token_ids) | self._ends)
+        if found is None:
+            raise OutriderError("the parameters have no grammar")
+        return found
+
     def _matchers(self, params: SamplingParams, ends: frozenset[int]) -> Seq[Matcher | None]:
         """One for each sample. The grammar is compiled here, by the thread that hands the request in."""
         if params.constraint is None:

@@ -51,7 +51,7 @@ def _list_option(name: str, kind: type, usual: Sequence[float], text: str) -> An
 
 
 @dataclass(frozen=True)
-class AuditOptions(options.Printed):
+class AuditOptions(options.Printed, options.Constrained):
     draft: tuple[str, ...] = option(
         (),
         "The drafter to audit: NAME or NAME:key=value,... Repeatable.",
@@ -110,7 +110,10 @@ class AuditOptions(options.Printed):
         for name in () if self.company else COMPANY_ONLY:
             if getattr(self, name) is not None and getattr(self, name) is not False:
                 raise OutriderError(f"--{name} is an option of --company; add that, or leave it out")
-        SamplingParams(max_tokens=self.size)
+        held = self.over(SamplingParams(max_tokens=self.size))
+        if self.company and held.constraint is not None:
+            name = held.constraint.parameter.replace("_", "-")
+            raise OutriderError(f"--{name} is not for --company, whose texts are free; leave out one of them")
 
     @property
     def size(self) -> int:
@@ -152,6 +155,8 @@ def audit(
     dtype. Where transformers runs it, rounding depends on the shape of a pass: in bfloat16 and float16 a near tie
     may flip; flips are shown with their margin, and fail when it is 0.5 logits (float16: 0.25) or more.
 
+    With [bold]--json-schema[/] or another grammar, all of this is about plain decoding under the same grammar.
+
     [bold]--company[/] proves that a text does not depend on what it shares the engine with. The reference is each
     prompt alone, plain, with nothing cached; against it: the same call again, batches in shuffled order, prompts in
     other chunks and from the cache, lengths around pages and chunks, long neighbours, every drafter, greedy and with
@@ -160,6 +165,7 @@ def audit(
     [dim]$[/] outrider audit
     [dim]$[/] outrider audit --draft ngram:store=adaptive --draft layer_skip:layers=8 --json
     [dim]$[/] outrider audit --model ./my-model --draft draft_model:model=./small --prompts prompts.txt
+    [dim]$[/] outrider audit --json-schema person.json --draft grammar --draft ngram
     [dim]$[/] outrider audit --company --quick
     [dim]$[/] outrider audit --company --device cuda --dtype bfloat16 --prompts spec_bench.jsonl --max-tokens 128
     """
@@ -195,7 +201,15 @@ def _report(
         return audit_company(llm, own.draft, prompts, plan, raw=own.raw, progress=progress, found=found)
     samples = own.samples or SAMPLES
     return run(
-        llm, own.draft, prompts, max_tokens=own.size, seed=own.seed, samples=samples, raw=own.raw, progress=progress
+        llm,
+        own.draft,
+        prompts,
+        max_tokens=own.size,
+        seed=own.seed,
+        samples=samples,
+        raw=own.raw,
+        progress=progress,
+        held=own.over(SamplingParams()),
     )
 
 

@@ -52,7 +52,8 @@ def _summary(report: Report) -> str:
     counts = "any flip fails"
     if report.small_margin:
         counts = f"transformers runs this model, so flips below {report.small_margin:g} logits count as near ties"
-    size = f"{len(report.prompts)} prompts, {report.seconds:.0f} s"
+    held = f" under {report.grammar}" if report.grammar else ""
+    size = f"{len(report.prompts)} prompts{held}, {report.seconds:.0f} s"
     ending = "passed" if report.passed else "FAILED"
     return f"{report.model}, dtype {report.dtype}, {size}; {counts}, law below p = {ALPHA:g}: {ending}"
 

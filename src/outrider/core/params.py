@@ -22,6 +22,7 @@ BadWord = str | tuple[int, ...]
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-37, 100.0
 LARGEST_PENALTY = 100.0  # logits, of a presence or frequency penalty, positive or negative
 LOWEST_REPETITION, HIGHEST_REPETITION = 0.01, 100.0
+CONSTRAINTS = ("json_schema", "json_object", "regex", "choice", "grammar")
 HIGHEST_BIAS = 1e9  # added to a logit; any lower one may be, down to minus infinity, which bans the token
 
 
@@ -97,6 +98,12 @@ class SamplingParams:
     def constraint(self) -> GrammarSpec | None:
         """What the text may be; None: anything."""
         return grammar_spec(self.json_schema, self.json_object, self.regex, self.choice, self.grammar)
+
+    @property
+    def constrained_by(self) -> dict[str, Any]:
+        """The parameters that say what the text may be, as far as they are given."""
+        named = {name: getattr(self, name) for name in CONSTRAINTS}
+        return {name: value for name, value in named.items() if value not in (None, False)}
 
     @property
     def adjusts(self) -> bool:
