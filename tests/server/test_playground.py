@@ -230,6 +230,28 @@ def test_settings_reach_the_server(page):
     expect(page.get_by_role("alert")).to_contain_text("out of its range")
 
 
+def test_an_answer_is_held_to_a_schema_and_forced_tokens_are_coloured(page):
+    page.locator("#structure").evaluate("box => box.open = true")
+    page.locator("#example").select_option("a verdict")
+    schema = json.loads(page.locator("#schema").input_value())
+    page.locator("#drafter").select_option("grammar")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        shown = ask(page, tokens=30)
+    assert sent.value.post_data_json["response_format"]["json_schema"]["schema"] == schema
+    assert "".join(shown.split()).startswith('{"sentiment":"')
+    assert kept(page) > 0
+    expect(page.locator("#legend")).to_contain_text("grammar")
+    page.locator("#schema").fill("{")
+    page.locator("#prompt").fill("x")
+    page.locator("#send").click()
+    expect(page.get_by_role("alert")).to_contain_text("no JSON")
+    page.locator("#example").select_option("")
+    page.get_by_role("button", name="New chat").click()
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(page, tokens=5)
+    assert "response_format" not in sent.value.post_data_json
+
+
 def race(page, tokens=60):
     page.get_by_role("tab", name="Race").click()
     set_number(page, "max_tokens", tokens)

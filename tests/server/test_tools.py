@@ -191,7 +191,7 @@ def test_a_loop_of_three_turns(client, given, model, stream):
         checked([call])
         assert answer.usage.prompt_tokens > before
         before = answer.usage.prompt_tokens
-        messages.append(message.model_dump(exclude_none=True, exclude={"parsed"}))
+        messages.append(message)
         messages.append({"role": "tool", "tool_call_id": call.id, "content": f"result {turn}"})
     last = client.chat.completions.create(**{**given, "model": model, "messages": messages, "max_tokens": 4})
     assert last.usage.prompt_tokens > before
@@ -226,12 +226,20 @@ def test_an_answer_may_have_a_schema_beside_the_tools(client, given):
 
 def test_a_limit_that_cuts_off_a_call_says_so(client, given):
     [answer] = client.chat.completions.create(
-        model="generic", tool_choice={"type": "function", "function": {"name": "add"}}, **{**given, "max_tokens": 36}
+        model="generic", tool_choice={"type": "function", "function": {"name": "add"}}, **{**given, "max_tokens": 50}
     ).choices
     assert answer.finish_reason == "length"
     [call] = answer.message.tool_calls
     assert call.function.name == "add"
     assert '{"a":true,"b":"red"}'.startswith(re.sub(r"\s", "", call.function.arguments)[:5])
+
+
+def test_a_stop_string_in_a_call_is_no_call(client, given):
+    add = {"type": "function", "function": {"name": "add"}}
+    [answer] = client.chat.completions.create(model="hermes", tool_choice=add, stop=['"b"'], **given).choices
+    assert answer.finish_reason == "stop"
+    assert [call.function.name for call in answer.message.tool_calls] == ["add"]
+    assert '"b"' not in answer.message.tool_calls[0].function.arguments
 
 
 def test_several_choices_and_log_probabilities(client, given):

@@ -64,6 +64,7 @@ class ChatMessage(StrictBody):
     function_call: None = None
     audio: None = None
     annotations: Ignored = None
+    parsed: Ignored = None  # what the openai client has read of the content
 
     def as_message(self, at: int) -> Message:
         """`developer` is OpenAI's newer word for `system`. `at`: its place among the messages."""

@@ -33,8 +33,8 @@ class CallWriter:
         return {**message, "tool_calls": calls} if calls else message
 
     def finish(self, reason: str | None) -> str | None:
-        calls = 0 if self._parser is None else self._parser.calls
-        return "tool_calls" if reason == "stop" and calls else reason
+        called = self._parser is not None and self._parser.called
+        return "tool_calls" if reason == "stop" and called else reason
 
     def _call(self, delta: CallDelta) -> dict[str, Any]:
         if not delta.name:

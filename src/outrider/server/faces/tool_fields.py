@@ -13,7 +13,7 @@ from outrider.core.errors import OutriderError
 from outrider.core.grammar_spec import GrammarSpec, grammar_spec
 from outrider.core.request import Message
 from outrider.server.errors import Bad
-from outrider.server.faces.fields import StrictBody, Text, Word
+from outrider.server.faces.fields import Ignored, StrictBody, Text, Word
 from outrider.server.faces.structured import Constraint, StructuredFields
 from outrider.server.tools import ModelTools
 from outrider.server.tools.base import Tool
@@ -60,6 +60,7 @@ class NamedTool(StrictBody):
 class CalledFunction(StrictBody):
     name: ToolName
     arguments: Text
+    parsed_arguments: Ignored = None  # what the openai client has read of them
 
 
 class ToolCallBody(StrictBody):

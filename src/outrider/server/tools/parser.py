@@ -39,6 +39,11 @@ class CallParser:
             deltas += found
         return self._said[before:], _merged(deltas)
 
+    @property
+    def called(self) -> bool:
+        """Whether there are calls, and the arguments of the last one are complete: a stop string may cut them off."""
+        return self.calls > 0 and self._arguments.over
+
     def _words(self, last: bool) -> list[CallDelta] | None:
         """Up to the trigger, without the space before it. What may be the beginning of either waits."""
         rest = self._rest

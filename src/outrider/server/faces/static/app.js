@@ -6,6 +6,7 @@ import { byId } from "./dom.js";
 import { Figures } from "./figures.js";
 import * as notice from "./notice.js";
 import { Race } from "./race.js";
+import { offerExamples } from "./schemas.js";
 import * as settings from "./settings.js";
 import { hide } from "./tokens.js";
 
@@ -171,6 +172,7 @@ byId("theme").addEventListener("click", () => {
 darkly.addEventListener("change", nameTheme);
 
 nameTheme();
+offerExamples();
 byId("figures").open = matchMedia("(min-width: 60.01rem)").matches;
 byId("sampling").open = matchMedia("(min-width: 60.01rem) and (min-height: 60rem)").matches;
 load();

@@ -2,6 +2,7 @@
 
 import { Trouble } from "./api.js";
 import { byId, element } from "./dom.js";
+import { structure } from "./schemas.js";
 import { rank } from "./tokens.js";
 
 const NEUTRAL = { top_p: 1, top_k: 0, min_p: 0, repetition_penalty: 1 };
@@ -59,7 +60,7 @@ export function sampling() {
   }
   if (number("seed") !== null) fields.seed = number("seed");
   if (number("max_tokens") !== null) fields.max_completion_tokens = number("max_tokens");
-  return fields;
+  return { ...fields, ...structure() };
 }
 
 export function drafting() {
