@@ -130,7 +130,7 @@ def test_under_a_grammar_it_catches_the_same(llm, monkeypatch):
     assert found["greedy"].passed
     assert not found["law"].passed
     accept_one_too_many(monkeypatch)
-    with pytest.raises(OutriderError, match="layer_skip: .* the grammar forbids it here"):
+    with pytest.raises(OutriderError, match=r"layer_skip: .* the grammar forbids it here"):
         audit(llm, ["layer_skip"], SHORT, samples=20, held=LETTERS)
 
 

@@ -233,12 +233,14 @@ def test_settings_reach_the_server(page):
 def test_an_answer_is_held_to_a_schema_and_forced_tokens_are_coloured(page):
     page.locator("#structure").evaluate("box => box.open = true")
     page.locator("#example").select_option("a verdict")
-    schema = json.loads(page.locator("#schema").input_value())
+    assert json.loads(page.locator("#schema").input_value())["required"] == ["sentiment", "reason"]
+    schema = {"enum": ["the red fox counts", "the red fox is blue"]}  # no spaces, of which a random model has no end
+    page.locator("#schema").fill(json.dumps(schema))
     page.locator("#drafter").select_option("grammar")
     with page.expect_request("**/v1/chat/completions") as sent:
         shown = ask(page, tokens=30)
     assert sent.value.post_data_json["response_format"]["json_schema"]["schema"] == schema
-    assert "".join(shown.split()).startswith('{"sentiment":"')
+    assert json.loads(shown) in schema["enum"]
     assert kept(page) > 0
     expect(page.locator("#legend")).to_contain_text("grammar")
     page.locator("#schema").fill("{")
