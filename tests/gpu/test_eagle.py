@@ -2,16 +2,11 @@
 
 import pytest
 import torch
+from cuda_models import cuda_model
 from eagle_forms import FORMS
 from tiny import eagle_head
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-
-def target():
-    from test_gpu import cuda_model
-
-    return cuda_model(vocab=5000)
 
 
 def paths(grown):
@@ -31,7 +26,7 @@ def test_drafts_of_the_graphs_are_those_in_torch(form, depth, width, nodes, sequ
     from outrider.drafters.eagle.torch_runner import DenseRunner
     from outrider.drafters.eagle.tree import grow
 
-    model = target()
+    model = cuda_model(vocab=5000)
     torch.manual_seed(7)
     own = eagle_head(model, **FORMS[form]).requires_grad_(False).to("cuda")
     shape = DraftShape(depth, width, nodes, 1.0, 0.0)

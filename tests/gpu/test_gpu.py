@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cuda_models import cuda_model, weights
 
 from outrider import drafters
 from outrider.backends.local import Local
@@ -25,10 +26,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Feed
-from outrider.models.linear import Dense
-from outrider.models.llama import Llama, LlamaConfig, Weights
-from outrider.models.rope import Rope
-from outrider.models.stack import Layer, TorchStack
+from outrider.models.llama import Llama
 from outrider.train import eagle, medusa, objective
 from outrider.train.data.batches import BatchOrder
 from outrider.train.data.conversations import WrittenText
@@ -72,38 +70,6 @@ def folders(tmp_path_factory):
     for kind, head in made.items():
         heads.write(head, found[kind], model, dtype=torch.float32)
     return found
-
-
-def weights(heads=6, kv_heads=2, head_dim=32, hidden=64, inner=96, layers=2, vocab=300, bias=False, norms=False,
-            window=None, dtype=torch.float32, seed=0):  # fmt: skip
-    made = torch.Generator("cuda").manual_seed(seed)
-
-    def rand(*sizes):
-        return (torch.randn(*sizes, generator=made, device="cuda") * 0.2).to(dtype)
-
-    def layer():
-        rows = (heads + 2 * kv_heads) * head_dim
-        return Layer(
-            1 + rand(hidden),
-            Dense(rand(rows, hidden), rand(rows) if bias else None),
-            Dense(rand(hidden, heads * head_dim)),
-            1 + rand(hidden),
-            Dense(rand(2 * inner, hidden)),
-            Dense(rand(hidden, inner)),
-            1 + rand(head_dim) if norms else None,
-            1 + rand(head_dim) if norms else None,
-        )
-
-    config = LlamaConfig(hidden, heads, kv_heads, head_dim, 1e-5, window, vocab, layers, 2048)
-    rope = Rope(1.0 / 10_000 ** (torch.arange(0, head_dim, 2).float() / head_dim))
-    stack = TorchStack(config, [layer() for _ in range(layers)])
-    return config, Weights(Dense(rand(vocab, hidden)), stack, 1 + rand(hidden), Dense(rand(vocab, hidden)), rope)
-
-
-def cuda_model(graphs=True, **sizes):
-    from outrider.models.cuda.model import CudaLlama
-
-    return CudaLlama(*weights(**sizes), 1 << 24, graphs)
 
 
 TREE = Draft((5, 6, 7, 8, 9), (-1, -1, 0, 0, 3))
