@@ -40,11 +40,11 @@ class ReferenceStore:
     def _read(self, path: Path) -> None:
         try:
             lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-            self._known = {said["key"]: list(map(int, said["tokens"])) for said in map(json.loads, lines)}
+            self._known = {record["key"]: list(map(int, record["tokens"])) for record in map(json.loads, lines)}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise OutriderError(f"{path} is no file of reference texts ({error}); name another one") from error
 
 
 def _key(subject: str, prompt: Tokens, params: SamplingParams) -> str:
-    said = [subject, prompt, params.temperature, params.seed, params.max_tokens, params.ignore_eos]
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+    record = [subject, prompt, params.temperature, params.seed, params.max_tokens, params.ignore_eos]
+    return hashlib.sha256(json.dumps(record).encode()).hexdigest()

@@ -116,10 +116,10 @@ def for_head(config: Config, folder: Path) -> Config:
     if config["method"] not in ("eagle", "eagle3"):
         return config
     try:
-        said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise OutriderError(f"the head in {folder} has no config.json that can be read: {error}") from error
-    third = "eagle3" in f"{said.get('speculators_model_type')} {said.get('architectures')}".lower()
+    third = "eagle3" in f"{fields.get('speculators_model_type')} {fields.get('architectures')}".lower()
     if config["method"] == "eagle3" and not third:
         raise OutriderError(f"the head in {folder} is no EAGLE-3 head; write eagle:head={folder}")
     return {**config, "method": "eagle3" if third else "eagle"}

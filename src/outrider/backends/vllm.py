@@ -147,7 +147,7 @@ class VLLM(Reader):
         if request.params.constraint is not None:
             self._grammars.get(request.params.constraint)  # one that cannot be used is refused as by our own engine
         params, prompt = self._params(request), self._prompt(request)
-        self._check_room(prompt, request.params)
+        self._check_length(prompt, request.params)
         stream = Stream(lambda: self._post(self._cancel, job))
         samples = [_Sample(self._writer(request), request.params.logprobs or 0) for _ in range(request.params.n)]
         job = _VllmJob(request, prompt, params, samples, stream, Counter())
@@ -325,18 +325,18 @@ class VLLM(Reader):
                     found[_COUNTERS[metric.name]] += int(getattr(metric, "value", 0))
         return found
 
-    def _check_room(self, prompt: Seq[int], params: SamplingParams) -> None:
+    def _check_length(self, prompt: Seq[int], params: SamplingParams) -> None:
         if not prompt:
             raise OutriderError("the prompt is empty; give at least one token")
-        room = self.context - len(prompt)
-        if room < 1:
+        left = self.context - len(prompt)
+        if left < 1:
             raise OutriderError(
                 f"the prompt has {len(prompt)} tokens and the context is {self.context}; shorten the prompt"
             )
-        if params.max_tokens > room:
+        if params.max_tokens > left:
             raise OutriderError(
                 f"the prompt has {len(prompt)} tokens and the context is {self.context}; "
-                f"set max_tokens to at most {room}"
+                f"set max_tokens to at most {left}"
             )
 
     def _params(self, request: Request) -> Any:

@@ -102,7 +102,7 @@ class Grammars:
             if self._vocabulary is None:
                 self._vocabulary = self._make()
             vocabulary = self._vocabulary
-        grammar = Grammar(spec, vocabulary)  # whoever wants another one does not wait for it
+        grammar = Grammar(spec, vocabulary)  # a request for another one does not wait for it
         with self._lock:
             self._kept[spec] = grammar
             while len(self._kept) > KEPT:
@@ -304,8 +304,8 @@ _STOPS = {"NoExtensionBias": "no text fits it", "NoExtension": "no text fits it"
 def _reason(message: str) -> str:
     """llguidance's message in one line: without the picture of the place, which takes several."""
     lines = [line.strip() for line in message.replace("<non-verbose/>", "").splitlines()]
-    said = [line for line in lines if line and set(line) != {"^"} and not line.split(" ")[0].isdigit()]
-    reason = " ".join(" ".join(said).split())
+    words = [line for line in lines if line and set(line) != {"^"} and not line.split(" ")[0].isdigit()]
+    reason = " ".join(" ".join(words).split())
     return _STOPS.get(reason, reason)[:LONGEST] or quoted(message)
 
 

@@ -79,10 +79,10 @@ class _Namespace(Namespace):
     """namespace(...) that cannot pass for an object with inner workings of its own."""
 
     def __init__(*args: Any, **entries: Any) -> None:  # without a self, so that a template may say namespace(self=1)
-        said = dict(*args[1:], **entries)
-        for name in said:
+        values = dict(*args[1:], **entries)
+        for name in values:
             _check_name(name)
-        Namespace.__init__(args[0], said)
+        Namespace.__init__(args[0], values)
 
     def __setitem__(self, name: str, value: Any) -> None:
         _check_name(name)

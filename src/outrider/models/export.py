@@ -75,8 +75,8 @@ def to_transformers(tokenizer: GGUFTokenizer) -> PreTrainedTokenizerFast:
 
 
 def _config(file: GGUFFile, ends: list[int]) -> dict[str, Any]:
-    said = file.config()
-    if said["rope_factors"] is not None:
+    metadata = file.config()
+    if metadata["rope_factors"] is not None:
         raise OutriderError(
             f"{file.path} has rotary factors of its own, which a config.json cannot say; "
             "engines that read folders need the model's original folder"
@@ -84,21 +84,21 @@ def _config(file: GGUFFile, ends: list[int]) -> dict[str, Any]:
     return {
         "architectures": [_ARCHITECTURES[file.architecture]],
         "model_type": file.architecture,
-        "vocab_size": said["vocab_size"],
-        "hidden_size": said["hidden_size"],
-        "intermediate_size": said["intermediate_size"],
-        "num_hidden_layers": said["num_layers"],
-        "num_attention_heads": said["num_heads"],
-        "num_key_value_heads": said["num_kv_heads"],
-        "head_dim": said["head_dim"],
-        "rms_norm_eps": said["norm_eps"],
-        "rope_theta": said["rope_theta"],
-        "rope_scaling": said["rope_scaling"],
-        "max_position_embeddings": said["max_context"],
-        "sliding_window": said["sliding_window"],
-        "tie_word_embeddings": said["tie_embeddings"],
+        "vocab_size": metadata["vocab_size"],
+        "hidden_size": metadata["hidden_size"],
+        "intermediate_size": metadata["intermediate_size"],
+        "num_hidden_layers": metadata["num_layers"],
+        "num_attention_heads": metadata["num_heads"],
+        "num_key_value_heads": metadata["num_kv_heads"],
+        "head_dim": metadata["head_dim"],
+        "rms_norm_eps": metadata["norm_eps"],
+        "rope_theta": metadata["rope_theta"],
+        "rope_scaling": metadata["rope_scaling"],
+        "max_position_embeddings": metadata["max_context"],
+        "sliding_window": metadata["sliding_window"],
+        "tie_word_embeddings": metadata["tie_embeddings"],
         "hidden_act": "silu",
-        "attention_bias": said["qkv_bias"],
+        "attention_bias": metadata["qkv_bias"],
         "eos_token_id": ends,
         "torch_dtype": "bfloat16",
     }

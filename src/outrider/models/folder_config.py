@@ -64,9 +64,9 @@ _OTHERS: dict[str, Check] = {
 }
 
 
-def plain_llama(said: Mapping[str, Any]) -> Any | None:
+def plain_llama(fields: Mapping[str, Any]) -> Any | None:
     """What transformers' LlamaConfig would tell of a config.json; None where that is to be asked."""
     checks = _NEEDED | _OTHERS
-    if not _NEEDED.keys() <= said.keys() <= checks.keys() or not all(checks[key](said[key]) for key in said):
+    if not _NEEDED.keys() <= fields.keys() <= checks.keys() or not all(checks[key](fields[key]) for key in fields):
         return None
-    return SimpleNamespace(**said) if said["hidden_size"] % said["num_attention_heads"] == 0 else None
+    return SimpleNamespace(**fields) if fields["hidden_size"] % fields["num_attention_heads"] == 0 else None

@@ -57,37 +57,37 @@ def _model(config: LlamaConfig, weights: Weights, where: LoadOptions, notes: lis
 
 def _load_gguf(path: Path, where: LoadOptions) -> Loaded:
     file = GGUFFile(path)
-    said = file.config()
+    metadata = file.config()
     config = LlamaConfig(
-        hidden_size=said["hidden_size"],
-        num_heads=said["num_heads"],
-        num_kv_heads=said["num_kv_heads"],
-        head_dim=said["head_dim"],
-        norm_eps=said["norm_eps"],
-        sliding_window=said["sliding_window"],
-        vocab_size=said["vocab_size"],
-        num_layers=said["num_layers"],
-        context=said["max_context"],
+        hidden_size=metadata["hidden_size"],
+        num_heads=metadata["num_heads"],
+        num_kv_heads=metadata["num_kv_heads"],
+        head_dim=metadata["head_dim"],
+        norm_eps=metadata["norm_eps"],
+        sliding_window=metadata["sliding_window"],
+        vocab_size=metadata["vocab_size"],
+        num_layers=metadata["num_layers"],
+        context=metadata["max_context"],
     )
-    factors = None if said["rope_factors"] is None else torch.from_numpy(said["rope_factors"])
+    factors = None if metadata["rope_factors"] is None else torch.from_numpy(metadata["rope_factors"])
 
     def make_rope() -> Rope:
-        return rope(config.head_dim, said["rope_theta"], config.context, said["rope_scaling"], factors)
+        return rope(config.head_dim, metadata["rope_theta"], config.context, metadata["rope_scaling"], factors)
 
     store = GGUFStore(dict(file.tensors()), where)
-    weights = assemble(store, config, make_rope, said["tie_embeddings"], store.packs())
+    weights = assemble(store, config, make_rope, metadata["tie_embeddings"], store.packs())
     tokenizer = tokenizers.from_gguf(file.metadata)
     ends = tokenizers.end_ids(tokenizer, file.metadata)
     return Loaded(_model(config, weights, where, store.notes), tokenizer, ends, tuple(store.notes))
 
 
 def _load_folder(folder: Path, where: LoadOptions) -> Loaded:
-    said = _read_json(folder / "config.json")
-    if said is None:
+    content = _read_json(folder / "config.json")
+    if content is None:
         raise OutriderError(f"{folder} has no config.json, so it is not a model folder")
     if not any(folder.glob("*.safetensors")):
         raise OutriderError(f"{folder} has no .safetensors weights; pickled weights are not loaded: convert them first")
-    config = plain_llama(said) or _read_config(folder)
+    config = plain_llama(content) or _read_config(folder)
     own = _is_own(config)
     model, notes = _load_own(folder, config, where) if own else _load_foreign(folder, config, where)
     tokenizer, ends = words_of(folder)
@@ -200,14 +200,14 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        said = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except OSError as error:
         raise OutriderError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise OutriderError(f"{path} is not valid JSON ({one_line(error)}); download it again") from error
-    if not isinstance(said, dict):
+    if not isinstance(content, dict):
         raise OutriderError(f"{path} is not a JSON object; download it again")
-    return said
+    return content
 
 
 def _ends(path: Path) -> list[int]:

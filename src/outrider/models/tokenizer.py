@@ -249,9 +249,10 @@ def _family_of(folder: Path) -> Any | None:
     """What AutoTokenizer wants to know of config.json, so that it does not read that itself, with an import that takes
     1.4 s: the family, and only where the tokenizer's files say that they need no class of that family."""
     try:
-        config, said = (json.loads((folder / name).read_text()) for name in ("config.json", "tokenizer_config.json"))
+        names = ("config.json", "tokenizer_config.json")
+        config, settings = (json.loads((folder / name).read_text()) for name in names)
         plain = config["model_type"] == "llama" and "model_name" not in config
-        by_file = said["tokenizer_class"] in _BY_FILE and "auto_map" not in said
+        by_file = settings["tokenizer_class"] in _BY_FILE and "auto_map" not in settings
     except (OSError, ValueError, RecursionError, LookupError, TypeError):  # transformers says what is wrong
         return None
     return SimpleNamespace(model_type="llama", _name_or_path=str(folder)) if plain and by_file else None

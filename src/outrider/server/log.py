@@ -27,17 +27,17 @@ def log(event: str, *, level: str = "info", **fields: Any) -> None:
 class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        said: dict[str, Any] = {
+        entry: dict[str, Any] = {
             "time": f"{stamp}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "event": record.getMessage(),
             **getattr(record, "fields", {}),
         }
         if note := getattr(record, "repeats", ""):
-            said["repeats"] = note
+            entry["repeats"] = note
         if record.exc_info:
-            said["trace"] = self.formatException(record.exc_info)
-        return json.dumps(said, ensure_ascii=False, default=str)
+            entry["trace"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False, default=str)
 
 
 class RepeatFilter(logging.Filter):

@@ -120,9 +120,9 @@ def load(file: Path | None = None) -> Registry:
     path = file or _usual_file()
     if path is None:
         return BUILT_IN
-    said = _read(path)
-    entries = _records(path, Entry, said.get("models"), "models")
-    heads = _records(path, Head, said.get("heads"), "heads")
+    content = _read(path)
+    entries = _records(path, Entry, content.get("models"), "models")
+    heads = _records(path, Head, content.get("heads"), "heads")
     _refuse_twins(path, entries)
     return Registry((*entries, *BUILT_IN.entries), tuple(heads))
 
@@ -150,16 +150,16 @@ def _read(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        said = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise OutriderError(f"cannot read the registry {path}: {error.strerror}; check --registry") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise OutriderError(f"the registry {path} is not YAML: {one_line(error)}") from error
-    if said is None:
+    if content is None:
         return {}
-    if not isinstance(said, dict) or not set(said) <= {"models", "heads"}:
+    if not isinstance(content, dict) or not set(content) <= {"models", "heads"}:
         raise OutriderError(f"the registry {path} must have the keys models and heads, each a list, and no others")
-    return said
+    return content
 
 
 T = TypeVar("T", Entry, Head)

@@ -60,17 +60,18 @@ class State:
 def read(path: Path) -> list[LaunchSpec]:
     remedy = "move it away or name another with --state"
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return []
     except OSError as error:
         raise OutriderError(f"cannot read the state file {path}: {error.strerror}; {remedy}") from error
     except ValueError as error:
         raise OutriderError(f"the state file {path} is not JSON ({error}); {remedy}") from error
-    if not isinstance(said, dict) or said.get("version") != VERSION or not isinstance(said.get("models"), list):
+    known = isinstance(content, dict) and content.get("version") == VERSION
+    if not known or not isinstance(content.get("models"), list):
         raise OutriderError(f"the state file {path} was not written by this version of Outrider; {remedy}")
     try:
-        return [LaunchSpec.from_dict(model) for model in said["models"]]
+        return [LaunchSpec.from_dict(model) for model in content["models"]]
     except OutriderError as error:
         raise OutriderError(f"the state file {path}: {error}; {remedy}") from error
 

@@ -38,7 +38,7 @@ SPARE = 3  # pages a sequence may hold beyond its text: a page that is not full,
 
 @dataclass(eq=False)
 class _Group:
-    """Up to so many sequences that draft together: what the two graphs hand to each other."""
+    """A number of sequences that draft together: what the two graphs hand to each other."""
 
     growth: Growth
     state: Tensor  # [sequences, hidden] after what was committed

@@ -46,12 +46,12 @@ def find(kind: str, name: str, target: Readable, target_name: str, allow_pickle:
 def read(folder: str | Path, target: Readable, allow_pickle: bool = False) -> Head:
     """The head in a folder, checked against the target; an OutriderError names what does not fit."""
     folder = Path(folder)
-    said, tensors = _config(folder), _tensors(folder, allow_pickle)
-    kind = _kind(folder, said, tensors)
-    _check_target(folder, said, target)
+    fields, tensors = _config(folder), _tensors(folder, allow_pickle)
+    kind = _kind(folder, fields, tensors)
+    _check_target(folder, fields, target)
     try:
         with torch.no_grad():
-            head = medusa(folder, said, tensors, target) if kind == MEDUSA else eagle(folder, said, tensors, target)
+            head = medusa(folder, fields, tensors, target) if kind == MEDUSA else eagle(folder, fields, tensors, target)
     except OutriderError:
         raise
     except Exception as error:  # whatever values of another type or shape than expected make Python or torch raise
@@ -71,15 +71,16 @@ def write(
     out: smaller, and still ours to read, but vLLM needs them where the draft vocabulary is cut."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    said = medusa_config(head) if isinstance(head, MedusaHead) else eagle_config(head, name, target)
-    said["torch_dtype"] = str(dtype).removeprefix("torch.")
-    said["outrider"] = {"num_layers": target.num_layers, "vocab_size": target.vocab_size, "embedding": _sample(target)}
+    fields = medusa_config(head) if isinstance(head, MedusaHead) else eagle_config(head, name, target)
+    fields["torch_dtype"] = str(dtype).removeprefix("torch.")
+    sizes = {"num_layers": target.num_layers, "vocab_size": target.vocab_size}
+    fields["outrider"] = {**sizes, "embedding": _sample(target)}
     tensors = {key: value.detach().to("cpu", dtype).contiguous() for key, value in head.state_dict().items()}
     tensors |= _vocabulary(head, target, whole, dtype)
-    _save(folder, said, tensors)
+    _save(folder, fields, tensors)
 
 
-def _save(folder: Path, said: Mapping[str, Any], tensors: Tensors) -> None:
+def _save(folder: Path, fields: Mapping[str, Any], tensors: Tensors) -> None:
     """Each file under another name first: what stood there before survives a full disk."""
     from safetensors.torch import save_file
 
@@ -87,7 +88,7 @@ def _save(folder: Path, said: Mapping[str, Any], tensors: Tensors) -> None:
     try:
         save_file(tensors, weights, {"format": "pt"})
         weights.chmod(0o644)  # it is made for its owner alone
-        config.write_text(json.dumps(said, indent=2) + "\n")
+        config.write_text(json.dumps(fields, indent=2) + "\n")
     except Exception as error:
         weights.unlink(missing_ok=True)
         config.unlink(missing_ok=True)
@@ -128,12 +129,12 @@ def _config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise OutriderError(f"{folder} has no config.json, so it is not the folder of a head")
     try:
-        said = json.loads(path.read_text())
+        fields = json.loads(path.read_text())
     except ValueError as error:
         raise OutriderError(f"{path} is not valid JSON ({error}); get it again") from error
-    if not isinstance(said, dict):
+    if not isinstance(fields, dict):
         raise OutriderError(f"{path} is not a JSON object; get it again")
-    return said
+    return fields
 
 
 def _tensors(folder: Path, allow_pickle: bool) -> Tensors:
@@ -167,20 +168,20 @@ def _unpickled(folder: Path, allowed: bool) -> Tensors:
     return out
 
 
-def _kind(folder: Path, said: Mapping[str, Any], tensors: Tensors) -> str:
-    kind = said.get("speculators_model_type")
+def _kind(folder: Path, fields: Mapping[str, Any], tensors: Tensors) -> str:
+    kind = fields.get("speculators_model_type")
     if kind not in (None, "eagle3"):
         raise OutriderError(f"{folder} is a speculators head of type {kind!r}; Outrider runs eagle3")
-    if kind is None and kind_of(said) == MEDUSA:
+    if kind is None and kind_of(fields) == MEDUSA:
         return MEDUSA
     if any(name.removeprefix("model.") == "fc.weight" for name in tensors):
         return EAGLE
     raise OutriderError(f"{folder} holds no head that Outrider knows: EAGLE, EAGLE-3, Medusa or speculators eagle3")
 
 
-def _check_target(folder: Path, said: Mapping[str, Any], target: Readable) -> None:
+def _check_target(folder: Path, fields: Mapping[str, Any], target: Readable) -> None:
     """What a file of our own says of the model that it was made for."""
-    made_for = said.get("outrider")
+    made_for = fields.get("outrider")
     if not isinstance(made_for, dict):
         return
     same(folder, "layers of its target", made_for.get("num_layers"), target.num_layers)

@@ -88,9 +88,9 @@ def same(folder: Path, what: str, head: Any, target: int) -> None:
         raise OutriderError(f"the head in {folder} has {head} {what} and the target {target}; use a head made for it")
 
 
-def eagle(folder: Path, said: Mapping[str, Any], tensors: Tensors, target: Readable) -> EagleHead:
+def eagle(folder: Path, fields: Mapping[str, Any], tensors: Tensors, target: Readable) -> EagleHead:
     tensors = {_eagle_name(name): value for name, value in tensors.items()}
-    layer = said.get("transformer_layer_config", said)
+    layer = fields.get("transformer_layer_config", fields)
     hidden, vocab = _number(folder, layer, "hidden_size"), _number(folder, layer, "vocab_size")
     same(folder, "hidden numbers", hidden, target.anatomy.hidden_size)
     same(folder, "tokens", vocab, target.vocab_size)
@@ -108,13 +108,13 @@ def eagle(folder: Path, said: Mapping[str, Any], tensors: Tensors, target: Reada
         rope_scaling=_rope(folder, layer)[1],
         vocab_size=vocab,
         draft_vocab_size=vocab if ids is None else len(ids),
-        layers=_layers(folder, said, tensors, hidden, target.num_layers),
+        layers=_layers(folder, fields, tensors, hidden, target.num_layers),
         depth=_number(folder, layer, "num_hidden_layers", LAYERS),
         context=target.context,
-        norm_inputs=bool(said.get("fc_norm", False)),
-        norm_joined=bool(_eagle_option(said, "norm_before_fc", False)),
-        norm_residual=bool(said.get("norm_before_residual", "speculators_model_type" in said)),
-        norm_output=bool(said.get("norm_output", False)),
+        norm_inputs=bool(fields.get("fc_norm", False)),
+        norm_joined=bool(_eagle_option(fields, "norm_before_fc", False)),
+        norm_residual=bool(fields.get("norm_before_residual", "speculators_model_type" in fields)),
+        norm_output=bool(fields.get("norm_output", False)),
         fc_bias="fc.bias" in tensors,
         attention_bias="layers.0.self_attn.q_proj.bias" in tensors,
         own_output="lm_head.weight" in tensors and "lm_head.weight" not in shared,
@@ -127,8 +127,8 @@ def eagle(folder: Path, said: Mapping[str, Any], tensors: Tensors, target: Reada
 def _attention_sizes(folder: Path, layer: Mapping[str, Any], hidden: int) -> tuple[int, int, int]:
     """Heads of queries, heads of keys and values, numbers of each; the kernels rely on how they divide."""
     heads = _number(folder, layer, "num_attention_heads")
-    said = {"num_key_value_heads": heads, "head_dim": hidden // heads, **_given(layer)}
-    kv_heads, head_dim = (_number(folder, said, key) for key in ("num_key_value_heads", "head_dim"))
+    fields = {"num_key_value_heads": heads, "head_dim": hidden // heads, **_given(layer)}
+    kv_heads, head_dim = (_number(folder, fields, key) for key in ("num_key_value_heads", "head_dim"))
     if heads % kv_heads or head_dim % 2:
         raise OutriderError(
             f"{folder / 'config.json'} is broken: {heads} heads of {head_dim} numbers cannot share {kv_heads} heads of "
@@ -144,36 +144,36 @@ def _norm_eps(folder: Path, layer: Mapping[str, Any]) -> float:
     return float(value)
 
 
-def _given(said: Mapping[str, Any]) -> dict[str, Any]:
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
     """What is not null, 0 or empty: those stand for the default."""
-    return {key: value for key, value in said.items() if value}
+    return {key: value for key, value in fields.items() if value}
 
 
 def _eagle_name(name: str) -> str:
     return name.removeprefix("model.").replace("midlayer.", "layers.0.")
 
 
-def _eagle_option(said: Mapping[str, Any], key: str, default: Any) -> Any:
+def _eagle_option(fields: Mapping[str, Any], key: str, default: Any) -> Any:
     """Some files keep options in an inner `eagle_config`."""
-    inner = said.get("eagle_config")
-    return (inner if isinstance(inner, dict) else {}).get(key, said.get(key, default))
+    inner = fields.get("eagle_config")
+    return (inner if isinstance(inner, dict) else {}).get(key, fields.get(key, default))
 
 
 def _rope(folder: Path, layer: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """theta, and the scaling if there is one."""
-    said = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
-    if not isinstance(said, dict):
+    fields = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+    if not isinstance(fields, dict):
         raise _wrong(folder, "rope_scaling", "an object or null")
-    kind = said.get("rope_type", said.get("type", "default"))
-    theta = said.get("rope_theta") or layer.get("rope_theta") or 10_000.0
-    return float(theta), None if kind == "default" else {**said, "rope_type": kind}
+    kind = fields.get("rope_type", fields.get("type", "default"))
+    theta = fields.get("rope_theta") or layer.get("rope_theta") or 10_000.0
+    return float(theta), None if kind == "default" else {**fields, "rope_type": kind}
 
 
-def _layers(folder: Path, said: Mapping[str, Any], tensors: Tensors, hidden: int, total: int) -> tuple[int, ...]:
+def _layers(folder: Path, fields: Mapping[str, Any], tensors: Tensors, hidden: int, total: int) -> tuple[int, ...]:
     """The target's blocks that the head reads, counted from 0; vLLM counts from the embedding."""
     if "layers.0.hidden_norm.weight" not in tensors:
         return ()
-    ids = _eagle_option(said, "eagle_aux_hidden_state_layer_ids", None) or (2, total // 2, total - 3)
+    ids = _eagle_option(fields, "eagle_aux_hidden_state_layer_ids", None) or (2, total // 2, total - 3)
     if not isinstance(ids, list | tuple) or not all(isinstance(id, int) for id in ids):
         raise _wrong(folder, "eagle_aux_hidden_state_layer_ids", "a list of whole numbers")
     layers = tuple(sorted({id - 1 for id in ids}))
@@ -216,25 +216,25 @@ def _shared(tensors: Tensors, target: Readable, ids: Tensor | None) -> set[str]:
     return out
 
 
-def medusa(folder: Path, said: Mapping[str, Any], tensors: Tensors, target: Readable) -> MedusaHead:
+def medusa(folder: Path, fields: Mapping[str, Any], tensors: Tensors, target: Readable) -> MedusaHead:
     tensors = {_medusa_name(name): value for name, value in tensors.items()}
     blocks = {name.split(".")[1] for name in tensors if name.startswith("blocks.")}
     known = {
-        "num_heads": said.get("medusa_num_heads", len(blocks)),
-        "num_hidden_layers": said.get("medusa_num_layers", 1),
+        "num_heads": fields.get("medusa_num_heads", len(blocks)),
+        "num_hidden_layers": fields.get("medusa_num_layers", 1),
     }
-    heads, depth = (_number(folder, {**known, **said}, key, LAYERS) for key in known)
+    heads, depth = (_number(folder, {**known, **fields}, key, LAYERS) for key in known)
     first = tensors.get("blocks.0.layers.0.weight")
     if first is None:
         raise OutriderError(f"the head in {folder} lacks the tensor blocks.0.layers.0.weight; get it again")
-    same(folder, "hidden numbers", said.get("hidden_size", first.shape[0]), target.anatomy.hidden_size)
+    same(folder, "hidden numbers", fields.get("hidden_size", first.shape[0]), target.anatomy.hidden_size)
     ids = _token_map(folder, tensors.pop("token_map", None), target.vocab_size)
     outputs = [tensors.get(f"lm_heads.{index}.weight") for index in range(heads)]
-    own = any(output is not None for output in outputs) and not said.get("original_lm_head", False)
+    own = any(output is not None for output in outputs) and not fields.get("original_lm_head", False)
     if not own:
         tensors = {name: value for name, value in tensors.items() if not name.startswith("lm_head")}
     rows = [] if not own or outputs[0] is None else [outputs[0].shape[0]]
-    vocab = said.get("vocab_size", rows[0] if rows and ids is None else target.vocab_size)
+    vocab = fields.get("vocab_size", rows[0] if rows and ids is None else target.vocab_size)
     same(folder, "tokens", vocab, target.vocab_size)
     config = MedusaConfig(
         target.anatomy.hidden_size,
@@ -245,7 +245,7 @@ def medusa(folder: Path, said: Mapping[str, Any], tensors: Tensors, target: Read
         "blocks.0.layers.0.bias" in tensors,
         own,
     )
-    tree = _tree(folder, said.get("medusa_choices", ()))
+    tree = _tree(folder, fields.get("medusa_choices", ()))
     head = _filled(folder, lambda: MedusaHead(config, ids), tensors)
     head.tree = tree
     return head
@@ -262,10 +262,10 @@ def _token_map(folder: Path, ids: Tensor | None, vocab: int) -> Tensor | None:
     return ids.long()
 
 
-def _tree(folder: Path, said: Any) -> Paths:
+def _tree(folder: Path, fields: Any) -> Paths:
     """Nodes by their ranks from the root down; the parent of each is there, before it."""
     try:
-        paths = tuple(tuple(int(rank) for rank in path) for path in said)
+        paths = tuple(tuple(int(rank) for rank in path) for path in fields)
     except (TypeError, ValueError):
         paths = ((),)
     if not all(path and min(path) >= 0 and path[:-1] in ((), *paths[:place]) for place, path in enumerate(paths)):
@@ -313,8 +313,8 @@ def _check_tensors(folder: Path, places: Mapping[str, Tensor], tensors: Tensors,
         raise OutriderError(f"the head in {folder} has a tensor {extra[0]} that its config does not speak of")
 
 
-def _number(folder: Path, said: Mapping[str, Any], key: str, most: int = LARGEST) -> int:
-    value = said.get(key)
+def _number(folder: Path, fields: Mapping[str, Any], key: str, most: int = LARGEST) -> int:
+    value = fields.get(key)
     if value is None:
         raise OutriderError(f"{folder / 'config.json'} does not say {key}, which a head needs")
     if not isinstance(value, int) or not 1 <= value <= most:

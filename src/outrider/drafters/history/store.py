@@ -29,7 +29,7 @@ from outrider.drafters.history import CAPACITY
 from outrider.drafters.history.suffixes import GAP, SuffixIndex
 
 FORMAT = "outrider history 1"  # a file of another format is refused
-LONGEST_HEADER = 1 << 20  # bytes: room for some ten thousand tenants; a file without it is none of ours
+LONGEST_HEADER = 1 << 20  # bytes: enough for some ten thousand tenants; a file without it is none of ours
 SAVE = 30.0  # seconds between two writings while requests end: what a process that is killed may lose
 log = logging.getLogger("outrider")
 
@@ -42,7 +42,7 @@ class TenantHistory:
 
 
 class HistoryStore:
-    """A history for each tenant. The engine's thread uses it, and whoever closes the backend when that has ended."""
+    """A history for each tenant. The engine's thread uses it; when that has ended, the thread that closes it."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         """`capacity`: tokens of each history."""

@@ -226,7 +226,7 @@ def embed(tokens: Tensor, table: Tensor, gain: Tensor, x: Tensor, work: Workspac
 
 
 def best(logits: Tensor, parts: tuple[Tensor, Tensor], out: Tensor) -> None:
-    """argmax of each row, the first of equals; `parts` have room for best_parts(vocab) numbers a row."""
+    """argmax of each row, the first of equals; `parts` hold best_parts(vocab) numbers a row."""
     rows, size = logits.shape
     count = best_parts(size)
     _best_parts[(rows, count)](logits, *parts, size, BEST, count, num_warps=4)

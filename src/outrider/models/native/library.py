@@ -84,8 +84,8 @@ def _key() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     flags = " ".join([*FLAGS, *(flag for machine in MACHINES for flag in machine)])
-    said = (SOURCE.read_text(), HEADER.read_text(), flags, os.environ.get("CXX", ""), platform.machine(), processor)
-    return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
+    parts = (SOURCE.read_text(), HEADER.read_text(), flags, os.environ.get("CXX", ""), platform.machine(), processor)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def _kept(folder: Path, key: str) -> ctypes.CDLL | None:

@@ -75,7 +75,7 @@ async def completions(request: HttpRequest, body: CompletionBody) -> Response:
 
 @contextmanager
 def _naming_the_field(body: OpenAIBody, model: ModelTools) -> Iterator[None]:
-    """A grammar that cannot be used is an error of the field that gave it, whoever has found it out."""
+    """A grammar that cannot be used is an error of the field that gave it, also where only a worker finds it out."""
     try:
         yield
     except ServerError:

@@ -14,13 +14,13 @@ from outrider.settings import Settings, from_mapping
 def settings_as_dict(settings: Settings) -> dict[str, Any]:
     """The settings that are not at their defaults; `from_mapping` reads them back."""
     plain = Settings()
-    said = {each.name: getattr(settings, each.name) for each in dataclasses.fields(settings)}
-    return {name: value for name, value in said.items() if value != getattr(plain, name)}
+    fields = {each.name: getattr(settings, each.name) for each in dataclasses.fields(settings)}
+    return {name: value for name, value in fields.items() if value != getattr(plain, name)}
 
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """What to launch, and under which uid. `family`: what a face wants to remember of it (name, size, quantisation)."""
+    """What to launch, and under which uid. `family`: what an API remembers of it (name, size, quantisation)."""
 
     settings: Settings
     uid: str = ""  # "": one is made from the model's name
@@ -40,9 +40,9 @@ class LaunchSpec:
         }
 
     @classmethod
-    def from_dict(cls, said: Mapping[str, Any]) -> LaunchSpec:
+    def from_dict(cls, fields: Mapping[str, Any]) -> LaunchSpec:
         try:
-            return cls(from_mapping(said["settings"]), said["uid"], tuple(said["names"]), dict(said["family"]))
+            return cls(from_mapping(fields["settings"]), fields["uid"], tuple(fields["names"]), dict(fields["family"]))
         except (KeyError, TypeError, ValueError) as error:
             raise OutriderError(
                 f"not a launched model as it is written down: {type(error).__name__}: {error}"

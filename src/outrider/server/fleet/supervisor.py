@@ -1,4 +1,4 @@
-"""The server's end of a worker process: start it, talk to it, and start it again when it dies."""
+"""The server's end of a worker process: start it, exchange frames with it, and start it again when it dies."""
 
 from __future__ import annotations
 
@@ -165,14 +165,14 @@ class Process:
     async def ready(self, timeout: float) -> wire.Json:
         """Wait until the model is loaded; what the worker says of it."""
         try:
-            said = await asyncio.wait_for(self.receive(), timeout)
+            message = await asyncio.wait_for(self.receive(), timeout)
         except TimeoutError:
             raise Failed(f"{self.uid} was not loaded within {timeout:g} s") from None
-        if said is None:
+        if message is None:
             raise Failed(f"the worker of {self.uid} ended while it loaded: {await self.how_it_ended()}")
-        if "ready" not in said:
-            raise OutriderError(said.get("failed", "its worker sent something else than ready or failed first"))
-        return dict(said["ready"])
+        if "ready" not in message:
+            raise OutriderError(message.get("failed", "its worker sent something else than ready or failed first"))
+        return dict(message["ready"])
 
     async def how_it_ended(self) -> str:
         """It has closed its socket, so it has ended or is about to."""
@@ -266,9 +266,9 @@ class Worker:
         if self._process is None or self.status != "ready":
             raise Gone(f"the model {self.uid} is {self.status}: {self.reason or 'not ready yet'}; try again soon")
         self.refuse_when_full(request.params.n)
-        said = wire.request_to_json(request)
+        body = wire.request_to_json(request)
         stream = self.open_stream(request.params.n)
-        self._process.send({"submit": stream.id, "request": said, "fit": asdict(fit)})
+        self._process.send({"submit": stream.id, "request": body, "fit": asdict(fit)})
         return await self.taken_in(stream)
 
     @property
@@ -373,9 +373,9 @@ class Worker:
         assert self._process is not None
         watchdog = asyncio.create_task(self._watch(self._process))
         try:
-            while (said := await self._process.receive()) is not None:
-                self._hear(said)
-                if why := self._limits.overdue(BackendLoad(**said["load"]), self.spec.settings):
+            while (message := await self._process.receive()) is not None:
+                self._hear(message)
+                if why := self._limits.overdue(BackendLoad(**message["load"]), self.spec.settings):
                     self._process.end_for(why)
         except Exception as error:  # a worker whose frames cannot be read is as good as dead
             self._process.end_for(f"a frame of its worker could not be read: {type(error).__name__}: {error}")
@@ -392,23 +392,23 @@ class Worker:
             await asyncio.sleep(self._limits.silence / 10)
         process.end_for(f"no frame came from its worker for {self._limits.silence:g} s")
 
-    def _hear(self, said: wire.Json) -> None:
-        self._note(BackendLoad(**said["load"]))
-        for token, piece in said.get("pieces", {}).items():
+    def _hear(self, message: wire.Json) -> None:
+        self._note(BackendLoad(**message["load"]))
+        for token, piece in message.get("pieces", {}).items():
             self.pieces[int(token)] = piece.encode() if isinstance(piece, str) else bytes(piece)
-        self.special.update(said.get("special", ()))
-        for id, _ in said.get("accepted", ()):
+        self.special.update(message.get("special", ()))
+        for id, _ in message.get("accepted", ()):
             if id in self._streams and not self._streams[id].accepted.done():
                 self._streams[id].accepted.set_result(None)
-        for id, chunk in said.get("chunks", ()):
+        for id, chunk in message.get("chunks", ()):
             self._chunk(id, wire.chunk_from_json(chunk))
-        for id, result in said.get("results", ()):
+        for id, result in message.get("results", ()):
             self._finish(id, wire.result_from_json(result))
-        for id, reason in said.get("refused", ()):
+        for id, reason in message.get("refused", ()):
             self._finish(id, OutriderError(reason))
-        for id, reason in said.get("busy", ()):
+        for id, reason in message.get("busy", ()):
             self._finish(id, Busy(reason))
-        for id, reason in said.get("failed", ()):
+        for id, reason in message.get("failed", ()):
             self._finish(id, Failed(reason))
 
     def _note(self, load: BackendLoad) -> None:

@@ -31,28 +31,28 @@ def pack(message: Mapping[str, Any]) -> bytes:
 
 
 def unpack(body: bytes) -> Json:
-    said = json.loads(body.decode("utf-8", "surrogatepass"))
-    assert isinstance(said, dict)
-    return said
+    fields = json.loads(body.decode("utf-8", "surrogatepass"))
+    assert isinstance(fields, dict)
+    return fields
 
 
 def request_to_json(request: Request) -> Json:
     if request.params.processors:
         raise OutriderError("processors are functions and cannot be sent to a worker; leave them out")
-    said = {f.name: getattr(request, f.name) for f in dataclasses.fields(request) if f.name != "params"}
+    fields = {f.name: getattr(request, f.name) for f in dataclasses.fields(request) if f.name != "params"}
     params = {f.name: getattr(request.params, f.name) for f in dataclasses.fields(request.params)}
     params["logit_bias"] = list(request.params.logit_bias.items())  # JSON has no whole numbers as keys
     if request.params.constraint is not None and request.params.json_schema is not None:
         params["json_schema"] = request.params.constraint.text  # as text: it may be nested as deeply as we can write
     del params["processors"]
-    return {**said, "params": params}
+    return {**fields, "params": params}
 
 
-def request_from_json(said: Mapping[str, Any]) -> Request:
-    params = dict(said["params"])
+def request_from_json(fields: Mapping[str, Any]) -> Request:
+    params = dict(fields["params"])
     params["logit_bias"] = dict(params["logit_bias"])
     params["bad_words"] = [word if isinstance(word, str) else tuple(word) for word in params["bad_words"]]
-    return Request(**{**said, "params": SamplingParams(**params)})
+    return Request(**{**fields, "params": SamplingParams(**params)})
 
 
 def _token_to_json(token: Token) -> list[Any]:
@@ -62,10 +62,10 @@ def _token_to_json(token: Token) -> list[Any]:
     return [token.id, token.drafter, token.depth] if token.drafter is not None else [token.id]
 
 
-def _token_from_json(said: list[Any]) -> Token:
-    if len(said) < 5:
-        return Token(*said)
-    id, drafter, depth, logprob, top = said
+def _token_from_json(fields: list[Any]) -> Token:
+    if len(fields) < 5:
+        return Token(*fields)
+    id, drafter, depth, logprob, top = fields
     return Token(id, drafter, depth, logprob, tuple((other, score) for other, score in top))
 
 
@@ -73,8 +73,8 @@ def chunk_to_json(chunk: Chunk) -> list[Any]:
     return [chunk.text, [_token_to_json(token) for token in chunk.tokens], chunk.index, chunk.finish_reason]
 
 
-def chunk_from_json(said: list[Any]) -> Chunk:
-    text, tokens, index, finish = said
+def chunk_from_json(fields: list[Any]) -> Chunk:
+    text, tokens, index, finish = fields
     return Chunk(text, tuple(map(_token_from_json, tokens)), index, finish)
 
 
@@ -82,13 +82,13 @@ def stats_to_json(stats: Stats) -> Json:
     return {each.name: getattr(stats, each.name) for each in dataclasses.fields(stats)}
 
 
-def stats_from_json(said: Mapping[str, Any]) -> Stats:
+def stats_from_json(fields: Mapping[str, Any]) -> Stats:
     """JSON made the depths into text."""
-    values = dict(said)
+    values = dict(fields)
     for key in ("drafted_by_depth", "accepted_by_depth"):
-        values[key] = Counter({int(depth): count for depth, count in said[key].items()})
+        values[key] = Counter({int(depth): count for depth, count in fields[key].items()})
     for key in ("drafted_by_drafter", "accepted_by_drafter"):
-        values[key] = Counter(said[key])
+        values[key] = Counter(fields[key])
     return Stats(**values)
 
 
@@ -106,17 +106,17 @@ def result_to_json(result: Result) -> Json:
     }
 
 
-def result_from_json(said: Mapping[str, Any]) -> Result:
-    tokens = tuple(map(_token_from_json, said["tokens"]))
-    logprobs = [{token.id: token.logprob or 0.0, **dict(token.top)} for token in tokens] if said["logprobs"] else None
+def result_from_json(fields: Mapping[str, Any]) -> Result:
+    tokens = tuple(map(_token_from_json, fields["tokens"]))
+    logprobs = [{token.id: token.logprob or 0.0, **dict(token.top)} for token in tokens] if fields["logprobs"] else None
     return Result(
-        said["text"],
+        fields["text"],
         [token.id for token in tokens],
-        said["finish_reason"],
+        fields["finish_reason"],
         logprobs,
-        stats_from_json(said["stats"]),
-        said["prompt"],
+        stats_from_json(fields["stats"]),
+        fields["prompt"],
         tokens,
-        said["error"],
-        tuple(map(result_from_json, said["others"])),
+        fields["error"],
+        tuple(map(result_from_json, fields["others"])),
     )

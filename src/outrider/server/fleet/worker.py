@@ -89,15 +89,15 @@ class Session:
             closing.start()
             closing.join(FAREWELL)
 
-    def hear(self, said: wire.Json) -> None:
+    def hear(self, message: wire.Json) -> None:
         """One message of the server's; called by the reading thread."""
-        if "submit" in said:
+        if "submit" in message:
             with self._lock:
-                self._coming.add(said["submit"])
-            takers = self._takers if _characters(said["request"]) < LONG else self._long_taker
-            takers.submit(self._take, said["submit"], said["request"], said["fit"])
-        elif "cancel" in said:
-            self._cancel(said["cancel"])
+                self._coming.add(message["submit"])
+            takers = self._takers if _characters(message["request"]) < LONG else self._long_taker
+            takers.submit(self._take, message["submit"], message["request"], message["fit"])
+        elif "cancel" in message:
+            self._cancel(message["cancel"])
 
     def send(self) -> str:
         """Wait for news, and send all there are as one frame; without any, a frame with the load alone.
@@ -124,9 +124,9 @@ class Session:
                 news.append(self._news.get_nowait())
         return news
 
-    def _take(self, id: int, said: wire.Json, fit: wire.Json) -> None:
+    def _take(self, id: int, body: wire.Json, fit: wire.Json) -> None:
         try:
-            stream = self._backend.submit(self._fitted(wire.request_from_json(said), fit))
+            stream = self._backend.submit(self._fitted(wire.request_from_json(body), fit))
         except BackendStopped as error:
             self._news.put(("failed", id, str(error)))
             self._came(id)
@@ -144,7 +144,7 @@ class Session:
             self._accept(id, stream, fit["pieces"])
 
     def _fitted(self, request: Request, fit: wire.Json) -> Request:
-        """The prompt cut to its last tokens, and max_tokens to the room there is, where that is wanted."""
+        """The prompt cut to its last tokens, and max_tokens to what fits beside it, where that is wanted."""
         if not fit["clip"] and not fit["truncate"]:
             return request
         ids = self._ids(request)[-fit["truncate"] :]
@@ -275,8 +275,8 @@ def main(fd: int) -> None:
 
 def _read(link: Link, opened: Future[Session]) -> None:
     """Ends the process with its server, even while a model is being loaded."""
-    while (said := link.read()) is not None:
-        opened.result().hear(said)
+    while (message := link.read()) is not None:
+        opened.result().hear(message)
     if opened.done():
         opened.result().close()
     os._exit(0)

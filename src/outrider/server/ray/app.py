@@ -118,10 +118,10 @@ def assemble(config: IngressConfig, scale: Scale, grace: float = 60.0, starts: i
 
 def application(args: Mapping[str, Any]) -> serve.Application:
     """For `serve run`, `serve deploy` and KubeRay: settings, and uid, replicas, cpus_per_replica, gpus_per_replica."""
-    said = dict(args)
-    uid, replicas = str(said.pop("uid", "")), str(said.pop("replicas", "1"))
-    cpus, gpus = float(said.pop("cpus_per_replica", 0)), float(said.pop("gpus_per_replica", 0))
-    settings = from_mapping(said)
+    given = dict(args)
+    uid, replicas = str(given.pop("uid", "")), str(given.pop("replicas", "1"))
+    cpus, gpus = float(given.pop("cpus_per_replica", 0)), float(given.pop("gpus_per_replica", 0))
+    settings = from_mapping(given)
     choice = BUILT_IN.choose(settings.model)
     spec = LaunchSpec(replace(settings, model=choice.source), uid or choice.name, (choice.name,), choice.family())
     more = tuple(os.environ.get("OUTRIDER_TENANT_KEYS", "").split())

@@ -49,9 +49,9 @@ class RayWorker(Worker):
         if self.status != "ready":
             raise Gone(f"the model {self.uid} is {self.status}: {self.reason or 'not ready yet'}; try again soon")
         self.refuse_when_full(request.params.n)
-        said = wire.request_to_json(request)
+        body = wire.request_to_json(request)
         stream = self.open_stream(request.params.n)
-        self._followers[stream.id] = asyncio.create_task(self._follow(stream, said, dataclasses.asdict(fit)))
+        self._followers[stream.id] = asyncio.create_task(self._follow(stream, body, dataclasses.asdict(fit)))
         return await self.taken_in(stream)
 
     def cancel(self, stream: ServerStream) -> None:
@@ -66,11 +66,11 @@ class RayWorker(Worker):
     def _places(self) -> int:
         return self.spec.settings.max_batch * max(1, self.replicas)
 
-    async def _follow(self, stream: ServerStream, said: wire.Json, fit: wire.Json) -> None:
+    async def _follow(self, stream: ServerStream, body: wire.Json, fit: wire.Json) -> None:
         """Hear the whole answer, from another replica if the first dies before it says a word."""
         try:
             for left in reversed(range(TRIES)):
-                error = await self._listen(stream, said, fit)
+                error = await self._listen(stream, body, fit)
                 if error is None:
                     return
                 if stream.last or not left or not _died(error):
@@ -80,8 +80,8 @@ class RayWorker(Worker):
         finally:
             self._followers.pop(stream.id, None)
 
-    async def _listen(self, stream: ServerStream, said: wire.Json, fit: wire.Json) -> Exception | None:
-        frames = self._handle.answer.remote(said, fit)
+    async def _listen(self, stream: ServerStream, body: wire.Json, fit: wire.Json) -> Exception | None:
+        frames = self._handle.answer.remote(body, fit)
         try:
             async for frame in frames:
                 self._hear(_addressed(frame, stream.id))
@@ -102,9 +102,9 @@ class RayWorker(Worker):
             self._loads.clear()
             super()._note(BackendLoad(row_seconds=self.row_seconds))
 
-    def _hear(self, said: wire.Json) -> None:
-        self._loads[said["replica"]] = BackendLoad(**said["load"])
-        super()._hear(said)
+    def _hear(self, message: wire.Json) -> None:
+        self._loads[message["replica"]] = BackendLoad(**message["load"])
+        super()._hear(message)
 
     def _note(self, load: BackendLoad) -> None:
         """All replicas together; the fullest cache counts."""
@@ -162,14 +162,14 @@ class RayFleet(Fleet):
         raise Bad("this server runs on Ray, with the model that it was started with; end the application instead")
 
     def health(self) -> dict[str, Any]:
-        said = super().health()
-        said["models"][self._worker.uid]["replicas"] = self._worker.replicas
-        return said
+        health = super().health()
+        health["models"][self._worker.uid]["replicas"] = self._worker.replicas
+        return health
 
 
 def _addressed(frame: wire.Json, id: int) -> wire.Json:
     """A replica's frame as a worker would have sent it: with the stream's id at every part."""
-    return {kind: [[id, part] for part in said] if kind in DEALT else said for kind, said in frame.items()}
+    return {kind: [[id, part] for part in content] if kind in DEALT else content for kind, content in frame.items()}
 
 
 def _died(error: Exception) -> bool:
