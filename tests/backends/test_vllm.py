@@ -174,7 +174,10 @@ def engine(monkeypatch):
         "vllm": {"TokensPrompt": dict, "SamplingParams": SimpleNamespace},
         "vllm.engine.arg_utils": {"AsyncEngineArgs": _Arguments},
         "vllm.platforms": {"current_platform": SimpleNamespace(device_type="cpu")},
-        "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(DELTA=1)},
+        "vllm.sampling_params": {
+            "RequestOutputKind": SimpleNamespace(DELTA=1),
+            "StructuredOutputsParams": SimpleNamespace,
+        },
         "vllm.v1.engine.async_llm": {"AsyncLLM": SimpleNamespace(from_engine_args=lambda args: made)},
     }.items():
         module = ModuleType(name)
