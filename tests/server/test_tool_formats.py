@@ -8,6 +8,7 @@ import pytest
 from outrider.core.errors import OutriderError
 from outrider.core.grammar import Grammar, Vocabulary
 from outrider.core.grammar_spec import GrammarSpec, grammar_spec
+from outrider.models.chat_template import ChatTemplate
 from outrider.server import tools
 from outrider.server.tools.generic import GENERIC
 from outrider.server.tools.grammar import CallableTool, call_grammar
@@ -143,23 +144,31 @@ def test_an_error_names_the_tool():
 
 
 # The part of each template that tells it apart, as its model has it.
+TOLD = "{% if tools %}{{ tools|tojson }}"
 TEMPLATES = {
-    "hermes": "{%- if tools %}...For each function call, return a json object... within <tool_call></tool_call>",
-    "llama": '{%- if tools is not none %}...{"name": function name, "parameters": dictionary}...ipython',
-    "mistral": '{%- if tools is not none %}{{- "[AVAILABLE_TOOLS] [" }}...{{- "[TOOL_CALLS] [" }}',
+    "hermes": TOLD + r'{{- "<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}" }}{% endif %}',
+    "llama": TOLD + """{{- 'the format {"name": function name, "parameters": dictionary}' }} ipython{% endif %}""",
+    "mistral": TOLD + '{% endif %}{% for m in messages if m.tool_calls %}{{- "[TOOL_CALLS] [" }}{% endfor %}',
     "generic": "{% for message in messages %}<|im_start|>{{ message['role'] }}{% endfor %}",
 }
-OTHERS = [
-    "{%- if tools %}<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>",
-    "{%- if tools %}[AVAILABLE_TOOLS]...[TOOL_CALLS]name[ARGS]{}",
-    "",
-]
+OTHERS = {
+    "other tags inside": TOLD + "<tool_call>\n<function=example_function_name>\n<parameter=one>{% endif %}",
+    "no JSON inside": TOLD + "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>{% endif %}",
+    "a name and arguments": TOLD + "[TOOL_CALLS]name[ARGS]{}{% endif %}",
+    "tools under another name": TEMPLATES["hermes"].replace("tools", "xml_tools"),
+    "it raises": "{{ raise_exception('no') }}" + TEMPLATES["hermes"],
+    "none": "",
+}
 
 
 class FakeTokenizer:
     def __init__(self, template, special=()):
         self.chat_template = template
         self.added_tokens_decoder = {id: FakeToken(text) for id, text in special}
+
+    def apply_chat_template(self, messages, tokenize, **variables):
+        source = self.chat_template
+        return ChatTemplate(source["tool_use"] if isinstance(source, dict) else source).render(messages, variables)
 
 
 class FakeToken:
@@ -176,9 +185,9 @@ def test_a_template_tells_the_format(name):
     assert tools.of(json.loads(json.dumps(said))).format.name == name
 
 
-@pytest.mark.parametrize("template", OTHERS)
-def test_a_template_of_another_form_gets_the_generic_one(template):
-    assert tools.describe(FakeTokenizer(template))["format"] == "generic"
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_template_of_another_form_gets_the_generic_one(name):
+    assert tools.describe(FakeTokenizer(OTHERS[name]))["format"] == "generic"
     assert tools.describe(None)["format"] == "generic"
 
 

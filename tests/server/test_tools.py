@@ -2,6 +2,7 @@
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import jsonschema
@@ -31,7 +32,7 @@ MESSAGES = (
     "<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
 TEMPLATES = {
-    "hermes": "{% if tools %}{{ tools|tojson }} <tool_call></tool_call>{% endif %}" + MESSAGES,
+    "hermes": '{% if tools %}{{ tools|tojson }}<tool_call>{"name": name, "arguments": ...}{% endif %}' + MESSAGES,
     "llama": '{% if tools %}{{ tools|tojson }} {"name": name, "parameters": ...}{% endif %}{# ipython #}' + MESSAGES,
     "mistral": "{% if tools %}[AVAILABLE_TOOLS]{{ tools|tojson }}{% endif %}{# [TOOL_CALLS] #}" + MESSAGES,
 }
@@ -164,6 +165,26 @@ def test_under_auto_a_call_that_begins_is_held_to_the_schema(client, given, mode
     [answer] = client.chat.completions.create(seed=1, parallel_tool_calls=False, **asked).choices
     assert answer.finish_reason == "tool_calls"
     assert len(checked(answer.message.tool_calls)) == 1
+
+
+def test_streams_of_all_kinds_side_by_side(served, client, given):
+    """32 at once, of tools, schemas and plain words: each is what it is alone."""
+    plain = {name: value for name, value in given.items() if name != "tools"} | {"max_tokens": 24}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["red", "blue"]}}}
+    kinds = [
+        {**given, "tool_choice": "required", "parallel_tool_calls": False},
+        {**given, "max_tokens": 24},
+        {**plain, "response_format": form},
+        plain,
+    ]
+    asked = [
+        {**kinds[number % 4], "model": FORMATS[number // 4 % 4], "temperature": 1.0, "seed": number}
+        for number in range(32)
+    ]
+    with ThreadPoolExecutor(32) as pool:
+        together = list(pool.map(lambda each: streamed(client, **each), asked))
+    assert together == [streamed(client, **each) for each in asked]
+    assert [finish for _, _, finish in together[::4]] == ["tool_calls"] * 8
 
 
 def test_none_hides_the_tools(client, given):

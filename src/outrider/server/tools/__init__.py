@@ -26,6 +26,8 @@ class ModelTools:
 def describe(tokenizer: Any) -> dict[str, Any]:
     """What the server is told of a model, as plain values."""
     format = next(each for each in TABLE if each.fits(_template(tokenizer)))
+    if format.takes_tools and not _shows_tools(tokenizer):
+        format = GENERIC
     added = {} if tokenizer is None else tokenizer.added_tokens_decoder
     special = {str(token.content): id for id, token in added.items() if token.special}
     return {"format": format.name, "special": {text: id for text, id in special.items() if text == format.trigger}}
@@ -37,6 +39,19 @@ def of(described: Mapping[str, Any] | None) -> ModelTools:
         return ModelTools(GENERIC, {})
     named = {each.name: each for each in TABLE}
     return ModelTools(named[described["format"]], described["special"])
+
+
+PROBE = {"type": "function", "function": {"name": "is_it_shown", "description": "", "parameters": {"type": "object"}}}
+
+
+def _shows_tools(tokenizer: Any) -> bool:
+    """Whether the template writes tools into a prompt: some want them under another name."""
+    asked = [{"role": "user", "content": "?"}]
+    try:
+        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True, tools=[PROBE])
+    except Exception:  # the template is the model's own code
+        return False
+    return PROBE["function"]["name"] in text
 
 
 def _template(tokenizer: Any) -> str:

@@ -7,7 +7,7 @@ from outrider.server.tools.base import ToolFormat, literal
 
 class LlamaFormat(ToolFormat):
     def fits(self, template: str) -> bool:
-        return "ipython" in template and '"parameters"' in template and "tools" in template
+        return "ipython" in template and '"parameters"' in template
 
     def rules(self, several: bool) -> list[str]:
         """Its template takes one call at a time, so several are never written."""
