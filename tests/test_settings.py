@@ -46,6 +46,8 @@ def test_json_is_yaml_too(tmp_path):
         ("threads: true", "threads must be a whole number"),
         ("pace: 1", "pace must be true or false"),
         ("cache_memory: a lot", "cache_memory must be a number"),
+        ("cache_memory: .inf", "cache_memory must be at most 65536, not inf"),
+        ("cache_memory: 1.0e+300", "cache_memory must be at most 65536"),
         ("backend: cluster", "unknown backend 'cluster'; known: local, vllm"),
         ("tensor_parallel_size: 2", "tensor_parallel_size is for the backend vllm"),
         ("engine_args: {max_model_len: 3}", "engine_args is for the backend vllm"),

@@ -172,7 +172,8 @@ _LEAST = {
     "history_tokens": LEAST,
     **dict.fromkeys(_PARALLEL, 1),
 }
-_MOST = {"max_batch": MOST_BATCH, "threads": 1024, "history_tokens": 1 << 30}
+LARGEST_MEMORY = 1 << 16  # GiB for keys and values: more than any machine has, and few enough for a count of bytes
+_MOST = {"max_batch": MOST_BATCH, "threads": 1024, "history_tokens": 1 << 30, "cache_memory": LARGEST_MEMORY}
 _TYPES: dict[str, tuple[Any, str]] = {
     "str": (str, "text"),
     "bool": (bool, "true or false"),
