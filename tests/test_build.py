@@ -106,7 +106,23 @@ class TestMemoryOfHeads:
             texts = [stream.result().token_ids for stream in streams]
             again = llm.stream([1, 2, 3], params, draft=specs[4]).result()
             assert len(texts) == texts.count(again.token_ids)
-            assert sum(each.has_weights for each in llm.engine.drafters.values()) <= 4
+
+    def test_idle_ones_make_way(self, packable_folder, head_folder):
+        go_on = threading.Event()
+
+        def wait(tokens, logits):
+            assert go_on.wait(60)
+            return logits
+
+        waiting = SamplingParams(max_tokens=4, processors=(wait,))
+        specs = [f"eagle:head={head_folder},length={length}" for length in range(1, 6)]
+        with self.opened(packable_folder, "none", memory=0.1) as llm:
+            for spec in specs[:2]:
+                llm.backend.prepare(spec)  # and then nobody uses it
+            streams = [llm.stream([1, 2, 3], waiting, draft=spec) for spec in specs[2:]]
+            assert [spec for spec in specs if spec in llm.engine.drafters] == specs[1:]
+            go_on.set()
+            assert {stream.result().finish_reason for stream in streams} <= {"length", "stop"}
 
 
 REMEMBERING = dict(draft="history", threads=1, cache_memory=0.1, pace=False, history_tokens=4096)

@@ -19,7 +19,7 @@ from outrider.drafters.eagle.runner import DraftRequest, DraftShape
 from outrider.drafters.eagle.torch_runner import DenseRunner
 from outrider.drafters.eagle.tree import grow
 from outrider.drafters.heads.chooser import BLUR
-from outrider.models.cuda.model import CudaLlama
+from outrider.models.cuda.model import PAGE, CudaLlama
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled: tests/gpu"),
@@ -169,3 +169,15 @@ def test_what_the_kernels_cannot_do_runs_in_torch():
     for shape in (DraftShape(70, 1, 70, 1.0, 0.0), DraftShape(8, 16, 64, 1.0, 0.0)):
         assert isinstance(start(head("eagle-3"), target(), "auto", shape=shape), DenseRunner)
     assert isinstance(start(eagle_head(target(), layers=()), target(), "auto", shape=CHAIN), DenseRunner)
+
+
+def test_its_pages_are_as_many_as_its_memory_holds_and_no_more_than_the_targets():
+    """A device takes the memory at once; a few pages come on top, for drafts."""
+    config = head("eagle-3").config
+    token = 2 * 4 * config.depth * config.num_kv_heads * config.head_dim  # bytes, in the float32 of this target
+    fixed = start(head("eagle-3"), target(), "auto", shape=CHAIN)._pages.count
+    for memory, held in ((token * 10 * PAGE, 10 * PAGE), (1 << 40, target().capacity)):
+        context = BuildContext(target(), None, heads={"own": head("eagle-3")}, cache_bytes=memory)
+        drafter = drafters.build("eagle:head=own,length=3", context)
+        assert isinstance(drafter._runner, DeviceRunner)
+        assert drafter._runner._pages.count - fixed == held // PAGE
