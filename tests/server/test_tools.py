@@ -366,7 +366,7 @@ def test_the_library_shows_special_tokens_that_are_asked_for(folders):
         rules = f'start: "the " <[{id}]> "sea" <[{id}]>'
         params = SamplingParams(grammar=rules, max_tokens=20)
         for stream in (False, True):
-            for visible, text in (((), "the sea"), ([id], "the [TOOL_CALLS]sea[TOOL_CALLS]")):
+            for visible, text in (((), "the sea"), ((id,), "the [TOOL_CALLS]sea[TOOL_CALLS]")):
                 answer = llm.backend.submit(Request("the", params=params, stream=stream, visible=visible))
                 chunks = "".join(chunk.text for chunk in answer)
                 assert (answer.result().text, chunks) == (text, text if stream else "")

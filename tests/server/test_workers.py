@@ -28,7 +28,7 @@ from outrider.server.fleet import wire
 from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.fleet.spec import LaunchSpec
 from outrider.server.fleet.supervisor import Process, Worker
-from outrider.server.fleet.worker import LONG, Session
+from outrider.server.fleet.worker import GRAMMAR_WEIGHT, LONG, Session
 from outrider.server.metrics import Metrics
 from outrider.settings import Settings
 
@@ -47,8 +47,17 @@ class TestWire:
         )
         request = Request("the ✓ fox", None, params, "ngram:length=3", [1, 2], stream=True, group="seven")
         assert wire.request_from_json(over_the_wire(wire.request_to_json(request))) == request
-        request = Request(messages=[{"role": "user", "content": "x"}], params=params)
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+        request = Request(messages=[{"role": "user", "content": "x"}], params=params, tools=tools, visible=(5, 6))
         assert wire.request_from_json(over_the_wire(wire.request_to_json(request))) == request
+
+    def test_a_schema_goes_as_text(self):
+        """Inside of a request it is nested deeper than it was, and could be too deep to be written."""
+        schema = {"type": "array", "items": {"enum": ["é", 1]}}
+        told = over_the_wire(wire.request_to_json(Request("x", params=SamplingParams(json_schema=schema))))
+        assert told["params"]["json_schema"] == json.dumps(schema, ensure_ascii=False)
+        back = wire.request_from_json(told)
+        assert back.params.constraint == SamplingParams(json_schema=schema).constraint
 
     def test_functions_cannot_go(self):
         request = Request("x", params=SamplingParams(processors=[lambda tokens, logits: logits]))
@@ -70,19 +79,31 @@ class TestWire:
         assert back.stats.drafted_by_depth[7] == 0  # a Counter again
 
 
+TEXT = "x" * LONG
+PATTERN = "x" * (LONG // GRAMMAR_WEIGHT)
+LONG_REQUESTS = {
+    "prompts": [Request(TEXT), Request(messages=[{"role": "user", "content": TEXT}])],
+    "tools": [Request(messages=[{"role": "user", "content": "x"}], tools=[{"function": {"description": TEXT}}])] * 2,
+    "grammars": [
+        Request("x", params=SamplingParams(regex=PATTERN)),
+        Request("x", params=SamplingParams(json_schema={"enum": [PATTERN]})),
+    ],
+}
+
+
 class TestTakingIn:
-    def test_long_prompts_are_tokenised_one_at_a_time_and_hold_up_no_short_one(self):
+    @pytest.mark.parametrize("kind", LONG_REQUESTS)
+    def test_long_ones_are_taken_in_one_at_a_time_and_hold_up_no_short_one(self, kind):
         class Blocking:
-            """A backend that waits before it refuses a long prompt."""
+            """A backend that waits before it refuses what is long."""
 
             tokenizer = None
 
             def submit(self, request):
-                size = len(request.prompt or request.messages[0]["content"])
-                if size >= LONG:
+                if request.prompt != "short":
                     long.append(request)
                     assert go.wait(20)
-                raise OutriderError(f"{size} characters")
+                raise OutriderError("refused")
 
             def load(self):
                 return BackendLoad()
@@ -91,14 +112,14 @@ class TestTakingIn:
             send = list.append
 
         long, go, frames = [], threading.Event(), Frames()
-        session, text = Session(frames, Blocking()), "x" * LONG
+        session = Session(frames, Blocking())
         fit = {"pieces": False, "clip": False, "truncate": 0}
-        requests = [Request(text), Request(messages=[{"role": "user", "content": text}])] * 4 + [Request("short")]
+        requests = LONG_REQUESTS[kind] * 4 + [Request("short")]
         for id, request in enumerate(requests):
             session.hear({"submit": id, "request": wire.request_to_json(request), "fit": fit})
         while not any("refused" in frame for frame in frames):
             session.send()
-        assert [frame["refused"] for frame in frames if "refused" in frame] == [[[8, "5 characters"]]]
+        assert [frame["refused"] for frame in frames if "refused" in frame] == [[[8, "refused"]]]
         assert len(long) == 1
         go.set()
         while sum(len(frame.get("refused", ())) for frame in frames) < len(requests):

@@ -180,7 +180,7 @@ class Local(Reader):
         return replace(params, bad_words=words) if params.bad_words else params
 
     def matcher(self, params: SamplingParams) -> Matcher:
-        """At the beginning of the grammar that the parameters have, for whoever wants to know what it allows."""
+        """At the beginning of the grammar that the parameters have, to see what it allows."""
         [found] = self._matchers(replace(params, n=1), frozenset(params.stop_token_ids) | self._ends)
         if found is None:
             raise OutriderError("the parameters have no grammar")

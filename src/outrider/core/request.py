@@ -26,7 +26,7 @@ class Request:
     stream: bool = False  # whether chunks are wanted before the end
     group: str = ""  # requests of one group take turns as one request, and share its memory; "": it is alone
     tools: Sequence[Mapping[str, Any]] | None = None  # for the chat template, as its model was trained to see them
-    visible: Sequence[int] = ()  # special tokens that are written as text: others are left out
+    visible: tuple[int, ...] = ()  # special tokens that are written as text: others are left out
     tenant: str = ""  # who asks: what one tenant writes never serves another as a draft
 
 

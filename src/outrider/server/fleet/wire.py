@@ -52,7 +52,7 @@ def request_from_json(fields: Mapping[str, Any]) -> Request:
     params = dict(fields["params"])
     params["logit_bias"] = dict(params["logit_bias"])
     params["bad_words"] = [word if isinstance(word, str) else tuple(word) for word in params["bad_words"]]
-    return Request(**{**fields, "params": SamplingParams(**params)})
+    return Request(**{**fields, "params": SamplingParams(**params), "visible": tuple(fields["visible"])})
 
 
 def _token_to_json(token: Token) -> list[Any]:

@@ -41,17 +41,18 @@ def of(described: Mapping[str, Any] | None) -> ModelTools:
     return ModelTools(named[described["format"]], described["special"])
 
 
-PROBE = {"type": "function", "function": {"name": "is_it_shown", "description": "", "parameters": {"type": "object"}}}
+PROBE = "is_it_shown"  # the name of a tool
 
 
 def _shows_tools(tokenizer: Any) -> bool:
     """Whether the template writes tools into a prompt: some want them under another name."""
     asked = [{"role": "user", "content": "?"}]
+    tool = {"type": "function", "function": {"name": PROBE, "description": "", "parameters": {"type": "object"}}}
     try:
-        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True, tools=[PROBE])
+        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True, tools=[tool])
     except Exception:  # the template is the model's own code
         return False
-    return PROBE["function"]["name"] in text
+    return PROBE in text
 
 
 def _template(tokenizer: Any) -> str:
