@@ -1,10 +1,12 @@
-"""What equal bits cost on a GPU: this checkout against an earlier one, and products against cuBLAS.
+"""What equal bits cost and drafters gain on a GPU: this checkout against an earlier one, drafters against plain
+decoding, and products against cuBLAS.
 
 PYTHONPATH=src python scripts/gpu_price.py --before EARLIER --model FOLDER --prompts turns.jsonl --output price.jsonl
 
 Speeds: `LLM.chat` of batches of prompts x 128 tokens, plain and with ngram, prompts in the cache. Each checkout has a
 process of its own that keeps its model open; they run in turns, the order changing from round to round, and only one of
-them works at a time. The ratio of a round is this checkout's tokens/s over the earlier one's. Bulk: this checkout,
+them works at a time. The ratio of a round is this checkout's tokens/s over the earlier one's; that of a drafter also
+over plain decoding of the same batch in the same round, with whether it wrote the same tokens. Bulk: this checkout,
 sampled, 2,048 sequences at once, as in docs/benchmarks/gpu-h200. Products: bfloat16, 2,048 rows, the matrices of an 8B
 Llama, alone and with the norm, gate or residual that a pass has them do; medians of CUDA events. Needs torch, triton
 and transformers.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import statistics
@@ -30,6 +33,8 @@ SINGLE = 4  # prompts that are answered one after the other where the batch is 1
 WARM = 2  # calls before the first that counts: a shape that comes a second time is captured as a graph
 ROWS = 2048
 HIDDEN, INNER, QKV, EPS = 4096, 14336, 6144, 1e-5  # sizes of an 8B Llama
+
+PLAIN = "none"  # the drafter that never drafts
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -105,7 +110,9 @@ def work(given: argparse.Namespace) -> int:
         begin = time.perf_counter()
         results = [result for call in calls for result in llm.chat(call, params, draft=draft, progress=False)]
         seconds = time.perf_counter() - begin
-        return {"seconds": seconds, "tokens": sum(len(result.token_ids) for result in results)}
+        written = [list(result.token_ids) for result in results]
+        digest = hashlib.sha256(json.dumps(written).encode()).hexdigest()
+        return {"seconds": seconds, "tokens": sum(map(len, written)), "texts": digest}
 
     def bulk() -> dict[str, Any]:
         from outrider.bench.gpu_speeds import bulk as measure
@@ -135,6 +142,7 @@ def speeds(checkouts: list[Checkout], calls: list[Call], given: argparse.Namespa
     for thread in threads:
         thread.join()
     found: dict[Call, list[dict[str, float]]] = {call: [] for call in calls}
+    texts: dict[Call, set[str]] = {call: set() for call in calls}  # digests of this checkout's, over all rounds
     for number in range(given.rounds):
         if number and time.monotonic() > until:
             say({"what": "note", "text": f"{number} of {given.rounds} rounds: the time was up"})
@@ -143,18 +151,31 @@ def speeds(checkouts: list[Checkout], calls: list[Call], given: argparse.Namespa
             turn = checkouts if number % 2 == 0 else checkouts[::-1]
             took = {checkout.name: checkout.ask("chat", *call) for checkout in turn}
             found[call].append({name: said["tokens"] / said["seconds"] for name, said in took.items()})
+            texts[call].add(took["now"]["texts"])
     for call, rounds in found.items():
-        say({"what": "chat", **call._asdict(), **summary(rounds)})
+        plain = Call(PLAIN, call.batch)
+        said = {"what": "chat", **call._asdict(), **summary(rounds)}
+        if call != plain and plain in found:
+            said |= {"same_texts": len(texts[call] | texts[plain]) == 1, **gain(rounds, found[plain])}
+        say(said)
 
 
 def summary(rounds: list[dict[str, float]]) -> dict[str, Any]:
     """Medians of tokens/s, and of the ratio within a round with its spread."""
     ratios = [each["now"] / each["before"] for each in rounds if "before" in each]
     said: dict[str, Any] = {name: round(statistics.median(each[name] for each in rounds), 1) for name in rounds[0]}
-    if ratios:
-        spread = {"ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
-        said |= {name: round(value, 4) for name, value in spread.items()}
-    return {**said, "rounds": len(rounds)}
+    return {**said, **(spread(ratios) if ratios else {}), "rounds": len(rounds)}
+
+
+def gain(rounds: list[dict[str, float]], plain: list[dict[str, float]]) -> dict[str, float]:
+    """This checkout's speed against its own plain decoding of the same round."""
+    ratios = [one["now"] / other["now"] for one, other in zip(rounds, plain, strict=True)]
+    return {f"against_plain_{name}": value for name, value in spread(ratios).items()}
+
+
+def spread(ratios: list[float]) -> dict[str, float]:
+    found = {"ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
+    return {name: round(value, 4) for name, value in found.items()}
 
 
 def products(say: Say) -> None:

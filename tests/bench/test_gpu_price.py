@@ -18,14 +18,18 @@ def test_two_checkouts_run_in_turns(tiny_folder, tmp_path):
     done = subprocess.run(
         [sys.executable, SCRIPT, "--before", ROOT, "--model", tiny_folder, "--prompts", tmp_path / "turns.jsonl",
          "--device", "cpu", "--dtype", "float32", "--cache-memory", "0.1", "--parts", "chat", "--batches", "1,3",
-         "--drafts", "none", "--tokens", "4", "--rounds", "2", "--output", tmp_path / "out.jsonl"],
+         "--drafts", "none,ngram", "--tokens", "4", "--rounds", "2", "--output", tmp_path / "out.jsonl"],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [(line["draft"], line["batch"], line["rounds"]) for line in lines] == [("none", 1, 2), ("none", 3, 2)]
+    assert [(line["draft"], line["batch"], line["rounds"]) for line in lines] == [
+        ("none", 1, 2), ("none", 3, 2), ("ngram", 1, 2), ("ngram", 3, 2),
+    ]  # fmt: skip
     assert all(line["now"] > 0 < line["before"] and line["least"] <= line["ratio"] <= line["most"] for line in lines)
+    assert all(line["same_texts"] and line["against_plain_ratio"] > 0 for line in lines[2:])
+    assert "same_texts" not in lines[0]
 
 
 def test_a_ratio_is_of_one_round():
