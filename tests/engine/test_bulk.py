@@ -49,6 +49,9 @@ class PagedMarkov:
     def forget_prefixes(self):
         self.committed.clear()
 
+    def prepare(self, layers=()):
+        """There are no graphs."""
+
     def write(self, ids, last, dice, temperatures, steps):
         self.written.append(list(ids))
         rows = [self._write(*each, steps) for each in zip(ids, last, dice, temperatures, strict=True)]
