@@ -59,6 +59,9 @@ class BuildContext:
         return files.find(kind, name, target, self.name, allow_pickle)
 
 
+JudgedDraft = tuple[Draft, Verdict]  # and what the target made of it
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
     """What happened to one sequence in one pass of the target."""
@@ -119,6 +122,15 @@ class Drafter:
     def propose_cheap(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         """Asked instead of `propose` while drafts do not pay: only what costs next to nothing."""
         return [EMPTY] * len(seqs)
+
+    def writes(self, seqs: Seq[Sequence], budget: int) -> bool:
+        """Whether it can `write` these sequences now, with drafts of up to `budget` nodes."""
+        return False
+
+    def write(self, seqs: Seq[Sequence], wait: Callable[[], None]) -> list[list[JudgedDraft]] | None:
+        """Several steps of each sequence on the target's device, without the host: drafts, passes and verdicts. The
+        target's cache then has what was kept. `wait` is called while the device works. None: not now."""
+        return None
 
     def observe(self, step: Step) -> None:
         """Learn what the target made of a draft."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 
 from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError, one_line
 from outrider.core.grammar import permitted
 from outrider.core.sequence import Sequence
-from outrider.drafters.base import BuildContext, Drafter, Step
+from outrider.drafters.base import BuildContext, Drafter, JudgedDraft, Step
 from outrider.engine.policy import DraftingPolicy, PassSize
 from outrider.engine.scheduler import FeedPlan
 from outrider.models.base import Model
@@ -95,6 +95,25 @@ class DrafterPool:
         """What the target can run and the grammar of the sequence does not forbid."""
         whole = [_checked(draft, self._vocab).cut(budget) for draft, budget in zip(drafts, budgets, strict=True)]
         return [_fitting(draft, seq) for draft, seq in zip(whole, seqs, strict=True)]
+
+    def writing(self, seqs: Seq[Sequence], budget: int) -> Drafter | None:
+        """The drafter that can write all these sequences together with the target."""
+        drafter = self.of(seqs[0]) if seqs else None
+        if drafter is None or not all(self.of(seq) is drafter for seq in seqs):
+            return None
+        try:
+            return drafter if drafter.writes(seqs, budget) else None
+        except Exception as error:
+            self._leave_out(drafter, seqs, error)
+            return None
+
+    def write(self, drafter: Drafter, seqs: Seq[Sequence], wait: Callable[[], None]) -> list[list[JudgedDraft]] | None:
+        """What it writes; None if it cannot, or fails."""
+        try:
+            return drafter.write(seqs, wait)
+        except Exception as error:
+            self._leave_out(drafter, seqs, error)
+            return None
 
     def prefix(self, seq: Sequence) -> int:
         """How many tokens of its prompt the target may take from its cache."""

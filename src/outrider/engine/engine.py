@@ -23,7 +23,8 @@ from outrider.engine.throughput import ThroughputTrial
 from outrider.models.base import Feed, Model, Output, Outputs, Paged, SharesPrefixes
 
 # Sequences on a GPU from which on it is measured whether drafts pay at all: for one they do, as its rows are free
-# (LOG, 2026-11-15, drafts on many sequences).
+# (LOG, 2026-11-15, drafts on many sequences). Where the device drafts by itself it is measured for one too: nothing
+# else would end drafts that do not pay.
 MEASURED_FROM = 2
 
 
@@ -94,6 +95,9 @@ class Engine:
 
     def _advance(self, drafting: bool) -> list[Sequence]:
         running, paged = self.scheduler.running, self._paged
+        drafter = self._pool.writing(running, self.scheduler.widest) if drafting else None
+        if drafter is not None and self._write(drafter, running):
+            return self.sweep()
         if paged is None or not bulk.possible(running, self._pool, drafting):
             return self._pass(self._plan(), drafting)
         if unread := bulk.unread(running, self.model.length):
@@ -102,6 +106,20 @@ class Engine:
         bulk.write(running, self.model, paged, self._wait)
         _share([("target", perf_counter() - begin)], running)
         return self.sweep()
+
+    def _write(self, drafter: Drafter, running: Seq[Sequence]) -> bool:
+        """Several steps that the drafter and the target take without the host; False: they could not."""
+        begin = perf_counter()
+        judged = self._pool.write(drafter, running, self._wait)
+        if judged is None:
+            return False
+        for seq, steps in zip(running, judged, strict=True):
+            judge.commit_all(seq, steps, drafter.name)
+            self.model.crop(seq.id, len(seq.tokens) - 1)
+            if self._prefixes is not None:
+                self._prefixes.seen(seq.id, seq.tokens, seq.tenant)
+        _share([("target", perf_counter() - begin)], running)
+        return True
 
     def _take_prefixes(self, model: SharesPrefixes, running: Seq[Sequence]) -> None:
         """A sequence whose prompt is not run yet takes what others have run of it by now."""
@@ -173,7 +191,9 @@ class Engine:
 
     def _measures_drafting(self, running: Seq[Sequence]) -> bool:
         """Whether this batch may be faster without drafts, so that both ways are tried."""
-        if self._paged is None or self.policy is None or len(running) < MEASURED_FROM:
+        if self._paged is None or self.policy is None:
+            return False
+        if len(running) < MEASURED_FROM and self._pool.writing(running, self.scheduler.widest) is None:
             return False
         return any(self._pool.of(seq).drafts for seq in running)
 

@@ -13,6 +13,7 @@ from outrider.core.errors import one_line
 from outrider.core.sequence import Sequence, Token, guessed_tokens, logprobs, plain_token
 from outrider.core.verify import Verdict, verify_each
 from outrider.core.verify_batch import Case, choose, verify_batch
+from outrider.drafters.base import JudgedDraft
 from outrider.engine.scheduler import FeedPlan
 from outrider.models.base import Output, Outputs
 
@@ -60,6 +61,14 @@ def commit(seq: Sequence, draft: Draft, verdict: Verdict, logits: Tensor | None,
     kept = verdict.path[:written]
     seq.stats.record(draft, kept, written, drafter)
     return Verdict(kept, verdict.token)
+
+
+def commit_all(seq: Sequence, steps: Seq[JudgedDraft], drafter: str) -> None:
+    """Steps that were judged elsewhere, up to the end of the sequence."""
+    for draft, verdict in steps:
+        if seq.finish is not None:
+            return
+        commit(seq, draft, verdict, None, drafter)
 
 
 def commit_plain(seq: Sequence, tokens: list[int]) -> None:

@@ -137,6 +137,11 @@ class Scheduler:
             self.running = [*self.running, seq]
         return False
 
+    @property
+    def widest(self) -> int:
+        """Nodes that a draft may have while as many sequences run as do now."""
+        return self.limits.budget if len(self.running) <= (self.limits.drafting or len(self.running)) else 0
+
     def plan(
         self,
         length: Callable[[int], int],
@@ -146,7 +151,7 @@ class Scheduler:
         """What each running sequence (or those of `seqs`) feeds next. `length` tells what the cache has seen.
 
         `shares`: of a sequence, whether it waits while another feeds the same prefix, to take that over afterwards."""
-        widest = self.limits.budget if len(self.running) <= (self.limits.drafting or len(self.running)) else 0
+        widest = self.widest
         unseen = [(seq, seq.tokens[length(seq.id) :]) for seq in (self.running if seqs is None else seqs)]
         counts = self._chunks([(seq, len(tokens)) for seq, tokens in unseen if len(tokens) > 1], shares)
         plans = []

@@ -6,7 +6,7 @@ which the draft grows. Between them the host only launches, and it reads the nod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Hashable, Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -37,7 +37,7 @@ SPARE = 3  # pages a sequence may hold beyond its text: a page that is not full,
 
 
 @dataclass(eq=False)
-class _Group:
+class DraftGroup:
     """A number of sequences that draft together: what the two graphs hand to each other."""
 
     growth: Growth
@@ -53,6 +53,10 @@ class DeviceRunner:
         config = self.config = head.config
         self._device, self._dtype, self._context = target.device, target.dtype, target.context
         self.shape, self._stages = shape, shape.depth - 1
+        group = config.num_heads // config.num_kv_heads
+        self.tile = max(SMALL_TILE, 1 << (group - 1).bit_length())  # of passes with few rows of each sequence
+        self.block = self.tile // group  # rows of one sequence that the attention takes at once
+        self.ahead = self._stages * shape.width  # places after the committed rows in which a draft grows
         head.to(self._device, self._dtype)
         self._weights = DeviceHead(head, target)
         count = places // PAGE + 2 + SPARE * TOGETHER
@@ -71,13 +75,35 @@ class DeviceRunner:
         self._sent_table = torch.zeros(fields, dtype=torch.int32, device=self._device)
         self._staging = pinned(fields, self._device)
         self._itself = torch.arange(max(TOGETHER * shape.width, FEW_ROWS), dtype=torch.int32, device=self._device)
-        self._groups: dict[int, _Group] = {}
-        self._graphs: dict[tuple[Shape | int, int], _Launched] = {}
+        self._groups: dict[int, DraftGroup] = {}
+        self._graphs: dict[tuple[Hashable, int], _Launched] = {}
         self._capture = Capture()
         self._sent, self._done = event(self._device), event(self._device)
         self._drafted: dict[int, int] = {}  # rows after those committed, of drafts that the host looks on
         if self._device.type == "cuda":
             self._warm_up()
+
+    @property
+    def padding(self) -> int:
+        """The slot of rows that belong to no sequence."""
+        return self._pages.padding
+
+    def length(self, id: int) -> int:
+        """Committed rows."""
+        return self._pages.length(id)
+
+    def reserve(self, ids: Seq[int], count: int) -> list[int] | None:
+        """Memory for `count` more rows of each; the rows of the page table. None: there is not as much."""
+        slots = self._pages.take_ahead(ids, count)
+        self._sent.synchronize()
+        self._table.send()
+        self._sent.record()
+        return slots
+
+    def written(self, id: int, count: int) -> None:
+        """The device has taken in as many rows by itself."""
+        self._pages.extend(id, count)
+        self._drafted[id] = 0
 
     def free(self, id: int) -> None:
         self._pages.free(id)
@@ -131,7 +157,7 @@ class DeviceRunner:
         table = self._drawn_table(tokens, trails, [holder.slot for holder in holders], lengths, drafted)
         logits, longest = self._logits(rows), max(lengths) + drafted + count
         work = self._workspace(rows)
-        state = self._stage(table, states.to(self._dtype), logits, self._attention(rows, self._reach(longest)), work)
+        state = self._stage(table, states.to(self._dtype), logits, self._attention(rows, self.reach(longest)), work)
         return HeadOutput(state, logits)
 
     def _drawn_table(
@@ -158,7 +184,7 @@ class DeviceRunner:
         self, ids: Seq[int], tokens: Seq[Seq[int]], shown: Seq[Seq[ShownStates]], asked: Seq[DraftRequest]
     ) -> list[Grown]:
         group, longest = self._take_in(ids, tokens, shown, asked)
-        self._launch((group.growth.sequences, longest), partial(self._grow, group, longest))
+        self.launch((group.growth.sequences, longest), partial(self._grow_and_copy, group, longest))
         self._done.record()
         self._done.synchronize()
         found, most = group.found.numpy()[: len(ids)], self.shape.nodes
@@ -170,11 +196,14 @@ class DeviceRunner:
             grown.append(Grown(nodes, parents, probability[:count].tolist()))
         return grown
 
-    def _grow(self, group: _Group, longest: int) -> None:
-        """The stages of a draft, from what the head says after the committed text to the nodes on the host."""
+    def _grow_and_copy(self, group: DraftGroup, longest: int) -> None:
+        self.grow(group, self._sequences(group.growth.sequences), longest)
+        group.found.copy_(group.growth.found, non_blocking=True)
+
+    def grow(self, group: DraftGroup, sequences: Tensor, longest: int) -> None:
+        """The stages of a draft, from what the head says after the committed text to the nodes."""
         growth, shape = group.growth, self.shape
-        count = growth.sequences
-        sequences, rows = self._sequences(count), count * shape.width
+        rows = growth.sequences * shape.width
         attention = self._attention(rows, longest)
         growth.choose(0, group.logits, sequences, shape.sharpness)
         state = group.state
@@ -183,7 +212,6 @@ class DeviceRunner:
             state = self._stage(growth.tables[stage], state, logits, attention, self._work)
             growth.choose(stage + 1, logits, sequences, shape.sharpness)
         growth.collect(sequences, shape.stop)
-        group.found.copy_(growth.found, non_blocking=True)
 
     def _stage(self, table: Tensor, state: Tensor, logits: Tensor, attention: Attention, work: Workspace) -> Tensor:
         """Drafted rows; the states that their children read."""
@@ -223,14 +251,13 @@ class DeviceRunner:
 
     def _take_in(
         self, ids: Seq[int], tokens: Seq[Seq[int]], shown: Seq[Seq[ShownStates]], asked: Seq[DraftRequest]
-    ) -> tuple[_Group, int]:
+    ) -> tuple[DraftGroup, int]:
         """What was committed; the group in which what follows is found, and for how long texts its pass is made."""
-        group = self._group(len(ids))
+        group = self.group(len(ids))
         count = group.growth.sequences
         feeds = [Feed(id, each) for id, each in zip(ids, tokens, strict=True)]
-        ahead = self._stages * self.shape.width
-        batch = Batch(feeds, self._pages, self.config.num_heads // self.config.num_kv_heads, ahead)
-        shape = self._shape_of(batch, batch.longest + ahead)
+        batch = Batch(feeds, self._pages, self.config.num_heads // self.config.num_kv_heads, self.ahead)
+        shape = self._shape_of(batch, batch.longest + self.ahead)
         for id in ids:
             self._drafted[id] = 0
         sources, states = _sources(shown)
@@ -239,7 +266,10 @@ class DeviceRunner:
         self._sent.synchronize()
         device, host = (self._sent_table, self._staging) if few else self._larger(fields)
         begin = len(SequenceField) * count
-        self._stage_sequences(host.numpy()[:begin].reshape(-1, count), batch, ids, asked)
+        staged = host.numpy()[:begin].reshape(-1, count)
+        self.stage_sequences(staged, [batch.slot(place) for place in range(len(ids))], asked)
+        staged[SequenceField.LENGTH, : len(ids)] = [self._pages.length(id) for id in ids]
+        staged[SequenceField.LAST, : len(ids)] = [end - 1 for end in batch.begins[1:]]
         table = host.numpy()[begin:fields].reshape(-1, shape.rows)
         batch.write(table[: len(Field)], self._pages.padding)
         table[len(Field), : len(sources)] = sources
@@ -249,18 +279,17 @@ class DeviceRunner:
         self._sent.record()
         if few:
             torch.cat(states, out=self._shown[: sum(map(len, states))])
-            self._launch((shape, count), partial(self._intake, group, shape, self._sent_table, self._shown))
+            self.launch((shape, count), partial(self._intake, group, shape, self._sent_table, self._shown))
         else:
             self._sent_table[:begin].copy_(device[:begin])  # where the stages read them
             self._intake(group, shape, device, torch.cat(states))
         return group, shape.longest
 
-    def _stage_sequences(self, table: np.ndarray, batch: Batch, ids: Seq[int], asked: Seq[DraftRequest]) -> None:
-        table[:], some = 0, slice(len(ids))
-        table[SequenceField.SLOT] = self._pages.padding
-        table[SequenceField.SLOT, some] = [batch.slot(place) for place in range(len(ids))]
-        table[SequenceField.LENGTH, some] = [self._pages.length(id) for id in ids]
-        table[SequenceField.LAST, some] = [end - 1 for end in batch.begins[1:]]
+    def stage_sequences(self, table: np.ndarray, slots: Seq[int], asked: Seq[DraftRequest]) -> None:
+        """All but how many rows are committed."""
+        table[:], some = 0, slice(len(slots))
+        table[SequenceField.SLOT] = self.padding
+        table[SequenceField.SLOT, some] = slots
         table[SequenceField.SIZE, some] = [each.size for each in asked]
         table[SequenceField.TOKENS, some] = [each.tokens for each in asked]
         table[SequenceField.TEMPERATURE, some] = np.array([each.temperature for each in asked], "float32").view("int32")
@@ -271,20 +300,25 @@ class DeviceRunner:
         """Few shapes, so that few graphs are made."""
         made = shape_of(batch, longest, (), self._context)
         if made.rows > FEW_ROWS:
-            return replace(made, longest=self._reach(longest))
+            return replace(made, longest=self.reach(longest))
         rows = max(FEWEST, 1 << (batch.rows - 1).bit_length())
-        return replace(made, rows=rows, blocks=rows, longest=self._reach(longest))
+        return replace(made, rows=rows, blocks=rows, longest=self.reach(longest))
 
-    def _reach(self, longest: int) -> int:
+    def reach(self, longest: int) -> int:
         """For how long texts a pass is made: short ones, whose keys one program takes, or any."""
         return SHORTEST if longest <= SHORT else self._context + NODES
 
-    def _intake(self, group: _Group, shape: Shape, sent: Tensor, shown: Tensor) -> None:
-        config, weights, rows = self.config, self._weights, shape.rows
-        count = group.growth.sequences
+    def _intake(self, group: DraftGroup, shape: Shape, sent: Tensor, shown: Tensor) -> None:
+        rows, count = shape.rows, group.growth.sequences
         begin = len(SequenceField) * count
         sequences = sent[:begin].view(len(SequenceField), count)
         table = sent[begin : begin + (len(Field) + 1) * rows].view(len(Field) + 1, rows)
+        self.take_in(group, sequences, table, shape, shown)
+
+    def take_in(self, group: DraftGroup, sequences: Tensor, table: Tensor, shape: Shape, shown: Tensor) -> None:
+        """What was committed: the rows of `table` [len(Field) + 1, rows], the last field of which says which row of
+        `shown` [any, layers, hidden] each reads. What the head says after each sequence's last row is the group's."""
+        config, weights, rows = self.config, self._weights, shape.rows
         joined = self._empty(rows, len(config.layers) * config.hidden_size)
         device_kernels.states(shown, table[len(Field)], weights.input_norms, joined, config.norm_eps)
         if weights.joined_norm is not None:
@@ -302,7 +336,7 @@ class DeviceRunner:
         )
         linear(group.normed, weights.output, None, group.logits, work)
 
-    def _launch(self, key: tuple[Shape | int, int], compute: Callable[[], None]) -> None:
+    def launch(self, key: tuple[Hashable, int], compute: Callable[[], None]) -> None:
         """Kernel by kernel the first time, which also compiles what is new; then as a graph."""
         launched = self._graphs.setdefault(key, _Launched())
         if launched.graph is None and launched.before and self._device.type == "cuda":
@@ -313,7 +347,7 @@ class DeviceRunner:
             launched.graph.replay()
         launched.before = True
 
-    def _group(self, sequences: int) -> _Group:
+    def group(self, sequences: int) -> DraftGroup:
         count = 1 << (sequences - 1).bit_length()
         if count not in self._groups:
             shape, hidden = self.shape, self.config.hidden_size
@@ -321,7 +355,7 @@ class DeviceRunner:
             state, normed = torch.zeros(2, count, hidden, dtype=self._dtype, device=self._device)
             logits = self._logits(count)
             found = pinned(growth.found.numel(), self._device).view(growth.found.shape)
-            self._groups[count] = _Group(growth, state, normed, logits, found)
+            self._groups[count] = DraftGroup(growth, state, normed, logits, found)
         return self._groups[count]
 
     def _empty(self, *sizes: int) -> Tensor:
@@ -336,10 +370,8 @@ class DeviceRunner:
     def _attention(self, rows: int, longest: int) -> Attention:
         """Of drafted rows, each by itself."""
         config = self.config
-        group = config.num_heads // config.num_kv_heads
-        tile = max(SMALL_TILE, 1 << (group - 1).bit_length())
-        chunk = chunk_keys(config.head_dim, self._dtype)
-        return Attention(rows, rows, tile, longest, chunk, (config.num_kv_heads, group), self._parts)
+        shared = config.num_kv_heads, config.num_heads // config.num_kv_heads
+        return Attention(rows, rows, self.tile, longest, chunk_keys(config.head_dim, self._dtype), shared, self._parts)
 
     def _workspace(self, rows: int) -> Workspace:
         return self._work if rows <= len(self._work.next) else self._new_workspace(rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,7 +14,8 @@ from torch import Tensor
 from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
-from outrider.drafters.base import BuildContext, Drafter, Step
+from outrider.core.verify import Verdict
+from outrider.drafters.base import BuildContext, Drafter, JudgedDraft, Step
 from outrider.drafters.confidence import StatedCalibration, judged_tree
 from outrider.drafters.eagle.head import EagleHead
 from outrider.drafters.eagle.native_runner import PackedRunner
@@ -23,9 +24,12 @@ from outrider.drafters.eagle.runner import (
     DraftShape,
     HeadOutput,
     KeepsPrefixes,
+    LoopedText,
+    Round,
     Runner,
     ShownStates,
     WritesDrafts,
+    WritesRounds,
     gathered,
 )
 from outrider.drafters.eagle.torch_runner import DenseRunner
@@ -52,6 +56,9 @@ STOP = 0.4  # beside a packed target: probability to be reached below which a st
 NARROW = 8192  # vocabulary of a head beside a packed target: the output matrix is most of what a draft step reads
 # Vocabulary of a chain for one sequence there; the tokens of the text itself come with it (`vocabulary.py`).
 COMMON = 4096
+# Drafts that a GPU writes and judges before the host looks: some 10 ms of a small model, so that what the host does for
+# each look is a tenth of the time, and a stream still comes in small pieces.
+ROUNDS = 8
 
 
 class Eagle(Drafter):
@@ -91,6 +98,7 @@ class Eagle(Drafter):
         common = options.vocab or (COMMON if target.packed else 0)
         self._places = _places(head, target, options.quantize, shape, context.cache_bytes)
         self._runner = start(head, target, options.quantize, common, self._places, shape)
+        self._loop = loop(self._runner, target, self.layers)
         self._stop = shape.stop
         self._ids, self._vocab = head.draft_ids.to(target.device), target.vocab_size
         self._states: dict[int, _EagleState] = {}
@@ -138,6 +146,56 @@ class Eagle(Drafter):
             state = self._states[chooser.seq.id]
             state.written, state.length = chooser, len(chooser.seq.tokens)
         return drafts
+
+    def writes(self, seqs: Seq[Sequence], budget: int) -> bool:
+        if self._loop is None or self._lookup is not None or budget < (self._options.tree or self._length):
+            return False
+        guesses = self._options.greedy  # where the request samples
+        if not all(seq.plain and self._ready(seq) and (seq.params.greedy or not guesses) for seq in seqs):
+            return False
+        return self._loop.can([len(seq.tokens) for seq in seqs], self._rounds(seqs))
+
+    def write(self, seqs: Seq[Sequence], wait: Callable[[], None]) -> list[list[JudgedDraft]] | None:
+        assert self._loop is not None
+        self._restart_long()
+        if not all(map(self._ready, seqs)):
+            return None
+        for seq in seqs:
+            if self._states[seq.id].waiting > self._loop.wide:
+                self._take_in([seq], keep=1)
+        rounds = self._loop.run([self._text(seq) for seq in seqs], self._rounds(seqs), wait)
+        if rounds is None:
+            return None
+        return [self._judged(seq, own) for seq, own in zip(seqs, rounds, strict=True)]
+
+    def _rounds(self, seqs: Seq[Sequence]) -> int:
+        """Rounds that the host does not look at, fewer where all sequences end soon."""
+        return max(1, min(ROUNDS, max(seq.left for seq in seqs) // 2))
+
+    def _text(self, seq: Sequence) -> LoopedText:
+        state = self._states[seq.id]
+        first = state.first + state.taken + 1
+        asked = DraftRequest(
+            self._options.tree or self._length, len(seq.tokens), 0.0 if seq.params.greedy else seq.params.temperature,
+            seq.dice.key,
+        )  # fmt: skip
+        return LoopedText(
+            seq.id, len(seq.tokens) - 1, seq.tokens[-1], seq.tokens[first:], list(state.pending), asked
+        )  # fmt: skip
+
+    def _judged(self, seq: Sequence, rounds: Seq[Round]) -> list[JudgedDraft]:
+        """What the host has to know of rounds that the device judged."""
+        state, last = self._states[seq.id], rounds[-1]
+        assert last.shown is not None
+        state.taken += state.waiting + sum(len(each.tokens) for each in rounds[:-1])
+        state.pending, state.waiting, state.written = [last.shown], len(last.tokens), None
+        first = rounds[0]  # one of them tells enough of how well the head knows itself
+        for node, kept in judged_tree(first.grown.tokens, first.grown.parents, first.tokens):
+            self._guessing.learn(first.grown.acceptance[node], kept)
+        return [
+            (Draft(tuple(each.grown.tokens), tuple(each.grown.parents)), Verdict(each.path, each.tokens[-1]))
+            for each in rounds
+        ]
 
     def propose_cheap(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         return [self._looked_up(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
@@ -392,6 +450,18 @@ def start(
         if isinstance(target, CudaLlama):
             return DeviceRunner(head, target, min(places, target.capacity), shape)
     return DenseRunner(head, target)
+
+
+def loop(runner: Runner, target: Readable, layers: Seq[int]) -> WritesRounds | None:
+    """What writes and judges drafts without the host, where that can be."""
+    if isinstance(runner, WritesDrafts) and isinstance(target, Paged):
+        from outrider.drafters.eagle.device_loop import DeviceLoop
+        from outrider.drafters.eagle.device_runner import DeviceRunner
+        from outrider.models.cuda.model import CudaLlama
+
+        if isinstance(runner, DeviceRunner) and isinstance(target, CudaLlama):
+            return DeviceLoop(runner, target, layers)
+    return None
 
 
 def _fits_device(head: EagleHead, shape: DraftShape) -> bool:

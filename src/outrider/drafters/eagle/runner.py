@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -57,6 +57,28 @@ class DraftShape:
 ShownStates = tuple[Tensor, Seq[int]]  # [n, layers, hidden] states of the target, and which rows of them
 
 
+@dataclass(frozen=True, eq=False)
+class LoopedText:
+    """One sequence as rounds begin."""
+
+    id: int
+    length: int  # tokens that the target's cache has seen
+    last: int  # the token after them
+    tokens: Seq[int]  # that the head has not taken in yet
+    shown: Seq[ShownStates]  # the target's states before them
+    asked: DraftRequest
+
+
+@dataclass(eq=False)
+class Round:
+    """A draft that the device wrote and judged by itself."""
+
+    tokens: list[int]  # the nodes that were kept, and the target's own token
+    path: tuple[int, ...]  # of those nodes
+    grown: Grown
+    shown: ShownStates | None = None  # of the last round: the states after which its tokens come, for the head
+
+
 def gathered(shown: Seq[ShownStates]) -> Tensor:
     """[rows, layers, hidden] in one copy, however many there are."""
     if len(shown) == 1 and len(shown[0][1]) == len(shown[0][0]):
@@ -108,4 +130,18 @@ class WritesDrafts(Protocol):
         self, ids: Seq[int], tokens: Seq[Seq[int]], shown: Seq[Seq[ShownStates]], asked: Seq[DraftRequest]
     ) -> list[Grown]:
         """Take in what was committed, as `extend`, and draft for each sequence."""
+        ...
+
+
+class WritesRounds(Protocol):
+    """What drafts, runs the target and judges, round after round, without the host."""
+
+    wide: int  # tokens that a round can write; also the most that the head may still have to take in before the first
+
+    def can(self, lengths: Seq[int], rounds: int) -> bool:
+        """Whether the rounds of texts of these lengths fit."""
+        ...
+
+    def run(self, texts: Seq[LoopedText], rounds: int, wait: Callable[[], None]) -> list[list[Round]] | None:
+        """Some rounds of each text; None: there is no memory for as many. `wait` is called while the device works."""
         ...

@@ -47,12 +47,17 @@ def shape_of(batch: Batch, longest: int, layers: Sequence[int], context: int) ->
     """The shape that serves a pass over sequences of up to `longest` tokens."""
     rows = batch.rows
     fitting = ROWS[bisect_left(ROWS, rows)] if rows <= MOST_ROWS else -(-rows // LARGE) * LARGE
+    packed = -(-fitting // PACKED)
+    blocks = packed if fitting > FEW_ROWS and len(batch.spans) <= packed else fitting
+    return Shape(fitting, blocks, reach(longest, context), batch.tile, tuple(layers))
+
+
+def reach(longest: int, context: int) -> int:
+    """For how long sequences a pass is made that has one of `longest` tokens."""
     size = SHORTEST
     while size < longest:
         size *= 2
-    packed = -(-fitting // PACKED)
-    blocks = packed if fitting > FEW_ROWS and len(batch.spans) <= packed else fitting
-    return Shape(fitting, blocks, min(size, max(SHORTEST, context + NODES)), batch.tile, tuple(layers))
+    return min(size, max(SHORTEST, context + NODES))
 
 
 class Buffers:
@@ -65,8 +70,7 @@ class Buffers:
         self.x = torch.empty(rows, config.hidden_size, dtype=dtype, device=device)
         self.logits = torch.empty(few, config.vocab_size, dtype=torch.float32, device=device)
         self.best = torch.empty(few, dtype=torch.int64, device=device)
-        parts = few, kernels.best_parts(config.vocab_size)
-        self.best_parts = torch.empty(parts, device=device), torch.empty(parts, dtype=torch.int32, device=device)
+        self.best_parts = kernels.best_workspace(self.logits)
         self._kept: dict[int, Tensor] = {}
 
     def kept(self, layers: Sequence[int]) -> Tensor:

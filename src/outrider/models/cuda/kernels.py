@@ -5,6 +5,7 @@ What a kernel computes for a row never depends on the other rows of the pass.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -235,6 +236,11 @@ def best(logits: Tensor, parts: tuple[Tensor, Tensor], out: Tensor) -> None:
 
 def best_parts(size: int) -> int:
     return triton.cdiv(size, BEST)
+
+
+def best_workspace(logits: Tensor) -> tuple[Tensor, Tensor]:
+    parts = len(logits), best_parts(logits.shape[1])
+    return logits.new_empty(parts), torch.empty(parts, dtype=torch.int32, device=logits.device)
 
 
 def place_qkv(

@@ -22,7 +22,8 @@ from outrider.models.base import Feed, Output, Outputs
 from outrider.models.cuda import kernels
 from outrider.models.cuda.attention import LONG, chunk_keys
 from outrider.models.cuda.batch import FEW_ROWS, NODES, SMALL_TILE, Batch, Field
-from outrider.models.cuda.graphs import GIB, ROWS, SHORTEST, DevicePass, Passes, Shape, event, pinned, shape_of
+from outrider.models.cuda.graphs import GIB, ROWS, SHORTEST, DevicePass, Passes, Shape, event, pinned, reach, shape_of
+from outrider.models.cuda.looped import LoopedPass
 from outrider.models.cuda.pages import DeviceTable, PageTable
 from outrider.models.cuda.product import Around, linear, norm_scales, widest_in_parts
 from outrider.models.linear import Dense
@@ -73,6 +74,11 @@ class CudaLlama(ReadableWeights):
     def boundaries(self) -> tuple[int, ...]:
         chunk = chunk_keys(self.config.head_dim, self.dtype)
         return tuple(sorted({PAGE, chunk, SHORTEST, LONG * chunk, self.config.sliding_window or PAGE}))
+
+    @property
+    def padding(self) -> int:
+        """The row of the page table for rows that belong to no sequence."""
+        return self._pages.padding
 
     @property
     def free_pages(self) -> int:
@@ -212,8 +218,44 @@ class CudaLlama(ReadableWeights):
                 run.meta[Field.TOKEN, :count] = written[step]
                 positions += 1
         for id in ids:
-            self._pages.extend(id, steps - 1)
+            self.written(id, steps - 1)
         return written
+
+    def looped(
+        self, sequences: int, nodes: int, moves: int, longest: int, layers: Sequence[int], sampled: bool
+    ) -> LoopedPass:
+        """A pass over 1 + `nodes` rows of each of some sequences of up to `longest` tokens, whose table the device
+        writes. `moves`: nodes of a sequence that can be kept."""
+        rows, device = sequences * (1 + nodes), self.device
+        group = self.config.num_heads // self.config.num_kv_heads
+        tile = max(SMALL_TILE, 1 << (group - 1).bit_length())
+        run = self._passes.of(Shape(rows, rows, reach(longest, self.context), tile, tuple(layers)))
+        every = torch.arange(rows, device=device)
+
+        def compute() -> Tensor:
+            self._compute(run)
+            return run.logits if run.logits is not None else self._output(run, every)
+
+        whole, begins = torch.zeros(3, rows, dtype=torch.int64, device=device), torch.arange(sequences + 1) * moves
+        return LoopedPass(
+            run, compute, self._cache, self._table.table, whole[0], whole[1], whole[2],
+            torch.zeros(rows, device=device), sampled, tile // group, begins.to(device, torch.int32),
+            torch.zeros(sequences, moves, 2, dtype=torch.int32, device=device),
+        )  # fmt: skip
+
+    def reserve(self, ids: Sequence[int], count: int) -> list[int] | None:
+        """Memory for `count` more tokens of each of these sequences, and their rows of the page table; None: there is
+        not as much. What the host has decided so far is done before the device goes on by itself."""
+        self._move()
+        slots = self._pages.take_ahead(ids, count)
+        self._sent.synchronize()
+        self._table.send()
+        self._sent.record()
+        return slots
+
+    def written(self, id: int, count: int) -> None:
+        """The device has written as many tokens of the sequence by itself."""
+        self._pages.extend(id, count)
 
     def choose(
         self, logits: Tensor, params: Sequence[SamplingParams], dice: Sequence[Dice], positions: Sequence[int]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +39,16 @@ class PageTable(Pages[TableHolder]):
                 f"the cache is full: {need} pages of {self.size} tokens are needed, {self.free_count} free"
             )
         super().reserve(holder, count)
+
+    def take_ahead(self, ids: Sequence[int], count: int) -> list[int] | None:
+        """Pages for `count` more tokens of each of these sequences, and their rows of the table; None: there are not as
+        many."""
+        holders = [self.extend(id, 0) for id in ids]
+        if sum(self.missing(holder, count) for holder in holders) > self.free_count:
+            return None
+        for holder in holders:
+            self.reserve(holder, count)
+        return [holder.slot for holder in holders]
 
     def _open(self) -> TableHolder:
         if not self._slots:
