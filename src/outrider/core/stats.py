@@ -43,6 +43,23 @@ class Stats:
             self.accepted_by_depth[depths[node]] += 1
             self.accepted_by_drafter[sources[node]] += 1
 
+    def record_steps(self, written: Sequence[int], drafts: int, drafted_by_depth: Sequence[int], drafter: str) -> None:
+        """Several steps of one drafter: the tokens that each wrote, the last of which is the target's own; how many had
+        a draft; the nodes of all by depth, from 1."""
+        self.steps += len(written)
+        self.tokens += sum(written)
+        self.drafts += drafts
+        nodes, kept = sum(drafted_by_depth), sum(written) - len(written)
+        self.drafted += nodes
+        self.accepted += kept
+        self.drafted_by_drafter[drafter] += nodes
+        self.accepted_by_drafter[drafter] += kept
+        for depth, count in enumerate(drafted_by_depth, 1):
+            if count:
+                self.drafted_by_depth[depth] += count
+            if reached := sum(each > depth for each in written):
+                self.accepted_by_depth[depth] += reached
+
     def spend(self, phase: str, seconds: float) -> None:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
         if self.steps <= 1:

@@ -59,7 +59,14 @@ class BuildContext:
         return files.find(kind, name, target, self.name, allow_pickle)
 
 
-JudgedDraft = tuple[Draft, Verdict]  # and what the target made of it
+@dataclass(frozen=True, eq=False)
+class JudgedSteps:
+    """Steps of one sequence that a drafter and the target took without the host."""
+
+    tokens: list[list[int]]  # that each step wrote: the nodes that were kept, and the target's own token
+    drafts: int  # steps with a draft
+    drafted_by_depth: Seq[int]  # nodes of all steps; the first number is of depth 1
+    step: Callable[[int], tuple[Draft, Verdict]]  # the draft of one of them, and what the target made of it
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +134,7 @@ class Drafter:
         """Whether it can `write` these sequences now, with drafts of up to `budget` nodes."""
         return False
 
-    def write(self, seqs: Seq[Sequence], wait: Callable[[], None]) -> list[list[JudgedDraft]] | None:
+    def write(self, seqs: Seq[Sequence], wait: Callable[[], None]) -> list[JudgedSteps] | None:
         """Several steps of each sequence on the target's device, without the host: drafts, passes and verdicts. The
         target's cache then has what was kept. `wait` is called while the device works. None: not now."""
         return None

@@ -11,7 +11,7 @@ from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError, one_line
 from outrider.core.grammar import permitted
 from outrider.core.sequence import Sequence
-from outrider.drafters.base import BuildContext, Drafter, JudgedDraft, Step
+from outrider.drafters.base import BuildContext, Drafter, JudgedSteps, Step
 from outrider.engine.policy import DraftingPolicy, PassSize
 from outrider.engine.scheduler import FeedPlan
 from outrider.models.base import Model
@@ -107,7 +107,7 @@ class DrafterPool:
             self._leave_out(drafter, seqs, error)
             return None
 
-    def write(self, drafter: Drafter, seqs: Seq[Sequence], wait: Callable[[], None]) -> list[list[JudgedDraft]] | None:
+    def write(self, drafter: Drafter, seqs: Seq[Sequence], wait: Callable[[], None]) -> list[JudgedSteps] | None:
         """What it writes; None if it cannot, or fails."""
         try:
             return drafter.write(seqs, wait)

@@ -114,7 +114,7 @@ class Engine:
         if judged is None:
             return False
         for seq, steps in zip(running, judged, strict=True):
-            judge.commit_all(seq, steps, drafter.name)
+            judge.commit_steps(seq, steps, drafter.name)
             self.model.crop(seq.id, len(seq.tokens) - 1)
             if self._prefixes is not None:
                 self._prefixes.seen(seq.id, seq.tokens, seq.tenant)

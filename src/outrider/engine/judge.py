@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence as Seq
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from outrider.core.errors import one_line
 from outrider.core.sequence import Sequence, Token, guessed_tokens, logprobs, plain_token
 from outrider.core.verify import Verdict, verify_each
 from outrider.core.verify_batch import Case, choose, verify_batch
-from outrider.drafters.base import JudgedDraft
+from outrider.drafters.base import JudgedSteps
 from outrider.engine.scheduler import FeedPlan
 from outrider.models.base import Output, Outputs
 
@@ -63,12 +64,23 @@ def commit(seq: Sequence, draft: Draft, verdict: Verdict, logits: Tensor | None,
     return Verdict(kept, verdict.token)
 
 
-def commit_all(seq: Sequence, steps: Seq[JudgedDraft], drafter: str) -> None:
-    """Steps that were judged elsewhere, up to the end of the sequence."""
-    for draft, verdict in steps:
-        if seq.finish is not None:
-            return
-        commit(seq, draft, verdict, None, drafter)
+def commit_steps(seq: Sequence, steps: JudgedSteps, drafter: str) -> None:
+    """Steps that were judged elsewhere, up to the end of the sequence. Where none of them can end it before the last,
+    they are committed at once: a large batch has thousands of them."""
+    ids = list(chain.from_iterable(steps.tokens))
+    if seq.watch is None and len(ids) <= seq.left and seq.ends.isdisjoint(ids):
+        seq.tokens += ids
+        for written in steps.tokens:
+            kept = len(written) - 1
+            seq.output += [plain_token(token, drafter, depth) for depth, token in enumerate(written[:kept], 1)]
+            seq.output.append(plain_token(written[kept]))
+        seq.stats.record_steps(list(map(len, steps.tokens)), steps.drafts, steps.drafted_by_depth, drafter)
+        if seq.left == 0:
+            seq.finish = "length"
+        return
+    for place in range(len(steps.tokens)):
+        if seq.finish is None:
+            commit(seq, *steps.step(place), None, drafter)
 
 
 def commit_plain(seq: Sequence, tokens: list[int]) -> None:

@@ -20,13 +20,16 @@ from outrider.drafters.eagle import loop_kernels
 from outrider.drafters.eagle.device_kernels import SequenceField
 from outrider.drafters.eagle.device_runner import DeviceRunner, DraftGroup
 from outrider.drafters.eagle.loop_kernels import TextField
-from outrider.drafters.eagle.runner import DraftRequest, Grown, LoopedText, Round
+from outrider.drafters.eagle.runner import DraftRequest, Grown, LoopedRounds, LoopedText
 from outrider.models.cuda.batch import Field
 from outrider.models.cuda.graphs import Shape, event, pinned, reach
 from outrider.models.cuda.looped import LoopedPass
 from outrider.models.cuda.model import PAGE, CudaLlama
 
-MOST_ROWS = 1024  # of a pass of the target: the memory for all their logits stays small
+# Rows of a pass of the target that drafts may fill: up to there a row is nearly free on an H200, 64 rows take 1.5 times
+# as long as one (docs/benchmarks/gpu-equality). Of more sequences than that each has one node.
+FULL = 64
+MOST_ROWS = 1024  # of a pass: the memory for all their logits stays small
 MOST_ROUNDS = 16  # that the host may wait for
 # Tokens of a sequence up to which its rounds have a graph from the beginning; rounds after which they have one.
 PREPARED, WARM_ROUNDS = (256, 512, 1024), 2
@@ -36,6 +39,7 @@ PREPARED, WARM_ROUNDS = (256, 512, 1024), 2
 class _Looped:
     """A number of sequences, and how long they may be."""
 
+    nodes: int  # of a draft, at most
     group: DraftGroup
     target: LoopedPass
     sent: Tensor  # what the host writes before the first round: sequences, texts, kept
@@ -52,8 +56,7 @@ class DeviceLoop:
     def __init__(self, runner: DeviceRunner, target: CudaLlama, layers: Seq[int]) -> None:
         shape = runner.shape
         self._runner, self._target, self._layers, self._nodes = runner, target, tuple(layers), shape.nodes
-        self._depth = min(shape.depth, shape.nodes)  # of the deepest node that can be kept
-        self.wide = self._depth + 1
+        self.wide = min(shape.depth, shape.nodes) + 1
         self._made: dict[tuple[int, int, bool], _Looped] = {}
         self._done = event(target.device)
         if target.device.type == "cuda":
@@ -62,10 +65,11 @@ class DeviceLoop:
 
     def can(self, lengths: Seq[int], rounds: int) -> bool:
         count = 1 << (len(lengths) - 1).bit_length()
-        return count * (1 + self._nodes) <= MOST_ROWS and max(lengths) + self._ahead(rounds) <= self._target.context
+        fits = max(lengths) + self._ahead(rounds) <= self._target.context
+        return fits and count * (1 + self._nodes_of(count)) <= MOST_ROWS
 
     @torch.inference_mode()
-    def run(self, texts: Seq[LoopedText], rounds: int, wait: Callable[[], None]) -> list[list[Round]] | None:
+    def run(self, texts: Seq[LoopedText], rounds: int, wait: Callable[[], None]) -> list[LoopedRounds] | None:
         ids, ahead = [text.id for text in texts], self._ahead(rounds)
         slots = self._target.reserve(ids, ahead)
         own_slots = None if slots is None else self._runner.reserve(ids, ahead + self._runner.ahead)
@@ -94,7 +98,7 @@ class DeviceLoop:
         if length <= 0 or self._target.reserve([id], longest) is None:
             return
         self._target.written(id, length)
-        states = torch.zeros_like(self._target.looped(1, self._nodes, self._depth, longest, self._layers, False).hidden)
+        states = torch.zeros_like(self._target.looped(1, self._nodes, 1, longest, self._layers, False).hidden)
         text = LoopedText(id, length, 0, [0], [(states, [0])], DraftRequest(self._nodes))
         self.run([text], WARM_ROUNDS, lambda: None)
         self._target.free(id)
@@ -104,15 +108,21 @@ class DeviceLoop:
         """Places of the target's cache that the rounds of a sequence may take."""
         return rounds * self.wide + self._nodes + 1
 
+    def _nodes_of(self, count: int) -> int:
+        """Nodes of each draft where this number of sequences is written together."""
+        return max(1, min(self._nodes, FULL // count - 1))
+
     def _make(self, count: int, longest: int, sampled: bool) -> _Looped:
-        wide, nodes, device = self.wide, self._nodes, self._target.device
+        wide, nodes, device = self.wide, self._nodes_of(count), self._target.device
+        group = self._runner.group(count, nodes)
         sizes = [len(SequenceField) * count, len(TextField) * count, (1 + 2 * wide) * count]
         sent = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         sequences, texts, kept = sent.split(sizes)
         out = torch.zeros(MOST_ROUNDS, count, 2 + 2 * wide + 3 * nodes, dtype=torch.int32, device=device)
         return _Looped(
-            self._runner.group(count),
-            self._target.looped(count, nodes, self._depth, longest, self._layers, sampled),
+            nodes,
+            group,
+            self._target.looped(count, nodes, wide - 1, longest, self._layers, sampled),
             sent,
             pinned(sum(sizes), device),
             sequences.view(len(SequenceField), count),
@@ -143,39 +153,43 @@ class DeviceLoop:
             row[1 : 1 + len(text.tokens)] = text.tokens
         kept[:, 1 + self.wide :] = np.arange(self.wide)
         loop.sent.copy_(loop.staging, non_blocking=True)
-        self._show(loop.target.hidden, texts)
+        self._show(loop, texts)
         if loop.target.sampled:
-            self._heat(loop.target, texts)
+            self._heat(loop, texts)
 
-    def _show(self, hidden: Tensor, texts: Seq[LoopedText]) -> None:
+    def _show(self, loop: _Looped, texts: Seq[LoopedText]) -> None:
         """The states that the head takes in first stand where the states of a pass will stand."""
+        hidden, device, each = loop.target.hidden, self._target.device, 1 + loop.nodes
+        by: dict[int, tuple[Tensor, list[int], list[int]]] = {}  # states; their rows; where these go
         for place, text in enumerate(texts):
-            to = place * (1 + self._nodes)
+            to = place * each
             for states, rows in text.shown:
-                if list(rows) == list(range(rows[0], rows[0] + len(rows))):
-                    hidden[to : to + len(rows)].copy_(states[rows[0] : rows[0] + len(rows)])
-                else:
-                    hidden[to : to + len(rows)].copy_(states[torch.tensor(rows, device=states.device)])
+                _, sources, goals = by.setdefault(id(states), (states, [], []))
+                sources += rows
+                goals += range(to, to + len(rows))
                 to += len(rows)
+        for states, sources, goals in by.values():
+            moved = torch.tensor([sources, goals], device=device)
+            hidden[moved[1]] = states[moved[0]]
 
-    def _heat(self, target: LoopedPass, texts: Seq[LoopedText]) -> None:
-        each = 1 + self._nodes
+    def _heat(self, loop: _Looped, texts: Seq[LoopedText]) -> None:
+        each = 1 + loop.nodes
         keys = np.array([text.asked.key for text in texts], "uint64").view("int64").repeat(each)
         heat = np.array([text.asked.temperature for text in texts], "float32").repeat(each)
-        target.keys[: len(keys)].copy_(torch.from_numpy(keys))
-        target.temperatures[: len(heat)].copy_(torch.from_numpy(heat))
+        loop.target.keys[: len(keys)].copy_(torch.from_numpy(keys))
+        loop.target.temperatures[: len(heat)].copy_(torch.from_numpy(heat))
 
     def _round(self, loop: _Looped, longest: int) -> None:
         """`longest`: for how long texts the head's passes are made."""
         runner, target, growth = self._runner, loop.target, loop.group.growth
         padding = self._target.padding
         rows = loop.table.shape[1]
-        loop_kernels.enter_kept(loop.kept, loop.sequences, loop.table, self._nodes, runner.block, runner.padding)
+        loop_kernels.enter_kept(loop.kept, loop.sequences, loop.table, loop.nodes, runner.block, runner.padding)
         shape = Shape(rows, rows, longest, runner.tile)
         runner.take_in(loop.group, loop.sequences, loop.table, shape, target.hidden)
         runner.grow(loop.group, loop.sequences, longest)
         loop_kernels.enter_draft(
-            growth.found, loop.texts, target.table, target.positions, self._depth, target.block, padding
+            growth.found, loop.texts, target.table, target.positions, growth.stages + 1, target.block, padding
         )
         target.choose()
         loop_kernels.judge(
@@ -184,26 +198,41 @@ class DeviceLoop:
         )  # fmt: skip
         target.move()
 
-    def _read(self, loop: _Looped, texts: Seq[LoopedText], rounds: int, hidden: Tensor) -> list[list[Round]]:
-        found = loop.found[:rounds].numpy()
+    def _read(self, loop: _Looped, texts: Seq[LoopedText], rounds: int, hidden: Tensor) -> list[LoopedRounds]:
+        found = loop.found[:rounds, : len(texts)].numpy().copy()  # the device writes into the memory again
+        depths = _by_depth(found[:, :, 1 + 2 * self.wide :], loop.nodes, loop.group.growth.stages + 1)
         every = []
         for place, text in enumerate(texts):
-            own = [self._one(row) for row in found[:, place]]
-            self._target.written(text.id, sum(len(each.tokens) for each in own))
-            self._runner.written(text.id, len(text.tokens) + sum(len(each.tokens) for each in own[:-1]))
-            begin = place * (1 + self._nodes)
-            own[-1].shown = hidden, [begin, *(begin + 1 + node for node in own[-1].path)]
-            every.append(own)
+            own = found[:, place]
+            tokens = [row[1 : 1 + row[0]] for row in own[:, : 1 + self.wide].tolist()]
+            self._target.written(text.id, sum(map(len, tokens)))
+            self._runner.written(text.id, len(text.tokens) + sum(map(len, tokens[:-1])))
+            begin = place * (1 + loop.nodes)
+            rows = own[-1, 1 + self.wide : 1 + self.wide + len(tokens[-1])]
+            drafts = int(np.count_nonzero(own[:, 1 + 2 * self.wide]))
+            shown = hidden, (begin + rows).tolist()
+            every.append(LoopedRounds(tokens, depths[place], drafts, shown, partial(self._one, own, loop.nodes)))
         return every
 
-    def _one(self, row: np.ndarray) -> Round:
-        wide, nodes = self.wide, self._nodes
-        taken, draft = int(row[0]), row[1 + 2 * wide :]
+    def _one(self, rounds: np.ndarray, nodes: int, number: int) -> tuple[Grown, tuple[int, ...]]:
+        row, wide = rounds[number], self.wide
+        draft = row[1 + 2 * wide :]
         count = int(draft[0])
         grown = Grown(
             draft[1 : 1 + count].tolist(),
             draft[1 + nodes : 1 + nodes + count].tolist(),
             draft[1 + 2 * nodes : 1 + 2 * nodes + count].view("float32").tolist(),
         )
-        path = tuple(each - 1 for each in row[2 + wide : 1 + wide + taken].tolist())
-        return Round(row[1 : 1 + taken].tolist(), path, grown)
+        return grown, tuple((row[2 + wide : 1 + wide + int(row[0])] - 1).tolist())
+
+
+def _by_depth(drafts: np.ndarray, nodes: int, deepest: int) -> list[list[int]]:
+    """Of each sequence, over all rounds: how many nodes its drafts had at each depth, from 1 on. `drafts` [rounds,
+    sequences, 1 + 3 nodes]."""
+    count, parents = drafts[:, :, 0], drafts[:, :, 1 + nodes : 1 + 2 * nodes]
+    depths = np.zeros(parents.shape, dtype=np.int32)
+    for node in range(nodes):
+        parent = parents[:, :, node]
+        above = np.take_along_axis(depths, np.maximum(parent, 0)[:, :, None], 2)[:, :, 0]
+        depths[:, :, node] = np.where(node < count, np.where(parent < 0, 1, above + 1), 0)
+    return [[int(n) for n in row] for row in np.stack([(depths == d).sum((0, 2)) for d in range(1, deepest + 1)], 1)]

@@ -75,7 +75,7 @@ class DeviceRunner:
         self._sent_table = torch.zeros(fields, dtype=torch.int32, device=self._device)
         self._staging = pinned(fields, self._device)
         self._itself = torch.arange(max(TOGETHER * shape.width, FEW_ROWS), dtype=torch.int32, device=self._device)
-        self._groups: dict[int, DraftGroup] = {}
+        self._groups: dict[tuple[int, int], DraftGroup] = {}
         self._graphs: dict[tuple[Hashable, int], _Launched] = {}
         self._capture = Capture()
         self._sent, self._done = event(self._device), event(self._device)
@@ -203,12 +203,12 @@ class DeviceRunner:
     def grow(self, group: DraftGroup, sequences: Tensor, longest: int) -> None:
         """The stages of a draft, from what the head says after the committed text to the nodes."""
         growth, shape = group.growth, self.shape
-        rows = growth.sequences * shape.width
+        rows = growth.sequences * growth.width
         attention = self._attention(rows, longest)
         growth.choose(0, group.logits, sequences, shape.sharpness)
         state = group.state
         logits = self._logits(rows)
-        for stage in range(self._stages):
+        for stage in range(growth.stages):
             state = self._stage(growth.tables[stage], state, logits, attention, self._work)
             growth.choose(stage + 1, logits, sequences, shape.sharpness)
         growth.collect(sequences, shape.stop)
@@ -347,16 +347,17 @@ class DeviceRunner:
             launched.graph.replay()
         launched.before = True
 
-    def group(self, sequences: int) -> DraftGroup:
-        count = 1 << (sequences - 1).bit_length()
-        if count not in self._groups:
-            shape, hidden = self.shape, self.config.hidden_size
-            growth = Growth(count, shape.width, self._stages, shape.nodes, self._weights.ids)
-            state, normed = torch.zeros(2, count, hidden, dtype=self._dtype, device=self._device)
-            logits = self._logits(count)
+    def group(self, sequences: int, nodes: int | None = None) -> DraftGroup:
+        """Of drafts of at most `nodes` nodes; None: as many as they have at most."""
+        count, nodes = 1 << (sequences - 1).bit_length(), self.shape.nodes if nodes is None else nodes
+        key = count, nodes
+        if key not in self._groups:
+            depth, width = min(self.shape.depth, nodes), min(self.shape.width, nodes)
+            growth = Growth(count, width, depth - 1, nodes, self._weights.ids)
+            state, normed = torch.zeros(2, count, self.config.hidden_size, dtype=self._dtype, device=self._device)
             found = pinned(growth.found.numel(), self._device).view(growth.found.shape)
-            self._groups[count] = DraftGroup(growth, state, normed, logits, found)
-        return self._groups[count]
+            self._groups[key] = DraftGroup(growth, state, normed, self._logits(count), found)
+        return self._groups[key]
 
     def _empty(self, *sizes: int) -> Tensor:
         return torch.empty(sizes, dtype=self._dtype, device=self._device)

@@ -15,7 +15,7 @@ from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
 from outrider.core.verify import Verdict
-from outrider.drafters.base import BuildContext, Drafter, JudgedDraft, Step
+from outrider.drafters.base import BuildContext, Drafter, JudgedSteps, Step
 from outrider.drafters.confidence import StatedCalibration, judged_tree
 from outrider.drafters.eagle.head import EagleHead
 from outrider.drafters.eagle.native_runner import PackedRunner
@@ -24,8 +24,8 @@ from outrider.drafters.eagle.runner import (
     DraftShape,
     HeadOutput,
     KeepsPrefixes,
+    LoopedRounds,
     LoopedText,
-    Round,
     Runner,
     ShownStates,
     WritesDrafts,
@@ -155,7 +155,7 @@ class Eagle(Drafter):
             return False
         return self._loop.can([len(seq.tokens) for seq in seqs], self._rounds(seqs))
 
-    def write(self, seqs: Seq[Sequence], wait: Callable[[], None]) -> list[list[JudgedDraft]] | None:
+    def write(self, seqs: Seq[Sequence], wait: Callable[[], None]) -> list[JudgedSteps] | None:
         assert self._loop is not None
         self._restart_long()
         if not all(map(self._ready, seqs)):
@@ -166,6 +166,7 @@ class Eagle(Drafter):
         rounds = self._loop.run([self._text(seq) for seq in seqs], self._rounds(seqs), wait)
         if rounds is None:
             return None
+        self._calibrate(rounds[0])
         return [self._judged(seq, own) for seq, own in zip(seqs, rounds, strict=True)]
 
     def _rounds(self, seqs: Seq[Sequence]) -> int:
@@ -183,19 +184,23 @@ class Eagle(Drafter):
             seq.id, len(seq.tokens) - 1, seq.tokens[-1], seq.tokens[first:], list(state.pending), asked
         )  # fmt: skip
 
-    def _judged(self, seq: Sequence, rounds: Seq[Round]) -> list[JudgedDraft]:
+    def _judged(self, seq: Sequence, rounds: LoopedRounds) -> JudgedSteps:
         """What the host has to know of rounds that the device judged."""
-        state, last = self._states[seq.id], rounds[-1]
-        assert last.shown is not None
-        state.taken += state.waiting + sum(len(each.tokens) for each in rounds[:-1])
-        state.pending, state.waiting, state.written = [last.shown], len(last.tokens), None
-        first = rounds[0]  # one of them tells enough of how well the head knows itself
-        for node, kept in judged_tree(first.grown.tokens, first.grown.parents, first.tokens):
-            self._guessing.learn(first.grown.acceptance[node], kept)
-        return [
-            (Draft(tuple(each.grown.tokens), tuple(each.grown.parents)), Verdict(each.path, each.tokens[-1]))
-            for each in rounds
-        ]
+        state = self._states[seq.id]
+        state.taken += state.waiting + sum(map(len, rounds.tokens[:-1]))
+        state.pending, state.waiting, state.written = [rounds.shown], len(rounds.tokens[-1]), None
+
+        def step(number: int) -> tuple[Draft, Verdict]:
+            grown, path = rounds.round(number)
+            return Draft(tuple(grown.tokens), tuple(grown.parents)), Verdict(path, rounds.tokens[number][-1])
+
+        return JudgedSteps(rounds.tokens, rounds.drafts, rounds.drafted_by_depth, step)
+
+    def _calibrate(self, rounds: LoopedRounds) -> None:
+        """How sure the head was in the first round, and what was kept: one round tells enough."""
+        grown, _ = rounds.round(0)
+        for node, kept in judged_tree(grown.tokens, grown.parents, rounds.tokens[0]):
+            self._guessing.learn(grown.acceptance[node], kept)
 
     def propose_cheap(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         return [self._looked_up(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]

@@ -69,14 +69,15 @@ class LoopedText:
     asked: DraftRequest
 
 
-@dataclass(eq=False)
-class Round:
-    """A draft that the device wrote and judged by itself."""
+@dataclass(frozen=True, eq=False)
+class LoopedRounds:
+    """Drafts of one sequence that the device wrote and judged by itself."""
 
-    tokens: list[int]  # the nodes that were kept, and the target's own token
-    path: tuple[int, ...]  # of those nodes
-    grown: Grown
-    shown: ShownStates | None = None  # of the last round: the states after which its tokens come, for the head
+    tokens: list[list[int]]  # of each round: the nodes that were kept, and the target's own token
+    drafted_by_depth: list[int]  # nodes of all rounds, from depth 1 on
+    drafts: int  # rounds with a draft
+    shown: ShownStates  # after which the tokens of the last round come: the head has not taken them in
+    round: Callable[[int], tuple[Grown, tuple[int, ...]]]  # one of the drafts, and the path that was kept
 
 
 def gathered(shown: Seq[ShownStates]) -> Tensor:
@@ -142,6 +143,6 @@ class WritesRounds(Protocol):
         """Whether the rounds of texts of these lengths fit."""
         ...
 
-    def run(self, texts: Seq[LoopedText], rounds: int, wait: Callable[[], None]) -> list[list[Round]] | None:
+    def run(self, texts: Seq[LoopedText], rounds: int, wait: Callable[[], None]) -> list[LoopedRounds] | None:
         """Some rounds of each text; None: there is no memory for as many. `wait` is called while the device works."""
         ...

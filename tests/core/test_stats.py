@@ -1,0 +1,19 @@
+"""What was drafted and kept, counted."""
+
+from outrider.core.draft import Draft
+from outrider.core.stats import Stats
+
+
+def test_steps_at_once_count_as_steps_one_by_one():
+    steps = [
+        (Draft((1, 2, 3), (-1, 0, 0)), (0, 2)),
+        (Draft((4, 5), (-1, -1)), ()),
+        (Draft(), ()),
+        (Draft.chain([6, 7, 8]), (0, 1, 2)),
+    ]
+    one, other = Stats(), Stats()
+    for draft, path in steps:
+        one.record(draft, path, len(path) + 1, "eagle")
+    by_depth = [sum(draft.depths().count(depth) for draft, _ in steps) for depth in (1, 2, 3)]
+    other.record_steps([len(path) + 1 for _, path in steps], sum(bool(draft) for draft, _ in steps), by_depth, "eagle")
+    assert one == other

@@ -1,0 +1,145 @@
+"""The kernels between drafts and passes, interpreted: their tables are those of the host, their verdicts core's own."""
+
+import random
+
+import pytest
+import torch
+
+from outrider.core.draft import Draft
+from outrider.core.verify import coupled
+from outrider.drafters.eagle import loop_kernels
+from outrider.drafters.eagle.device_kernels import SequenceField
+from outrider.drafters.eagle.loop_kernels import TextField
+from outrider.models.base import Feed
+from outrider.models.cuda.batch import Batch, Field
+from outrider.models.cuda.pages import PageTable
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled: tests/gpu")
+
+NODES, DEPTH, GROUP, PAGE = 40, 6, 3, 8
+WIDE, BLOCK = DEPTH + 1, 16 // GROUP
+LENGTHS = (5, 30, 17)
+
+
+def tree(nodes, seed):
+    """A tree of depth DEPTH at most, parents before their children."""
+    made, parents, depths = random.Random(seed), [], []
+    for node in range(nodes):
+        above = [-1, *(n for n in range(node) if depths[n] < DEPTH)]
+        parent = made.choice(above[-6:])
+        parents.append(parent)
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    siblings = [sum(p == parents[n] for p in parents[:n]) for n in range(nodes)]
+    return Draft(tuple(10 + each for each in siblings), tuple(parents))
+
+
+def found(drafts):
+    """As Growth has them."""
+    table = torch.zeros(len(drafts), 1 + 3 * NODES, dtype=torch.int32)
+    for row, draft in zip(table, drafts, strict=True):
+        row[0] = len(draft)
+        row[1 : 1 + len(draft)] = torch.tensor(draft.tokens)
+        row[1 + NODES : 1 + NODES + len(draft)] = torch.tensor(draft.parents)
+    return table
+
+
+def pages(sequences):
+    made = PageTable(64, PAGE, 8, 128)
+    for id, length in enumerate(LENGTHS[:sequences]):
+        made.extend(id, length)
+    return made
+
+
+def texts(made, sequences, count):
+    table = torch.zeros(len(TextField), count, dtype=torch.int32)
+    table[TextField.SLOT] = made.padding
+    for id in range(sequences):
+        table[TextField.SLOT, id] = made.extend(id, 0).slot
+        table[TextField.LENGTH, id] = LENGTHS[id]
+        table[TextField.LAST, id] = 3 + id
+    return table
+
+
+def test_the_table_of_a_pass_is_the_one_that_the_host_writes():
+    drafts = [tree(NODES, seed) for seed in (1, 2, 3)]
+    assert not any(draft.is_chain for draft in drafts)
+    ours, theirs = pages(3), pages(3)
+    rows = 3 * (1 + NODES)
+    batch = Batch([Feed(id, [3 + id], draft) for id, draft in enumerate(drafts)], theirs, GROUP)
+    wanted = torch.zeros(len(Field), rows, dtype=torch.int32)
+    batch.write(wanted.numpy(), theirs.padding)
+    table, positions = torch.full((len(Field), rows), -7, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
+    loop_kernels.enter_draft(
+        found(drafts), texts(ours, 3, 3), table, positions, DEPTH, batch.tile // GROUP, ours.padding
+    )
+    for field in Field:
+        assert table[field].tolist() == wanted[field].tolist(), field.name
+    assert positions.tolist() == (wanted[Field.POSITION] + 1).tolist()
+
+
+def test_rows_that_no_node_has_belong_to_nobody():
+    """A draft of three nodes, an empty one, and a place in the table without a sequence."""
+    made = pages(2)
+    drafts = [tree(3, 5), Draft(), Draft()]
+    table, positions = torch.full((len(Field), 3 * (1 + NODES)), -7, dtype=torch.int32), torch.zeros(3 * (1 + NODES))
+    loop_kernels.enter_draft(found(drafts), texts(made, 2, 3), table, positions.long(), DEPTH, BLOCK, made.padding)
+    by_sequence = table.view(len(Field), 3, 1 + NODES)
+    for place, live in enumerate((4, 1, 0)):
+        assert (by_sequence[Field.SLOT, place, live:] == made.padding).all()
+        assert not by_sequence[Field.BLOCK_COUNT, place, live:].any()
+        counts = by_sequence[Field.BLOCK_COUNT, place, :live]
+        assert int(counts.sum()) == live
+        assert by_sequence[Field.END, place, :live].tolist() == [LENGTHS[place] + live] * live if live else True
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_verdict_is_that_of_the_coupled_rule(seed):
+    made, luck = pages(3), random.Random(seed)
+    made.take_ahead(range(3), 1 + NODES)
+    drafts = [tree(NODES, 10 * seed + n) for n in range(3)]
+    chosen = torch.tensor([luck.choice((10, 10, 11, 12)) for _ in range(4 * (1 + NODES))])
+    table, pairs = texts(made, 3, 4), torch.zeros(4, DEPTH, 2, dtype=torch.int32)
+    sequences = torch.zeros(len(SequenceField), 4, dtype=torch.int32)
+    kept = torch.zeros(4, 1 + 2 * WIDE, dtype=torch.int32)
+    out = torch.zeros(2, 4, 2 + 2 * WIDE + 3 * NODES, dtype=torch.int32)
+    table[TextField.ROUND] = 1
+    where = torch.from_numpy(made.table)
+    loop_kernels.judge(chosen, found([*drafts, Draft()]), table, sequences, kept, where, pairs, out, PAGE, made.padding)
+    paths = []
+    for place, draft in enumerate(drafts):
+        base = place * (1 + NODES)
+        verdict = coupled(draft, lambda node, depth, base=base: int(chosen[base + 1 + node]))
+        path, taken, length = verdict.path, len(verdict.path) + 1, LENGTHS[place]
+        paths.append(path)
+        tokens = [*(draft.tokens[node] for node in path), verdict.token]
+        rows = [0, *(1 + node for node in path)]
+        for record in (kept[place], out[1, place]):
+            assert record[: 1 + taken].tolist() == [taken, *tokens]
+            assert record[1 + WIDE : 1 + WIDE + taken].tolist() == rows
+        assert table[:, place].tolist() == [int(table[0, place]), length + taken, verdict.token, 2]
+        assert sequences[SequenceField.TOKENS, place] == length + taken + 1
+        moves = [(made.flat(place, length + 1 + n), made.flat(place, length + 1 + k)) for k, n in enumerate(path)]
+        assert [tuple(pair) for pair in pairs[place].tolist()] == moves + [(0, 0)] * (DEPTH - len(path))
+        assert out[1, place, 1 + 2 * WIDE :].tolist() == found([draft])[0].tolist()
+    assert kept[3, 0] == out[1, 3, 0] == 0
+    assert not out[0].any()
+    assert max(map(len, paths)) > 1
+
+
+def test_the_head_takes_in_what_was_kept():
+    made = pages(2)
+    kept = torch.zeros(2, 1 + 2 * WIDE, dtype=torch.int32)
+    kept[0, :4], kept[0, 1 + WIDE : 4 + WIDE] = torch.tensor([3, 20, 21, 22]), torch.tensor([0, 1, 5])
+    sequences = torch.zeros(len(SequenceField), 2, dtype=torch.int32)
+    sequences[SequenceField.SLOT] = torch.tensor([made.extend(0, 0).slot, made.padding])
+    sequences[SequenceField.LENGTH, 0] = 9
+    table = torch.full((len(Field) + 1, 2 * WIDE), -7, dtype=torch.int32)
+    theirs = PageTable(64, PAGE, 8, 128)
+    theirs.extend(0, 9)
+    batch = Batch([Feed(0, [20, 21, 22])], theirs, GROUP)
+    wanted = torch.zeros(len(Field), 2 * WIDE, dtype=torch.int32)
+    batch.write(wanted.numpy(), theirs.padding)
+    loop_kernels.enter_kept(kept, sequences, table, NODES, BLOCK, made.padding)
+    assert table[: len(Field)].tolist() == wanted.tolist()
+    assert table[len(Field)].tolist() == [0, 1, 5] + [0] * (2 * WIDE - 3)
+    assert sequences[[SequenceField.LENGTH, SequenceField.LAST]].tolist() == [[12, 0], [2, WIDE]]
