@@ -303,7 +303,7 @@ def read_all(sock):
 
 
 class TestHeads:
-    """D4: what comes before a request is one."""
+    """D4: heads of requests (the line and the headers) that are too large or never end."""
 
     @pytest.mark.parametrize(
         "begin",

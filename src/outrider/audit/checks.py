@@ -41,7 +41,7 @@ ALPHA = 1e-4  # probability that the law test fails an exact drafter
 LENGTH = 3  # tokens of a continuation in the law test: drafts of two nodes
 TOP = 2  # tokens that a continuation may go on with in the law test under a grammar
 LEAST = 5.0  # continuations that a cell of the chi-square test must expect
-# Logits; where transformers runs the model, a near tie is below. The largest margin of a flip seen on one GPU was 0.08.
+# Logits: a smaller margin counts as a near tie where transformers runs the model. The largest seen on a GPU was 0.08.
 SMALL_MARGIN = {torch.float32: 0.0, torch.bfloat16: 0.5, torch.float16: 0.25}
 
 FREE = SamplingParams()  # no grammar

@@ -1,4 +1,4 @@
-"""What every backend does with text: prompts and messages to tokens, and who writes the answer's text."""
+"""What every backend does with text: prompts and messages to tokens, and the writer of the answer's text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes to the terminal: colours and bars where somebody looks on, plain text where nobody does."""
+"""Output of the commands: colours and bars on a terminal, plain text elsewhere."""
 
 from __future__ import annotations
 

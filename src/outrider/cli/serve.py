@@ -38,10 +38,10 @@ LEVELS = ("debug", "info", "warning", "error")
 class LaunchOptions:
     """The model that is launched at the start."""
 
-    model_id: str = option("", "The same as an option.", flags=("--model-id", "--model", "-m"))
-    uid: str = option("", "What requests call it.", shown="the model's name")
-    no_model: bool = option(False, "Launch none; clients will.")
-    speculative_tokens: int = option(0, "Prompt lookup of that many tokens, as LoRAX says it.", shown=False)
+    model_id: str = option("", "The model, as an option instead of an argument.", flags=("--model-id", "--model", "-m"))
+    uid: str = option("", "Name of the model in requests.", shown="the model's name")
+    no_model: bool = option(False, "Launch no model; clients launch theirs.")
+    speculative_tokens: int = option(0, "Prompt lookup of this many tokens: LoRAX's option.", shown=False)
     adapter_id: str = option("", "An EAGLE or Medusa head that drafts.", shown=False)
 
     def __post_init__(self) -> None:
@@ -51,8 +51,8 @@ class LaunchOptions:
 
 @dataclass(frozen=True)
 class ListenOptions:
-    host: str = option("", "0.0.0.0: everybody who can reach us.", shown="127.0.0.1", panel=SERVER)
-    port: int = option(8000, "0: any free one.", least=0, most=65535, panel=SERVER)
+    host: str = option("", "Address to listen on; 0.0.0.0: all networks.", shown="127.0.0.1", panel=SERVER)
+    port: int = option(8000, "Port to listen on; 0: any free one.", least=0, most=65535, panel=SERVER)
     state: Path | None = option(None, "Launched models are kept here, and launched again.", shown=False, panel=SERVER)
     registry: Path | None = option(None, "More models by name, in YAML.", shown="registry.yaml", panel=SERVER)
     log_level: str = option("info", f"One of {', '.join(LEVELS)}.", panel=SERVER)
@@ -67,9 +67,11 @@ class ListenOptions:
 class RayOptions:
     ray: bool = option(False, "As a Ray Serve application, with replicas.")
     ray_address: str = option("", "HOST:PORT or auto.", shown="RAY_ADDRESS, or a Ray of our own")
-    replicas: str = option("1", "N, or LEAST:MOST for as many as are asked for.")
-    cpus_per_replica: float = option(0.0, "A share will do.", least=0.0, shown="1 for each thread")
-    gpus_per_replica: float = option(0.0, "What a replica sees of the GPUs.", least=0.0)
+    replicas: str = option("1", "Number of replicas: N, or LEAST:MOST, scaled with the load.")
+    cpus_per_replica: float = option(
+        0.0, "CPUs of each replica, or a fraction of one.", least=0.0, shown="1 for each thread"
+    )
+    gpus_per_replica: float = option(0.0, "GPUs of each replica, or a fraction of one.", least=0.0)
 
 
 SETTINGS = options.settings(

@@ -1,1 +1,1 @@
-"""Foreign interfaces, spoken on top of our engine."""
+"""Interfaces of other libraries on top of our engine."""

@@ -296,7 +296,7 @@ def lark_rule(spec: GrammarSpec, name: str) -> str:
     return f"{name}: %json {json.dumps(schema, ensure_ascii=False)}"
 
 
-# What llguidance says first where the grammar is made by us, so that the place tells a user nothing.
+# The position that llguidance names first. In a grammar that we have generated it would tell a user nothing.
 _PLACE = re.compile(r"^at 1\(8\): (failed to compile JSON schema: |invalid regex .* \(in regex\): )?")
 _STOPS = {"NoExtensionBias": "no text fits it", "NoExtension": "no text fits it"}
 

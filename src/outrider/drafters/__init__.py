@@ -17,7 +17,7 @@ from outrider.core.errors import OutriderError, quoted
 if TYPE_CHECKING:  # reading a spec needs no torch
     from outrider.drafters.base import BuildContext, Drafter
 
-# Drafters that other packages mean by what they do.
+# Drafters that other packages refer to by their role.
 PLAIN = "none"  # drafts nothing
 LOOKUP = "ngram"  # copies from the text; needs nothing else, so it is the default
 HISTORY = "history"  # copies from what was written before, for other requests

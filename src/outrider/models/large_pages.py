@@ -1,6 +1,6 @@
-"""Memory in large pages. A pass reads all weights once; in pages of 4 KiB it waits for the processor to find the next
-page about as long as for what is in it (docs/LOG.md). Linux gives pages of 2 MiB where they are requested
-before the first write.
+"""Memory in large pages. A pass reads all weights once; with pages of 4 KiB the processor spends about as long on
+translating addresses as on reading the data (docs/LOG.md). Linux gives pages of 2 MiB where they are requested before
+the first write.
 """
 
 from __future__ import annotations

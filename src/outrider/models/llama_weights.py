@@ -14,7 +14,7 @@ from outrider.models.native.packed import Packed
 from outrider.models.rope import Rope
 from outrider.models.stack import Stack, StackConfig
 
-# field of a Layer -> Hugging Face's names of the matrices that are joined in it, and of the norm that it is
+# Field of a Layer -> the Hugging Face names of the matrices that are joined in it; below, of the norm in it.
 MATRICES = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "output": ("self_attn.o_proj",),

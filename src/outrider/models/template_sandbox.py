@@ -20,15 +20,16 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-STEPS = 200_000  # turns of loops, calls and operators, and one more for each character given: known templates take 20
-# to 50 for a message, which has 30 characters at least
-SECONDS = 10.0  # a render takes milliseconds; this is for what the counting of steps does not see
-CHARACTERS = 1 << 22  # that a template may write beside what it was given; the longest known writes 20,000
-GROWTH = 8  # and how often it may repeat what it was given: known templates write a message at most twice
+# Steps of a rendering (iterations of loops, calls, operators), and one more for each character of the input. Known
+# templates take 20 to 50 for a message, and a message brings at least 30 characters.
+STEPS = 200_000
+SECONDS = 10.0  # of a rendering, which takes milliseconds: catches slow work that is not counted as steps
+CHARACTERS = 1 << 22  # of output beyond the input; the longest known template writes 20,000
+GROWTH = 8  # times the input that the output may have on top: known templates write a message at most twice
 WIDTH = 10_000  # columns of padding, items of a batch, digits of a number
 BITS = 4096  # bits of a whole number: larger ones take long to multiply and to print
 INDENT = 16  # columns that JSON is indented by, at each level
-HELD = 1_000_000  # items of lists that are kept because they have been weighed: 8 MB of references
+HELD = 1_000_000  # items of measured lists that are kept alive while they are known: 8 MB of references
 
 _PERCENT = re.compile(r"%(?:\([^)]*\))?[#0\- +]*(\d+|\*)?(?:\.(\d+|\*))?")
 _NUMBER = re.compile(r"\d+")

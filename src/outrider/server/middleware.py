@@ -20,7 +20,7 @@ from outrider.server.log import log
 from outrider.server.options import ServerOptions
 from outrider.server.responses import ClientGone
 
-OPEN = ("/health", "/", "/favicon.ico", "/v1/cluster/auth")  # what one may GET without a key, and /static/ all
+OPEN = ("/health", "/", "/favicon.ico", "/v1/cluster/auth")  # need no key for a GET, like all under /static/
 LONGEST_PATH = 500  # characters of a path that the log repeats: ours are shorter
 REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 

@@ -1,4 +1,4 @@
-"""What `outrider serve` is told, as far as requests are concerned; with the help texts of its options."""
+"""The options of `outrider serve` that concern requests, with their help texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAUNCH_DEFAULTS += ("rule", "pace", "piece")
 
 @dataclass(frozen=True)
 class ServerOptions:
-    api_key: str = option("", "What requests must bring.", env="OUTRIDER_API_KEY", panel=ACCESS)
+    api_key: str = option("", "Key that requests must send.", env="OUTRIDER_API_KEY", panel=ACCESS)
     tenant_keys: tuple[str, ...] = option(
         (),
         "A further key, of a tenant whose texts speed up nobody else's. Repeatable.",
@@ -25,9 +25,9 @@ class ServerOptions:
         env="OUTRIDER_TENANT_KEYS",
         panel=ACCESS,
     )
-    max_body: int = option(4 << 20, "Bytes of a request.", least=1, panel=LIMITS)
-    timeout: float = option(600.0, "Seconds of a request.", least=0.001, panel=LIMITS)
-    cors: tuple[str, ...] = option((), "An origin whose pages may ask; off by default.", panel=ACCESS)
+    max_body: int = option(4 << 20, "Largest request body, in bytes.", least=1, panel=LIMITS)
+    timeout: float = option(600.0, "Seconds that a request may take.", least=0.001, panel=LIMITS)
+    cors: tuple[str, ...] = option((), "Origin whose web pages may send requests; none by default.", panel=ACCESS)
     folders: tuple[Path, ...] = option(
         (), "Requests may open models and heads in here. Repeatable.", flags=("--allow-folder",), panel=ACCESS
     )

@@ -1,6 +1,6 @@
-"""HTTP as uvicorn speaks it, with bounds on what comes before a request is one: the size of its head, and the time.
+"""uvicorn's HTTP with bounds on the head of a request (its line and headers): how large it is, and how long it takes.
 
-Only then do our own checks (the key, the size of the body, the time) see it.
+Our other checks (key, size of the body, time limit) see a request only once its head is complete.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from outrider.core.errors import OutriderError, one_line
 from outrider.models.sources import user_folder
 
-ROUNDED = {"int8": "int8", "8-bit": "int8", "int4": "int4", "4-bit": "int4"}  # what we can do to dense weights
+ROUNDED = {"int8": "int8", "8-bit": "int8", "int4": "int4", "4-bit": "int4"}  # how we quantise dense weights
 
 
 @dataclass(frozen=True)

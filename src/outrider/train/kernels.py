@@ -1,5 +1,5 @@
-"""On a GPU: the target's laws, the distance of a head's from them with its gradient, each in one kernel, and attention
-over a text and a few steps more without its matrix. All equal what plain torch computes elsewhere, up to rounding."""
+"""On a GPU, each in one kernel: the target's laws, the distance of a head's laws from them with its gradient, and
+attention over a text and a few draft steps without storing the scores. Equal to plain torch up to rounding."""
 
 from __future__ import annotations
 

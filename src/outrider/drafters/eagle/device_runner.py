@@ -1,7 +1,7 @@
 """An EAGLE head on a GPU, in the target's own kernels: its keys in pages, and whole drafts as graphs.
 
-A draft is two graphs: one takes in what was committed, up to what the head says after it; the other runs the stages in
-which the draft grows. Between them the host only launches, and it reads the nodes when they are there.
+A draft takes two graphs: one runs the head over the committed tokens, the other runs the stages in which the draft
+grows. The host only launches them, and reads the nodes at the end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the public forms of heads call things: configs written in vLLM's words, heads built from configs and tensors."""
+"""The public file formats of heads: configs as vLLM names things, and heads built from configs and tensors."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Suffix matching over the texts that were written before: where the last tokens stood, and what followed them.
 
-The last `capacity` tokens lie in a ring. Suffixes of 2, 4, 8 and 16 tokens are hashed; a bucket holds where the last
-one of its suffixes ended, and each of these places how far back the one before it is. So a lookup reads a few places
-of one chain, however long the ring is, and every place is compared with the tokens themselves. What is overwritten
-needs no clean-up: it was the oldest, so all that chains say of it lies at their ends, and its age gives it away.
+The last `capacity` tokens lie in a ring. Suffixes of 2, 4, 8 and 16 tokens are hashed. A bucket holds the position at
+which its latest suffix ended, and each position holds the distance back to the previous suffix of the same bucket: a
+chain. So a lookup reads a few positions of one chain, however long the ring is, and compares the tokens at each of
+them. Overwritten tokens need no clean-up: they were the oldest, so they are at the ends of chains, and a position that
+is too far back ends its chain.
 
 Bytes per token: 4 for the token, 4 orders of 4 for the chains, and 4 orders of 4 for each bucket, of which there are
 one to two per token: 36 to 52.
@@ -21,13 +22,13 @@ from numpy.typing import NDArray
 ORDERS = (2, 4, 8, 16)  # tokens of the suffixes that are hashed: doubling, so that few of them find any length
 CONTEXT = ORDERS[-1]  # tokens: no match is longer
 MOST = 8  # occurrences that are read: the latest ones, enough to tell one continuation from two that are frequent
-# Places of a chain that are looked at. Other suffixes in the same bucket take some of them; with one bucket per token
-# they are about every second place, so twice as many as are wanted.
+# Positions of a chain that are read. With one bucket per token about every second one belongs to another suffix that
+# shares the bucket, so twice MOST.
 TRIES = 16
 GAP = -1  # between two texts: no token, so no match goes across it
 SEGMENTS = 64  # stored texts that together may cover the beginning of a new one: bounds the work for a long prompt
-# Bits of a hash: those of a token (18) and of a bucket (at most 30) would do with less; a product with a token is then
-# a number that Python multiplies fast.
+# Bits of a hash. Its upper bits choose the bucket, at most 30 of them; a factor of 44 bits times a token id of 18 stays
+# below 2^63, which Python multiplies fast.
 BITS = 44
 MASK = (1 << BITS) - 1
 WRAP = (1 << 32) - 1  # positions in buckets are kept modulo 2^32

@@ -1,9 +1,9 @@
-"""What the feeds of a pass are to the kernels: a table of whole numbers, one column a row of the pass.
+"""The feeds of a pass as the kernels read them: a table of integers with one column for each row of the pass.
 
 Only bookkeeping, on the host. A row is a token or a node. Attention works on blocks of consecutive rows of one
-sequence, which read the same keys. The nodes of a tree see each another path: from the chunk of keys in which the draft
-begins on, each of them reads the keys of its own path, in the order of the path. So a node's sums are those it would
-have as a committed token, wherever its ancestors lie in the cache.
+sequence, which read the same keys. Each node of a tree has a path of its own: from the chunk of keys in which the draft
+begins on, it reads the keys of that path, in the order of the path. So a node's sums are the same as if it were a
+committed token, wherever its ancestors lie in the cache.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ Json = dict[str, Any]
 Size = float | Word | None
 DeviceIndex = Annotated[StrictInt, Field(ge=0, lt=1024)]
 
-# How large a model may be run that a request launches.
+# Bounds on the models that requests launch.
 CORES = os.cpu_count() or 1  # threads
 MOST_MEMORY = 1024.0  # GiB for keys and values, where it is a GPU's; a CPU's is what the machine has
 GIB = 1 << 30

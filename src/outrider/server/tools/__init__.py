@@ -41,7 +41,7 @@ def of(described: Mapping[str, Any] | None) -> ModelTools:
     return ModelTools(named[described["format"]], described["special"])
 
 
-PROBE = "is_it_shown"  # the name of a tool
+PROBE = "is_it_shown"  # name of the tool by which we see whether a template writes tools into the prompt
 
 
 def _shows_tools(tokenizer: Any) -> bool:
