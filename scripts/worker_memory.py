@@ -1,9 +1,10 @@
 """What holds a worker's memory under mixed traffic: resident size by stage, and the largest owners.
 
-    python scripts/worker_memory.py [--model smollm2-135m] [--rounds 3] [--requests 8]
+    python scripts/worker_memory.py [--model smollm2-135m] [--rounds 3] [--requests 8] [--minutes 4]
 
-Each round sends some requests at once for each drafter, with prompts of different lengths. Then it prints
-what is left: tensors that Python can reach, drafters, and how much of the heap the C library returns when asked.
+Each round sends some requests at once for each drafter, with prompts of different lengths; with --minutes, rounds go on
+for that long. Then it prints what is left: tensors that Python can reach, drafters, and how much of the heap the C
+library returns when asked. The last line has the resident size at the start, at its peak and at the end.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import itertools
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -48,17 +51,24 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--minutes", type=float, default=0.0, help="rounds go on for this long")
     args = parser.parse_args()
     backend = build.local(Settings(model=args.model, threads=1, cache_memory=0.5))
-    print(f"loaded {resident()} MiB")
-    for number in range(args.rounds):
+    start = peak = resident()
+    end = time.monotonic() + 60 * args.minutes
+    print(f"loaded {start} MiB")
+    for number in itertools.count():
+        if number >= args.rounds and time.monotonic() >= end:
+            break
         for draft in DRAFTS:
             prompts = [f"{i} {'the fox reads a long book about rivers ' * (2 + 2 * i)}" for i in range(args.requests)]
             params = SamplingParams(max_tokens=24)
             streams = [backend.submit(Request(prompt, params=params, draft=draft)) for prompt in prompts]
             for stream in streams:
                 stream.result()
-            print(f"round {number} {draft}: {resident()} MiB")
+            peak = max(peak, resident())
+            print(f"round {number} {draft}: {resident()} MiB", flush=True)
+    idle = resident()
     gc.collect()
     print("tensors, MiB:", tensors().most_common(12), "in all", sum(tensors().values()))
     print("drafters:", len(set(backend.engine.drafters.values())))
@@ -72,6 +82,7 @@ def main() -> None:
     before = resident()
     ctypes.CDLL(None).malloc_trim(0)
     print(f"without drafters {before} MiB, trimmed {resident()} MiB")
+    print(f"{number} rounds: {start} MiB at the start, {peak} at the peak, {idle} at the end")
     backend.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,43 @@ def byte_metadata(**more: Any) -> dict[str, Any]:
         "eos_token_id": 1,
     }
     return {f"tokenizer.ggml.{key}": value for key, value in (said | more).items()}
+
+
+def _encoded(value: Any) -> bytes:
+    """A value as GGUF stores it: its type, then the value; whole numbers in 64 bits."""
+    if isinstance(value, list):
+        parts = [_encoded(item) for item in value]
+        kind = parts[0][:4] if parts else struct.pack("<I", gguf.GGUFValueType.STRING)
+        return (
+            struct.pack("<I", gguf.GGUFValueType.ARRAY)
+            + kind
+            + struct.pack("<Q", len(parts))
+            + b"".join(part[4:] for part in parts)
+        )
+    kind, data = _scalar(value)
+    return struct.pack("<I", kind) + data
+
+
+def _scalar(value: Any) -> tuple[int, bytes]:
+    if isinstance(value, bool):
+        return gguf.GGUFValueType.BOOL, struct.pack("<?", value)
+    if isinstance(value, int):
+        return gguf.GGUFValueType.INT64, struct.pack("<q", value)
+    if isinstance(value, float):
+        return gguf.GGUFValueType.FLOAT64, struct.pack("<d", value)
+    text = str(value).encode()
+    return gguf.GGUFValueType.STRING, struct.pack("<Q", len(text)) + text
+
+
+def write_unchecked(path: Path, metadata: dict[str, Any], vocab: int) -> Path:
+    """The same with any metadata; the gguf package would refuse to write most wrong values."""
+    table, data = b"", b""
+    for name, weight in llama_weights(vocab).items():
+        shape = struct.pack(f"<I{weight.ndim}Q", weight.ndim, *reversed(weight.shape))
+        table += _encoded(name)[4:] + shape + struct.pack("<IQ", gguf.GGMLQuantizationType.F32, len(data))
+        data += weight.tobytes() + b"\0" * (-weight.nbytes % 32)
+    given = {key: value for key, value in metadata.items() if value is not None}
+    entries = b"".join(_encoded(key)[4:] + _encoded(value) for key, value in given.items())
+    header = struct.pack("<4sIQQ", b"GGUF", 3, len(llama_weights(vocab)), len(given)) + entries + table
+    path.write_bytes(header + b"\0" * (-len(header) % 32) + data)
+    return path

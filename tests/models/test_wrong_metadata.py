@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
-from ggufs import byte_metadata, llama_metadata, llama_weights
+from ggufs import byte_metadata, llama_metadata, write_unchecked
 from tiny import CPU, reference
 
 from outrider.core.errors import OutriderError
@@ -96,53 +94,13 @@ def used(loaded: Loaded) -> Loaded:
 # GGUF
 
 
-def encoded(value: Any) -> bytes:
-    """A value as GGUF stores it: its type, then the value; whole numbers in 64 bits."""
-    if isinstance(value, list):
-        parts = [encoded(item) for item in value]
-        kind = parts[0][:4] if parts else struct.pack("<I", gguf.GGUFValueType.STRING)
-        return (
-            struct.pack("<I", gguf.GGUFValueType.ARRAY)
-            + kind
-            + struct.pack("<Q", len(parts))
-            + b"".join(part[4:] for part in parts)
-        )
-    kind, data = _scalar(value)
-    return struct.pack("<I", kind) + data
-
-
-def _scalar(value: Any) -> tuple[int, bytes]:
-    if isinstance(value, bool):
-        return gguf.GGUFValueType.BOOL, struct.pack("<?", value)
-    if isinstance(value, int):
-        return gguf.GGUFValueType.INT64, struct.pack("<q", value)
-    if isinstance(value, float):
-        return gguf.GGUFValueType.FLOAT64, struct.pack("<d", value)
-    text = str(value).encode()
-    return gguf.GGUFValueType.STRING, struct.pack("<Q", len(text)) + text
-
-
-def write(path: Path, metadata: dict[str, Any]) -> Path:
-    """A GGUF file of a tiny llama; the gguf package would refuse to write most of these values."""
-    table, data = b"", b""
-    for name, weight in llama_weights(VOCAB).items():
-        shape = struct.pack(f"<I{weight.ndim}Q", weight.ndim, *reversed(weight.shape))
-        table += encoded(name)[4:] + shape + struct.pack("<IQ", gguf.GGMLQuantizationType.F32, len(data))
-        data += weight.tobytes() + b"\0" * (-weight.nbytes % 32)
-    given = {key: value for key, value in metadata.items() if value is not None}
-    entries = b"".join(encoded(key)[4:] + encoded(value) for key, value in given.items())
-    header = struct.pack("<4sIQQ", b"GGUF", 3, len(llama_weights(VOCAB)), len(given)) + entries + table
-    path.write_bytes(header + b"\0" * (-len(header) % 32) + data)
-    return path
-
-
 def cases(kind: str) -> Iterator[Any]:
     return (pytest.param(kind, key, id=f"{kind}-{key}") for key in llama_metadata() | KINDS[kind])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_file_itself_opens(tmp_path: Path, kind: str) -> None:
-    loaded = opened(write(tmp_path / "model.gguf", llama_metadata() | KINDS[kind]))
+    loaded = opened(write_unchecked(tmp_path / "model.gguf", llama_metadata() | KINDS[kind], VOCAB))
     assert isinstance(loaded, Loaded)
     assert loaded.tokenizer is not None
 
@@ -151,7 +109,7 @@ def test_the_file_itself_opens(tmp_path: Path, kind: str) -> None:
 def test_gguf(tmp_path: Path, kind: str, key: str) -> None:
     metadata = llama_metadata() | KINDS[kind]
     for value in WRONG:
-        opened(write(tmp_path / "model.gguf", metadata | {key: value}))
+        opened(write_unchecked(tmp_path / "model.gguf", metadata | {key: value}, VOCAB))
 
 
 @pytest.mark.parametrize(
@@ -178,7 +136,7 @@ def test_gguf(tmp_path: Path, kind: str, key: str) -> None:
     ids=str,
 )
 def test_the_wrong_entry_is_named(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    reason = opened(write(tmp_path / "model.gguf", llama_metadata() | KINDS["bytes"] | changes))
+    reason = opened(write_unchecked(tmp_path / "model.gguf", llama_metadata() | KINDS["bytes"] | changes, VOCAB))
     assert isinstance(reason, str)
     assert words in reason
 

@@ -4,6 +4,7 @@ Nothing is allowed here but the model `tiny`: no folder, no hub, two models at m
 """
 
 import asyncio
+import concurrent.futures
 import json
 import socket
 import struct
@@ -11,13 +12,19 @@ import threading
 
 import httpx
 import pytest
+from ggufs import byte_metadata, llama_metadata, write_llama, write_unchecked
+from tiny import CPU, eagle_head
 
+from outrider.drafters.heads import files as heads
+from outrider.models.load import load
 from outrider.server import protocol
 from outrider.server.access import Access
+from outrider.server.app import create_app
 from outrider.server.errors import Failed
 from outrider.server.faces.lorax_bodies import LoraxParameters
 from outrider.server.faces.openai_bodies import CompletionBody
 from outrider.server.fleet import wire
+from outrider.server.fleet.fleet import Fleet
 from outrider.server.fleet.supervisor import Process
 from outrider.server.options import ServerOptions
 from outrider.server.protocol import LARGEST_HEAD
@@ -203,6 +210,39 @@ HALVES = [
     (*launch(model_uid=LONE), 400, "surrogate"),
     (*launch(draft=LONE), 400, "surrogate"),
 ]
+# Constraints that take long to compile, or fetch, or nest
+DEEP = {"type": "object"}
+for _ in range(200):
+    DEEP = {"type": "object", "properties": {"a": DEEP}}
+NAMED = {"name": "x", "schema": {"type": "object"}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CHAT = {"messages": [{"role": "user", "content": "a b"}], "max_tokens": 4}
+CONSTRAINTS = [
+    (*ask(guided_regex="(" * 200), 400, "regex"),
+    (*ask(guided_regex="x" * 200_000), 400, "at most 131,072"),
+    (*ask(guided_choice=["x"] * 20_000), 400, "at most 10000"),
+    (*ask(guided_choice=[f"x{number}" for number in range(9_000)]), 400, "choice cannot be used"),
+    (*ask(guided_grammar="start: start start"), 400, "grammar"),
+    (*ask(guided_json={"$ref": "http://127.0.0.1:9/schema.json"}), 400, "does not fetch resources"),
+    (*ask(guided_json={"type": "object", "not": {}}), 400, "not"),
+    (*ask(guided_json="{" * 1000), 400, "no JSON"),
+    (*ask(guided_json={}, guided_regex="a"), 400, "more than once"),
+    (*ask(response_format={"type": "json_schema", "json_schema": {"name": "x" * 300, "schema": {}}}), 400, "256"),
+    (
+        *ask(response_format={"type": "json_schema", "json_schema": {**NAMED, "description": "x" * 20_000}}),
+        400,
+        "at most 16384",
+    ),
+    ("/v1/chat/completions", {**CHAT, "tools": [TOOL] * 2000}, 400, "at most 1024"),
+    ("/v1/chat/completions", {**CHAT, "tools": [TOOL] * 2}, 400, "two tools are called 'f'"),
+    ("/v1/chat/completions", {**CHAT, "tool_choice": "required"}, 400, "there are no tools"),
+    (
+        "/v1/chat/completions",
+        {**CHAT, "tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP}}]},
+        400,
+        "nested deeper than 100",
+    ),
+]
 GROUPS = {
     "places": PLACES,
     "numbers": NUMBERS,
@@ -211,7 +251,45 @@ GROUPS = {
     "sizes": SIZES,
     "lengths": LENGTHS,
     "halves": HALVES,
+    "constraints": CONSTRAINTS,
 }
+
+
+# Fields whose texts have no length of their own in the schema, by what bounds them: a check of the field as a whole.
+BOUNDED = {
+    "the characters that a context holds": {"prompt", "inputs", "content", "text", "arguments", "description"},
+    "the characters of a grammar": {"schema", "json", "regex", "choice", "grammar", "parameters"}
+    | {f"guided_{name}" for name in ("json", "regex", "choice", "grammar")},
+    "refused, whatever it is": {"merged_adapters"},
+}
+
+
+def unbounded(part, field, parts, seen=frozenset()):
+    """The fields of a body's schema with a text or a list of any length."""
+    name = part.get("$ref", "").rpartition("/")[2]
+    if name in seen:
+        return
+    part, seen = parts.get(name, part), seen | ({name} - {""})
+    fixed = {"maxLength", "maxItems", "maxProperties", "enum", "const", "pattern", "properties"} & part.keys()
+    if part.get("type") in ("string", "array", "object") and not fixed:
+        yield field
+    inner = [(field, each) for kind in ("anyOf", "oneOf", "allOf") for each in part.get(kind, ())]
+    inner += [(field, part[key]) for key in ("items", "additionalProperties") if isinstance(part.get(key), dict)]
+    for key, each in (*inner, *part.get("properties", {}).items()):
+        yield from unbounded(each, key, parts, seen)
+
+
+def test_every_text_and_list_of_every_body_has_a_bound():
+    described = create_app(Fleet(), ServerOptions()).openapi()
+    found = set()
+    for path, operations in described["paths"].items():
+        for operation in operations.values():
+            for content in operation.get("requestBody", {}).get("content", {}).values():
+                parts = described["components"]["schemas"]
+                found |= {(path, field) for field in unbounded(content["schema"], "", parts)}
+    known = set().union(*BOUNDED.values())
+    assert {(path, field) for path, field in found if field not in known} == set()
+    assert {"prompt", "guided_json"} <= {field for _, field in found}  # so much for the search itself
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -256,6 +334,84 @@ def test_a_seed_comes_through_bodies_and_wire_as_it_is(server, seed):
     assert wire.request_from_json(json.loads(json.dumps(wire.request_to_json(asked)))).params.seed == seed
     if seed > 0:
         assert LoraxParameters(seed=seed, do_sample=True).params(seed, False).seed == seed
+
+
+# The most that is taken of what D3 found, each of which made a NaN where a head drafts
+AT_THE_BOUNDS = [
+    *({"temperature": value} for value in (1e-37, 1e-30, 100.0)),
+    *({"temperature": 1.0, "repetition_penalty": value} for value in (0.01, 100.0)),
+    *({"temperature": 1.0, "presence_penalty": value, "frequency_penalty": value} for value in (-100.0, 100.0)),
+    {"temperature": 100.0, "repetition_penalty": 100.0, "presence_penalty": -100.0, "logit_bias": {"5": 100}},
+]
+
+
+def test_extreme_numbers_beside_a_head_cost_nobody_the_answer(server, tiny_folder, tmp_path):
+    """D3: with an EAGLE head, under both rules, while others ask."""
+    target = load(str(tiny_folder), CPU).model
+    heads.write(eagle_head(target), tmp_path / "head", target)
+    server.launch(tiny_folder, f"eagle:head={tmp_path / 'head'}", uid="headed", pace=False)
+    seeded = [{**more, **seed} for more in AT_THE_BOUNDS for seed in ({}, {"seed": 5})]
+    asked = [{**ASK, "model": "headed", "max_tokens": 12, **more} for more in (*seeded, *[{"temperature": 0}] * 8)]
+    with concurrent.futures.ThreadPoolExecutor(len(asked)) as pool:
+        answers = list(pool.map(lambda body: post(server, "/v1/completions", body), asked))
+    assert [answer.status_code for answer in answers] == [200] * len(asked), [answer.text for answer in answers]
+    bystanders = [answer.json()["choices"][0]["text"] for answer in answers[-8:]]
+    assert len(set(bystanders)) == 1
+    assert server.get("/health").json()["status"] == "ok"
+    server.call(server.fleet.terminate("headed"))
+
+
+def test_many_samples_leave_others_their_turn(server):
+    """D8: a small request is answered while all 64 samples of a large one still run or wait."""
+    large = {"model": "tiny", "prompt": "Once", "n": 64, "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=large, headers=KEY, timeout=60) as many:
+        lines = many.iter_lines()  # kept: without it the stream would be closed
+        next(lines)
+        assert post(server, "/v1/completions", ASK).status_code == 200
+        assert server.fleet._workers["tiny"]._samples == 64
+
+
+TEMPLATES = [
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ 'a' * 10**9 }}",
+    "{{ '%1000000000s' % 'a' }}",
+    "{{ lipsum(n=100000) }}",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_template_that_takes_all_time_or_memory(server, tmp_path, template):
+    """D11: it came with the model; a chat is refused, and everything else of the model works."""
+    metadata = {**byte_metadata(), "tokenizer.chat_template": template}
+    model = write_llama(tmp_path / "nasty.gguf", len(metadata["tokenizer.ggml.tokens"]), metadata)
+    server.launch(model, uid="nasty")
+    pid = server.pid("nasty")
+    refused(server, "/v1/chat/completions", {**CHAT, "model": "nasty"}, 400, "the chat template refused the messages")
+    assert post(server, "/v1/completions", {**ASK, "model": "nasty"}).status_code == 200
+    assert server.pid("nasty") == pid
+    server.call(server.fleet.terminate("nasty"))
+
+
+WRONG_FILES = [
+    ({"split.count": "two"}, "split.count"),
+    ({"tokenizer.ggml.eos_token_id": "1"}, "eos_token_id"),
+    ({"llama.context_length": 0}, "context_length"),
+]
+
+
+def test_files_with_wrong_metadata_are_refused_over_http(serve, tmp_path):
+    """D10: one line that names the entry, no worker is left, and the next launch is answered."""
+    server, known = serve(ServerOptions(folders=(tmp_path,))), byte_metadata()
+    vocab = len(known["tokenizer.ggml.tokens"])
+    for number, (changes, reason) in enumerate(WRONG_FILES):
+        file = write_unchecked(tmp_path / f"{number}.gguf", {**llama_metadata(), **known, **changes}, vocab)
+        answer = server.post("/v1/models", {"model_name": file.stem, "model_path": str(file), "n_gpu": None})
+        assert (answer.status_code, "\n" in answer.json()["error"]["message"]) == (400, False), answer.text
+        assert reason in answer.text
+    (tmp_path / "junk.gguf").write_bytes(b"GGUF" + b"\xff" * 100)
+    junk = server.post("/v1/models", {"model_name": "j", "model_path": str(tmp_path / "junk.gguf"), "n_gpu": None})
+    assert junk.status_code == 400
+    assert server.get("/health").json() == {"status": "ok", "models": {}}
 
 
 class TestLaunches:

@@ -84,6 +84,7 @@ PATTERN = "x" * (LONG // GRAMMAR_WEIGHT)
 LONG_REQUESTS = {
     "prompts": [Request(TEXT), Request(messages=[{"role": "user", "content": TEXT}])],
     "tools": [Request(messages=[{"role": "user", "content": "x"}], tools=[{"function": {"description": TEXT}}])] * 2,
+    "calls": [Request(messages=[{"role": "assistant", "tool_calls": [{"function": {"arguments": {"x": TEXT}}}]}])] * 2,
     "grammars": [
         Request("x", params=SamplingParams(regex=PATTERN)),
         Request("x", params=SamplingParams(json_schema={"enum": [PATTERN]})),

@@ -61,6 +61,7 @@ def _repetition(value: float) -> float:
 ENCODABLE = BeforeValidator(_encodable)
 Text = Annotated[str, StringConstraints(strict=True), ENCODABLE]
 FilledText = Annotated[str, StringConstraints(strict=True, min_length=1), ENCODABLE]
+Note = Annotated[str, StringConstraints(strict=True, max_length=LARGEST_IGNORED), ENCODABLE]
 Name = Annotated[str, StringConstraints(strict=True, max_length=LONGEST_NAME), ENCODABLE]
 Word = Annotated[str, StringConstraints(strict=True, max_length=LONGEST_WORD), ENCODABLE]
 Stop = Annotated[str, StringConstraints(strict=True, max_length=LONGEST_STOP), ENCODABLE]

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from outrider.core.errors import OutriderError
 from outrider.server.errors import Bad, ServerError
-from outrider.server.faces.fields import StrictBody, Text, Word
+from outrider.server.faces.fields import Note, StrictBody, Text, Word
 
 MOST_CHOICES = 10_000  # texts of a choice; together they are bounded as a grammar
 Choice = Annotated[list[Text], Field(max_length=MOST_CHOICES)]
@@ -32,7 +32,7 @@ class NamedSchema(StrictBody):
 
     name: Word
     schema_: Schema = Field(alias="schema")
-    description: Text | None = None
+    description: Note | None = None  # taken and not used
     strict: bool | None = None
 
 

@@ -231,8 +231,10 @@ class Session:
 
 def _characters(request: wire.Json) -> int:
     """Of the texts that have to be tokenised, and of a grammar by the time that it takes to compile."""
-    texts = [*request.values(), *(message.get("content") for message in request["messages"] or ())]
-    texts += [json.dumps(tool) for tool in request["tools"] or ()]
+    messages = request["messages"] or ()
+    texts = [*request.values(), *(message.get("content") for message in messages)]
+    called = [message["tool_calls"] for message in messages if message.get("tool_calls")]
+    texts += [json.dumps(each) for each in (*(request["tools"] or ()), *called)]
     grammars = [request["params"][name] for name in ("json_schema", "regex", "grammar")]
     weights = [*((text, 1) for text in texts), *((text, GRAMMAR_WEIGHT) for text in grammars)]
     return sum(len(text) * weight for text, weight in weights if isinstance(text, str))
