@@ -210,7 +210,7 @@ HALVES = [
     (*launch(model_uid=LONE), 400, "surrogate"),
     (*launch(draft=LONE), 400, "surrogate"),
 ]
-# Constraints that take long to compile, or fetch, or nest
+# Messages that lack something; constraints that take long to compile, or fetch, or nest
 DEEP = {"type": "object"}
 for _ in range(200):
     DEEP = {"type": "object", "properties": {"a": DEEP}}
@@ -228,6 +228,8 @@ CONSTRAINTS = [
     (*ask(guided_json="{" * 1000), 400, "no JSON"),
     (*ask(guided_json={}, guided_regex="a"), 400, "more than once"),
     (*ask(response_format={"type": "json_schema", "json_schema": {"name": "x" * 300, "schema": {}}}), 400, "256"),
+    ("/v1/chat/completions", {"messages": [{"role": "user"}]}, 400, "messages.0 has no content"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": None}]}, 400, "messages.0 has no content"),
     (
         *ask(response_format={"type": "json_schema", "json_schema": {**NAMED, "description": "x" * 20_000}}),
         400,

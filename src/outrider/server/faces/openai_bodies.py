@@ -69,6 +69,8 @@ class ChatMessage(StrictBody):
     def as_message(self, at: int) -> Message:
         """`developer` is OpenAI's newer word for `system`. `at`: its place among the messages."""
         role = "system" if self.role == "developer" else self.role
+        if self.content is None and role != "assistant":  # whose message may be calls alone
+            raise Bad(f"messages.{at} has no content; add it", param=f"messages.{at}.content")
         message: dict[str, Any] = {"role": role, "content": _joined(self.content)}
         if self.name is not None:
             message["name"] = self.name
