@@ -508,6 +508,7 @@ class TestHeads:
 def test_a_body_that_does_not_come_is_not_waited_for(serve):
     server = serve(ServerOptions(timeout=0.3))
     with connected(server) as sock:
+        sock.settimeout(10.0)  # far longer than 0.3 s
         sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
         answer = read_all(sock)
     assert answer.startswith(b"HTTP/1.1 408 ")

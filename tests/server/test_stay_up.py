@@ -326,6 +326,7 @@ class TestTheCommand:
             (["x", "--draft", "teapot"], "unknown drafter"),
             (["x", "--log-level", "loud"], "unknown log level"),
             (["x", "--speculative-tokens", "-1"], "at least 0"),
+            (["x", "--api-key", "K", "--tenant-key", ""], "--tenant-key is empty"),
         ],
     )
     def test_what_cannot_be_served_is_one_line(self, args, reason):

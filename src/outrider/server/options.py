@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from outrider.core.errors import OutriderError
 from outrider.core.option import option
 
 LIMITS, ACCESS = "Limits", "Access"  # headings of --help
@@ -36,6 +37,10 @@ class ServerOptions:
     max_models: int = option(16, "Models that may be launched at once.", least=1, panel=LIMITS)
     hosts: tuple[str, ...] = ()  # what requests may call the server in their Host header; (): anything
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of launches over REST: device, max_batch, ...
+
+    def __post_init__(self) -> None:
+        if not all(self.tenant_keys):  # of a variable that is not set, say: its tenant would not get in
+            raise OutriderError("--tenant-key is empty; give the tenant's key, or leave it out")
 
     @property
     def keys(self) -> tuple[str, ...]:
