@@ -26,7 +26,7 @@ from outrider.models.token_bytes import TokenBytes
 from outrider.server.errors import Busy, Failed, Gone
 from outrider.server.fleet import wire
 from outrider.server.fleet.limits import WorkerLimits
-from outrider.server.fleet.spec import LaunchSpec
+from outrider.server.fleet.spec import LaunchSpec, settings_as_dict
 from outrider.server.fleet.supervisor import Process, Worker
 from outrider.server.fleet.worker import GRAMMAR_WEIGHT, LONG, Session
 from outrider.server.metrics import Metrics
@@ -399,6 +399,23 @@ def _killed(server):
         reader.join(60)
         assert reader.finished
     return (heard - kill) / usual, max(reader.pause(kill, heard) for reader in others) / usual
+
+
+def test_every_frame_is_a_sign_of_life(quick):
+    """Or a worker that is well would be ended when it has run for as long as one may be silent."""
+
+    async def heard():
+        process = await Process.spawn("tiny", settings_as_dict(Settings(model=str(quick), threads=1, cache_memory=0.1)))
+        times = [process.heard]
+        await process.ready(60)
+        times.append(process.heard)
+        assert await process.receive() is not None
+        times.append(process.heard)
+        await process.close()
+        return times
+
+    spawned, ready, frame = asyncio.run(heard())
+    assert spawned < ready < frame
 
 
 def test_a_worker_that_hangs_is_ended(serve, quick):
