@@ -122,6 +122,13 @@ def test_what_begins_as_a_call_is_held_to_the_schema(format):
         assert not accepts(state, wrong)
 
 
+def test_where_a_call_is_the_whole_answer_one_after_words_is_text():
+    """Also where a chunk begins with it."""
+    call = next(text for each, _, text, _, calls in ANSWERS if each is LLAMA and calls)
+    assert parsed(LLAMA, [call], only_first=True)[1]
+    assert parsed(LLAMA, ["Like this: ", call], only_first=True) == ("Like this: " + call, [])
+
+
 def test_an_answer_in_words_may_have_a_schema_of_its_own():
     answer = grammar_spec({"enum": ["red", "<tool_call>"]}, False, None, None, None)
     state = matcher(HERMES, answer=answer)
