@@ -46,6 +46,11 @@ def test_every_mask_is_what_the_language_allows(parameter, words, ends):
     assert seen > 10
 
 
+def test_a_token_that_ends_the_sequence_is_no_text_though_the_grammar_names_it():
+    matcher = grammar("grammar", f'start: "a" <[{END}]> "b" | "a" "b"').matcher([END])
+    assert shown(matcher.mask([SMALL.index(b"a")])) == {SMALL.index(b"b")}
+
+
 def test_a_mask_is_as_long_as_the_model_has_logits():
     words = (*SMALL, *[b""] * 23)  # a padded vocabulary
     assert grammar("regex", "a*", words).matcher([END]).mask().shape == (len(words),)
@@ -352,6 +357,12 @@ class TestKept:
         assert grammars.get(GrammarSpec("regex", "a")) is not first
         assert grammars.get(GrammarSpec("regex", "d")) is grammars.get(GrammarSpec("regex", "d"))
         assert len(made) == 1
+
+    def test_one_that_is_used_again_stays(self, monkeypatch):
+        monkeypatch.setattr(module, "KEPT", 2)
+        grammars = Grammars(vocabulary)
+        first, *_ = [grammars.get(GrammarSpec("regex", text)) for text in "abac"]
+        assert grammars.get(GrammarSpec("regex", "a")) is first
 
     def test_other_threads_do_not_wait_for_a_grammar_that_takes_long(self, monkeypatch):
         begun, over = threading.Event(), threading.Event()

@@ -105,6 +105,13 @@ class TestSuffixes:
             naive.add(text)
             assert index.continuations(text[:-1], 5) == naive.continuations(text[:-1], 5)
 
+    def test_the_end_of_the_ring_is_emptied_where_a_text_does_not_fit(self):
+        index, naive = SuffixIndex(10), Naive(10)
+        for text in (range(9), range(20, 25), range(30, 36)):  # 10 places, 6, and 7 that begin at the front again
+            index.add([*text], kept=0)
+            naive.add([*text])
+        assert index.tokens().tolist() == naive.held == [GAP] * 3 + [*range(30, 36), GAP]
+
     def test_what_stands_there_already_is_not_stored_again(self):
         index = SuffixIndex(10_000)
         conversation = list(range(1000))

@@ -100,6 +100,7 @@ WAYS = {
     "json": ({"structured_outputs": {"json": SCHEMA}}, SCHEMA),
     "json_object": ({"structured_outputs": {"json_object": True}}, {"type": "object"}),
     "regex": ({"structured_outputs": {"regex": "(ab|cd){2}"}}, "(ab|cd){2}"),
+    "no json_object": ({"structured_outputs": {"json_object": False, "regex": "(ab|cd){2}"}}, "(ab|cd){2}"),
     "choice": ({"structured_outputs": {"choice": ["red", "the sea"]}}, "red|the sea"),
     "grammar": ({"structured_outputs": {"grammar": RULES}}, PAIRS),
 }
