@@ -4,6 +4,7 @@ packages that it wants beside it (our own environment has those), and run in a p
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 CLIENTS = Path(__file__).parents[1] / ".venv-clients"
 LORAX = "lorax-client==0.6.3"
+ANTHROPIC = ("anthropic==2.8.0", "docstring_parser==0.17.0")  # with what of its needs our own environment lacks
 
 # Reads [[method, arguments], ...], makes the calls, and writes what came of each; streams become lists.
 LORAX_CALLS = """
@@ -46,6 +48,15 @@ def lorax(url: str, *calls: tuple[str, dict[str, Any]]) -> list[Any]:
     done = subprocess.run(command, input=json.dumps(calls), env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def anthropic() -> Any:
+    """Anthropic's own client, as a module. Its other needs are in our environment, for `openai` has them too."""
+    for requirement in ANTHROPIC:
+        folder = str(installed(requirement))
+        if folder not in sys.path:
+            sys.path.append(folder)
+    return importlib.import_module("anthropic")
 
 
 def installed(requirement: str) -> Path:

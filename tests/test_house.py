@@ -46,7 +46,10 @@ HEAVY_HOMES = {
     "server/app.py": {"fastapi"},
     "server/context.py": {"fastapi"},
     "server/responses.py": {"fastapi"},
+    "server/faces/asking.py": {"fastapi"},
     "server/faces/openai.py": {"fastapi"},
+    "server/faces/responses_api.py": {"fastapi"},
+    "server/faces/anthropic.py": {"fastapi"},
     "server/faces/lorax.py": {"fastapi"},
     "server/faces/xinference.py": {"fastapi"},
     "server/faces/playground.py": {"fastapi"},
@@ -146,6 +149,7 @@ DRAFTER_WORDS: dict[str, set[str]] = {
     "core/": {"grammar"},  # the sampling parameter of that name
     "server/faces/structured.py": {"grammar"},  # the same, and vLLM's word
     "server/faces/tool_fields.py": {"grammar"},  # the same
+    "server/tools/reasoning.py": {"grammar"},  # the same
     "server/fleet/worker.py": {"grammar"},  # the same
     "cli/options.py": {"grammar", "history"},  # its option, and the setting that names a history file
     "build.py": {"history"},  # the same setting

@@ -26,10 +26,12 @@ from tiny import (
 
 from outrider import drafters
 from outrider.core.dice import Dice
+from outrider.core.grammar_spec import GrammarSpec
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext
 from outrider.engine.scheduler import Limits
+from outrider.server.tools.reasoning import Thinking
 
 COUNT = 20
 FIRST_SPECS = [specs[0] for specs in SPECS.values()]  # one for each drafter
@@ -39,6 +41,7 @@ SCHEMA = {
     "required": ["ab", "bc"],
     "additionalProperties": False,
 }
+THINKING = Thinking("<", "n", True, {})  # free up to the mark, which drafts may have inside
 GRAMMARS = [
     ("json_schema", SCHEMA),
     None,
@@ -48,6 +51,7 @@ GRAMMARS = [
     ("grammar", 'start: "[" x ("," x)* "]"\nx: "a" | "12" | "[" x "]"'),
     ("json_object", True),
     None,
+    ("grammar", "\n".join([*THINKING.answer(GrammarSpec("regex", "[0-9]{3,9}")), *THINKING.rules()])),
 ]
 OPTIONS = {
     "greedy": [dict(), dict(repetition_penalty=1.3), dict(min_tokens=6)],
@@ -84,7 +88,7 @@ def plain(how):
     return found
 
 
-def check(how, drafter, order=range(8), limits=Limits()):
+def check(how, drafter, order=range(9), limits=Limits()):
     expected = plain(how)
     answers = outputs(expected)
     seqs = [sequence(i, how, [*answers[i][:4], 0, *answers[i][5:]]) for i in order]
@@ -119,7 +123,7 @@ class TestEveryDrafter:
 
     @pytest.mark.parametrize("spec", FIRST_SPECS)
     def test_alone(self, spec, how):
-        check(how, drafters.build(spec, parts("llama")), [5, 2, 7, 0, 3, 6, 1, 4], Limits(batch=1, chunk=4))
+        check(how, drafters.build(spec, parts("llama")), [5, 2, 7, 0, 3, 8, 6, 1, 4], Limits(batch=1, chunk=4))
 
 
 @pytest.mark.parametrize("how", OPTIONS)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+from dialects import TEMPLATES, save_dialect
 from ggufs import byte_metadata, write_llama
 from on_vllm import Door, Served, served
 from serving import PAIR, write_names
@@ -84,6 +85,20 @@ def server(tiny_folder, tiny_draft) -> Iterator[Running]:
     """One tiny model, `tiny`, for tests that leave it as it is."""
     with running(ServerOptions(folders=(tiny_draft.parent,))) as server:
         server.launch(tiny_folder, uid="tiny", pace=False)  # what is drafted does not depend on the clock
+        yield server
+
+
+@pytest.fixture(scope="session")
+def hermes_folder(tiny_folder, tmp_path_factory) -> Path:
+    """The tiny model with a template that knows tools."""
+    return save_dialect(tiny_folder, tmp_path_factory.mktemp("hermes"), TEMPLATES["hermes"])
+
+
+@pytest.fixture(scope="session")
+def hermes(hermes_folder) -> Iterator[Running]:
+    """It is served as `hermes` to those who have the key K."""
+    with running(ServerOptions(api_key="K")) as server:
+        server.launch(hermes_folder, uid="hermes", pace=False)
         yield server
 
 

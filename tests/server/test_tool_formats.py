@@ -188,7 +188,7 @@ class FakeToken:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_tells_the_format(name):
     said = tools.describe(FakeTokenizer(TEMPLATES[name], [(5, "[TOOL_CALLS]"), (6, "<s>")]))
-    assert said == {"format": name, "special": {"[TOOL_CALLS]": 5} if name == "mistral" else {}}
+    assert said == {"format": name, "special": {"[TOOL_CALLS]": 5} if name == "mistral" else {}, "thinking": None}
     assert tools.of(json.loads(json.dumps(said))).format.name == name
 
 

@@ -9,55 +9,26 @@ import jsonschema
 import openai
 import pytest
 import transformers
+from dialects import ADD, PARAMETERS, TEMPLATES, save_dialect, without_spaces
 
 from outrider import LLM, SamplingParams
 
-ADD = {
-    "type": "object",
-    "properties": {"a": {"type": "boolean"}, "b": {"enum": ["red", "blue"]}},
-    "required": ["a", "b"],
-    "additionalProperties": False,
-}
-NOW = {"type": "object", "properties": {}, "additionalProperties": False}
-PARAMETERS = {"add": ADD, "now": NOW}
 TOOLS = [
     {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": ADD, "strict": True}},
     {"type": "function", "function": {"name": "now"}},
 ]
 ASK = [{"role": "user", "content": "the red fox"}]
-# As short as a template of each format can be that writes tools, calls and results.
-MESSAGES = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}CALL {{ c.function.name }} {{ c.function.arguments.keys()|list }}{% endfor %}"
-    "<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
-)
-TEMPLATES = {
-    "hermes": '{% if tools %}{{ tools|tojson }}<tool_call>{"name": name, "arguments": ...}{% endif %}' + MESSAGES,
-    "llama": '{% if tools %}{{ tools|tojson }} {"name": name, "parameters": ...}{% endif %}{# ipython #}' + MESSAGES,
-    "mistral": "{% if tools %}[AVAILABLE_TOOLS]{{ tools|tojson }}{% endif %}{# [TOOL_CALLS] #}" + MESSAGES,
-}
-
-
 FORMATS = ["generic", *TEMPLATES]
 
 
 @pytest.fixture(scope="module")
 def folders(tiny_folder, tmp_path_factory):
     """The tiny model with a longer context and templates of other families; Mistral's trigger is a special token."""
-    made = {}
-    for name in FORMATS:
-        folder = tmp_path_factory.mktemp(name)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_folder)
-        model = transformers.AutoModelForCausalLM.from_pretrained(tiny_folder)
-        if name == "mistral":
-            tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
-            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-        tokenizer.chat_template = TEMPLATES.get(name, tokenizer.chat_template)
-        model.config.max_position_embeddings = 8192  # its tokens are short, and tools take hundreds of them
-        tokenizer.save_pretrained(folder)
-        model.save_pretrained(folder)
-        made[name] = folder
-    return made
+    special = {"mistral": ["[TOOL_CALLS]"]}
+    return {
+        name: save_dialect(tiny_folder, tmp_path_factory.mktemp(name), TEMPLATES.get(name), special.get(name, ()))
+        for name in FORMATS
+    }
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +47,8 @@ def client(served):
 
 @pytest.fixture(scope="module")
 def given(tiny_folder):
-    """A random model would write spaces without end between the parts of JSON."""
-    vocabulary = transformers.AutoTokenizer.from_pretrained(tiny_folder).get_vocab()
-    spaces = {str(token): -100.0 for text, token in vocabulary.items() if set(text) <= set("ĠĊčĉ")}
-    return dict(messages=ASK, tools=TOOLS, temperature=0, max_tokens=300, logit_bias=spaces)
+    bias = without_spaces(tiny_folder)
+    return dict(messages=ASK, tools=TOOLS, temperature=0, max_tokens=300, logit_bias=bias)
 
 
 def checked(calls):

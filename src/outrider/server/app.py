@@ -15,7 +15,7 @@ from outrider.core.errors import QUOTED, OutriderError
 from outrider.server.access import Access
 from outrider.server.context import VERSION, ServerContext, server_of
 from outrider.server.errors import LONGEST_MESSAGE, Bad, ServerError, body_of, lorax_shape, shape_of
-from outrider.server.faces import lorax, openai, playground, xinference
+from outrider.server.faces import anthropic, lorax, openai, playground, responses_api, xinference
 from outrider.server.fleet.fleet import Fleet
 from outrider.server.middleware import RequestGuard, RequestLog
 from outrider.server.options import ServerOptions
@@ -31,8 +31,9 @@ def create_app(fleet: Fleet, options: ServerOptions = ServerOptions(), registry:
     app = FastAPI(title="Outrider", version=VERSION, lifespan=_lifespan, redoc_url=None)
     app.state.fleet = fleet
     app.state.server = ServerContext(fleet, options, Access(options.folders, registry.sources(), options.hub), registry)
-    for routes in (router, openai.router, xinference.router, lorax.router, playground.router):
-        app.include_router(routes)
+    for face in (openai, responses_api, anthropic, xinference, lorax, playground):
+        app.include_router(face.router)
+    app.include_router(router)
     for kind in (OutriderError, RequestValidationError, HTTPException, ClientGone):
         app.add_exception_handler(kind, _answer_error)
     app.add_middleware(RequestGuard, options=options)
@@ -79,8 +80,8 @@ async def _answer_error(request: HttpRequest, error: Exception) -> Response:
 
 def _bad(error: RequestValidationError) -> Bad:
     """What is wrong with the body, in one line. Where a field may have several shapes, the error is about the shape
-    that fits best; one that is only too long fits."""
-    first = max(error.errors(), key=lambda each: (each["type"].endswith("too_long"), len(each["loc"])))
+    that fits best; one that is only too long or too short fits."""
+    first = max(error.errors(), key=lambda each: (each["type"].endswith(("too_long", "too_short")), len(each["loc"])))
     parts = (str(part) for part in first["loc"][1:] if isinstance(part, int) or FIELD.fullmatch(part))
     place = ".".join(parts)[:QUOTED]
     if first["type"] == "json_invalid":

@@ -99,12 +99,29 @@ def lorax_shape(status: int, kind: str, code: str | None, param: str | None, mes
     return {"error": message, "error_type": LORAX_TYPES.get(status, "generation")}
 
 
+def anthropic_shape(status: int, kind: str, code: str | None, param: str | None, message: str) -> dict[str, Any]:
+    """What Anthropic's client turns into its own exceptions."""
+    named = message if param is None or param in message else f"{param}: {message}"
+    return {"type": "error", "error": {"type": ANTHROPIC_TYPES.get(status, kind), "message": named}}
+
+
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    500: "api_error",
+    503: "overloaded_error",
+}
+ANTHROPIC_PATHS = ("/v1/messages",)
 LORAX_TYPES = {**dict.fromkeys((400, 403, 404, 413, 421, 422), "validation"), 429: "overloaded"}
 LORAX_PATHS = ("/", "/generate", "/generate_stream", "/info", "/tokenize")
 
 
 def shape_of(path: str) -> Shape:
     """The API that a path belongs to says how errors look."""
+    if path in ANTHROPIC_PATHS:
+        return anthropic_shape
     return lorax_shape if path in LORAX_PATHS else openai_shape
 
 

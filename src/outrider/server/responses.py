@@ -57,7 +57,7 @@ def _texts(asked: Request) -> list[str]:
     """What has to be tokenised, about."""
     if isinstance(asked.prompt, str):
         return [asked.prompt]
-    said = [str(message["content"]) for message in asked.messages or ()]
+    said = [f"{message['content']}{message.get('reasoning_content', '')}" for message in asked.messages or ()]
     called = [json.dumps(message["tool_calls"]) for message in asked.messages or () if message.get("tool_calls")]
     return [*said, *called, *(json.dumps(tool) for tool in asked.tools or ())]
 
@@ -84,7 +84,8 @@ class Cancellable(Protocol):
 
 
 class EventStream(Response):
-    """Server-sent events: each item is the data of one, as text or as an object. `stream` ends with the client.
+    """Server-sent events: each item is the data of one, as text or as an object; a `type` in it is the event's name.
+    `stream` ends with the client.
 
     What goes wrong on the way becomes an event in the shape of the path's API, and the last one.
     """
@@ -97,8 +98,10 @@ class EventStream(Response):
         stream: Cancellable,
         events: AsyncGenerator[str | Mapping[str, Any]],
         headers: Mapping[str, str] | None = None,
+        named: bool = False,
     ) -> None:
-        self._request, self._stream, self._events = request, stream, events
+        """`named`: the API's events have types, so that an error has one, too."""
+        self._request, self._stream, self._events, self._named = request, stream, events, named
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
         del self.headers["content-length"]
 
@@ -120,13 +123,15 @@ class EventStream(Response):
             if not isinstance(error, OutriderError):
                 log("failed", level="error", request_id=id_of(self._request), trace=traceback.format_exc())
             _, body, _ = body_of(self._request.url.path, error)
+            body = {"type": "error", **body} if self._named else body
             await send({"type": "http.response.body", "body": _event(body), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _event(data: str | Mapping[str, Any]) -> bytes:
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode("utf-8", "replace")
+    name = "" if isinstance(data, str) or "type" not in data else f"event: {data['type']}\n"
+    return f"{name}data: {text}\n\n".encode("utf-8", "replace")
 
 
 @contextlib.asynccontextmanager

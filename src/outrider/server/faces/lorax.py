@@ -21,6 +21,7 @@ from outrider.server.faces.lorax_bodies import MAX_BEST_OF, MAX_STOP, LoraxBody,
 from outrider.server.fleet.fleet import Description
 from outrider.server.fleet.supervisor import ServerStream
 from outrider.server.responses import EventStream, checked, result_of, submit
+from outrider.server.stops import stop_found
 
 router = APIRouter(tags=["LoRAX"])
 
@@ -176,9 +177,7 @@ def _whole_text(call: LoraxCall, result: Result) -> str:
     """With the stop sequence, as LoRAX gives it, and after the prompt where that is wanted."""
     text = result.text
     if _finish(call, result) == "stop_sequence":
-        written = b"".join(call.stream.piece(token.id) for token in result.tokens).decode("utf-8", "replace")
-        places = [(written.find(stop), stop) for stop in call.body.asked.stop]
-        text += min((found for found in places if found[0] >= 0), default=(0, ""))[1]
+        text += stop_found(result, call.stream, call.body.asked.stop) or ""
     return call.body.inputs + text if call.body.asked.return_full_text else text
 
 

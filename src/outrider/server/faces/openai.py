@@ -12,46 +12,35 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request as HttpRequest, Response
 from fastapi.responses import JSONResponse
 
-from outrider.core.errors import OutriderError
-from outrider.core.request import Chunk, Request, Result
+from outrider.core.request import Chunk, Result
 from outrider.core.sequence import Token
 from outrider.core.stats import Stats
 from outrider.drafters import PREDICTION
 from outrider.server import tools
-from outrider.server.access import Access
-from outrider.server.context import VERSION, ServerContext, id_of, server_of
-from outrider.server.errors import ServerError
+from outrider.server.context import VERSION, id_of, server_of
 from outrider.server.faces.adapters import select
+from outrider.server.faces.asking import Json, converse, drafting, naming_the_field, respond, shows
 from outrider.server.faces.openai_bodies import ChatBody, CompletionBody, OpenAIBody
 from outrider.server.faces.tool_calls import CallWriter
-from outrider.server.fleet.fleet import Description
 from outrider.server.fleet.supervisor import ServerStream
-from outrider.server.responses import EventStream, checked, result_of, submit
-from outrider.server.tools import ModelTools
+from outrider.server.responses import checked, submit
+from outrider.server.tools import Dialect
 
 router = APIRouter(prefix="/v1", tags=["openai"])
-Json = dict[str, Any]
 
 
 @router.post("/chat/completions", response_class=JSONResponse)
 async def chat_completions(request: HttpRequest, body: ChatBody) -> Response:
     """Answer a conversation."""
-    server = server_of(request)
-    model, adapter = await select(server, body.model)
-    dialect = tools.of(model.info.get("tools"))
-    with _naming_the_field(body, dialect):
-        asked, clip = body.request(*_drafting(server, model, adapter), dialect)
-        asked = replace(asked, draft=asked.draft or adapter)
-        stream = await submit(request, model.uid, asked, _shows(body, asked), clip)
-    return await _answer(request, body, ChatWriter(request, body, [stream], dialect))
+    stream, dialect = await converse(request, body)
+    return await respond(request, bool(body.stream), ChatWriter(request, body, [stream], dialect))
 
 
 @router.post("/completions", response_class=JSONResponse)
@@ -62,56 +51,22 @@ async def completions(request: HttpRequest, body: CompletionBody) -> Response:
     streams: list[ServerStream] = []
     group = uuid.uuid4().hex  # not the request's id: that may be a client's own choice, and another client's
     try:
-        with _naming_the_field(body, tools.of(None)):
-            for asked in body.requests(*_drafting(server, model, adapter)):
+        with naming_the_field(body, tools.of(None)):
+            for asked in body.requests(*drafting(server, model, adapter)):
                 asked = replace(asked, draft=asked.draft or adapter, group=group)
-                streams.append(await submit(request, model.uid, asked, _shows(body, asked)))
+                streams.append(await submit(request, model.uid, asked, shows(body, asked)))
     except BaseException:  # one was refused: the others run for nobody
         for stream in streams:
             stream.cancel()
         raise
-    return await _answer(request, body, CompletionWriter(request, body, streams))
-
-
-@contextmanager
-def _naming_the_field(body: OpenAIBody, model: ModelTools) -> Iterator[None]:
-    """A grammar that cannot be used is an error of the field that gave it, also where only a worker finds it out."""
-    try:
-        yield
-    except ServerError:
-        raise
-    except OutriderError as error:
-        constraint = body.constrained(model)
-        blamed = error if constraint is None else constraint.blamed(error)
-        if blamed is error:
-            raise
-        raise blamed from error
-
-
-def _drafting(server: ServerContext, model: Description, adapter: str) -> tuple[Access, str]:
-    """What the request may name, and who drafts unless it does."""
-    settings = model.spec.settings
-    return server.access.on(settings.backend), adapter or settings.drafter
-
-
-def _shows(body: OpenAIBody, asked: Request) -> bool:
-    return body.wants_tokens or asked.params.logprobs is not None
-
-
-async def _answer(request: HttpRequest, body: OpenAIBody, writer: AnswerWriter) -> Response:
-    if body.stream:
-        return EventStream(request, writer, writer.events())
-    try:
-        results = await asyncio.gather(*(result_of(request, stream) for stream in writer.streams))
-    finally:
-        writer.cancel()
-    return JSONResponse(writer.whole(results))
+    return await respond(request, bool(body.stream), CompletionWriter(request, body, streams))
 
 
 class AnswerWriter:
     """How an answer is written; chat and completions differ in names and in the shape of a choice."""
 
     kind = chunk_kind = prefix = ""
+    named = False
 
     def __init__(self, request: HttpRequest, body: OpenAIBody, streams: Sequence[ServerStream]) -> None:
         self.streams, self._body = streams, body
@@ -201,9 +156,7 @@ class AnswerWriter:
 class ChatWriter(AnswerWriter):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(
-        self, request: HttpRequest, body: ChatBody, streams: Sequence[ServerStream], model: ModelTools
-    ) -> None:
+    def __init__(self, request: HttpRequest, body: ChatBody, streams: Sequence[ServerStream], model: Dialect) -> None:
         super().__init__(request, body, streams)
         self._calls = [CallWriter(body, model) for _ in range(sum(stream.samples for stream in streams))]
 

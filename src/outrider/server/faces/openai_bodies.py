@@ -33,7 +33,7 @@ from outrider.server.faces.fields import (
 )
 from outrider.server.faces.structured import Constraint, StructuredFields
 from outrider.server.faces.tool_fields import Calls, ToolFields, check_results
-from outrider.server.tools import ModelTools
+from outrider.server.tools import Dialect
 
 MOST_TOKENS = 2048  # tokens of a chat answer without a limit of its own, if the context holds them
 MOST_SAMPLES = 128  # choices for a prompt
@@ -65,6 +65,7 @@ class ChatMessage(StrictBody):
     audio: None = None
     annotations: Ignored = None
     parsed: Ignored = None  # what the openai client has read of the content
+    reasoning_content: Text | None = None
 
     def as_message(self, at: int) -> Message:
         """`developer` is OpenAI's newer word for `system`. `at`: its place among the messages."""
@@ -76,6 +77,8 @@ class ChatMessage(StrictBody):
             message["name"] = self.name
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
+        if self.reasoning_content is not None:  # templates know it by this name, and most leave it out again
+            message["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
             places = (f"messages.{at}.tool_calls.{number}" for number in range(len(self.tool_calls)))
             message["tool_calls"] = [call.as_call(place) for call, place in zip(self.tool_calls, places, strict=True)]
@@ -109,24 +112,19 @@ class OutriderField(StrictBody):
     tokens: bool = False
 
 
-class OpenAIBody(StructuredFields):
-    """What chat and completions share."""
+class SharedFields(StrictBody):
+    """What the bodies of all APIs of conversations and prompts have, under the same names."""
 
     model: Name = ""
-    max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     temperature: Temperature | None = None
     top_p: float | None = Field(None, gt=0, le=1)
-    n: int | None = Field(None, ge=1, le=MOST_SAMPLES)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MOST_LISTED)] | None = None
     speculative: SpeculativeField | None = None
     prediction: PredictionField | None = None
-    outrider: OutriderField | None = None
     # As vLLM has them:
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
     min_p: float | None = Field(None, ge=0, le=1)
@@ -137,7 +135,6 @@ class OpenAIBody(StructuredFields):
     allowed_token_ids: Annotated[list[TokenId], Field(max_length=MOST_ALLOWED)] | None = None
     ignore_eos: bool | None = None
     bad_words: Annotated[list[Stop], Field(max_length=MOST_WORDS)] | None = None
-    gamma: int | None = Field(None, ge=1, le=64)  # Xinference's: the length of a draft
     # Harmless: they cannot change the answer.
     user: Ignored = None
     metadata: Ignored = None
@@ -147,7 +144,22 @@ class OpenAIBody(StructuredFields):
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
 
-    def constrained(self, model: ModelTools) -> Constraint | None:
+    def shared(self) -> dict[str, Any]:
+        """The values of these fields, for a body of another API."""
+        return {name: getattr(self, name) for name in SharedFields.model_fields}
+
+
+class OpenAIBody(SharedFields, StructuredFields):
+    """What chat and completions share."""
+
+    max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    n: int | None = Field(None, ge=1, le=MOST_SAMPLES)
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    stream_options: StreamOptions | None = None
+    outrider: OutriderField | None = None
+    gamma: int | None = Field(None, ge=1, le=64)  # Xinference's: the length of a draft
+
+    def constrained(self, model: Dialect) -> Constraint | None:
         """What the answer is held to, of a model that calls tools in its own way."""
         return self.constraint()
 
@@ -247,7 +259,7 @@ class ChatBody(ToolFields, OpenAIBody):
     verbosity: Any = None
     web_search_options: Any = None
 
-    def request(self, access: Access, own: str, model: ModelTools) -> tuple[Request, bool]:
+    def request(self, access: Access, own: str, model: Dialect) -> tuple[Request, bool]:
         """The request, and whether its length is cut to what the context holds."""
         self.refuse(_CHAT_REFUSED)
         if self.top_logprobs is not None and not self.logprobs:
@@ -262,14 +274,15 @@ class ChatBody(ToolFields, OpenAIBody):
         tools = self.shown_tools() if model.format.takes_tools else []
         return replace(asked, tools=tools or None, visible=self._visible(model)), most is None
 
-    def _conversation(self, model: ModelTools) -> list[Message]:
+    def _conversation(self, model: Dialect) -> list[Message]:
         messages = [message.as_message(at) for at, message in enumerate(self.messages)]
         check_results(messages)
         return model.format.messages(messages, self.shown_tools())
 
-    def _visible(self, model: ModelTools) -> tuple[int, ...]:
-        """The token that begins a call, if it is no text."""
-        return tuple(model.special.values()) if self.shown_tools() else ()
+    def _visible(self, model: Dialect) -> tuple[int, ...]:
+        """The tokens that begin a call, or are around reasoning, if they are no text."""
+        marks = {} if model.thinking is None else model.thinking.special
+        return (*(model.special.values() if self.shown_tools() else ()), *marks.values())
 
 
 class CompletionBody(OpenAIBody):

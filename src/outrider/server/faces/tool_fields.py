@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -15,7 +16,7 @@ from outrider.core.request import Message
 from outrider.server.errors import Bad
 from outrider.server.faces.fields import Ignored, StrictBody, Text, Word
 from outrider.server.faces.structured import Constraint, StructuredFields
-from outrider.server.tools import ModelTools
+from outrider.server.tools import Dialect
 from outrider.server.tools.base import Tool
 from outrider.server.tools.grammar import CallableTool, CallGrammar, call_grammar
 
@@ -93,6 +94,23 @@ class CallConstraint(Constraint):
         return found
 
 
+@dataclass(frozen=True)
+class ThoughtfulConstraint(Constraint):
+    """The grammar of an answer after reasoning."""
+
+    answer: Constraint  # what the answer itself is held to
+
+    def blamed(self, error: OutriderError) -> OutriderError:
+        reason = _PLACE.sub(f"{self.answer.parameter} cannot be used: ", str(error))
+        return error if reason == str(error) else Bad(reason, param=self.answer.field)
+
+
+# What stands before the reason where a grammar was made by us, so that the place tells a user nothing.
+_PLACE = re.compile(
+    r"^grammar cannot be used: (at \d+\(\d+\): )?(failed to compile JSON schema: |invalid regex .* \(in regex\): )?"
+)
+
+
 class ToolFields(StructuredFields):
     tools: Annotated[list[ToolBody], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
@@ -102,16 +120,17 @@ class ToolFields(StructuredFields):
         """What the model is told of; nothing where it may not call any."""
         return [] if self.tool_choice == "none" else [tool.as_tool() for tool in self.tools or ()]
 
-    def constrained(self, model: ModelTools) -> Constraint | None:
+    def constrained(self, model: Dialect) -> Constraint | None:
         """What the answer is held to: words, calls, or either."""
         answers = self.constraint()
         _check_tools(self.tools or ())
         if not self.tools or self.tool_choice == "none":
             _refuse_choice(self.tool_choice)
-            return answers
+            return answers if answers is None else _after_reasoning(answers, model)
         required, several = self.tool_choice not in (None, "auto"), self.parallel_tool_calls is not False
         spec = None if answers is None or required else _spec(answers)
-        grammar = call_grammar(model.format, model.special, self._callable(), required, several, spec)
+        asked = model.format, model.special, self._callable(), required, several, spec, model.thinking
+        grammar = call_grammar(*asked)
         return CallConstraint("tools", "grammar", grammar.text, grammar, answers)
 
     def _callable(self) -> list[CallableTool]:
@@ -132,13 +151,28 @@ class ToolFields(StructuredFields):
 _NOTHING: dict[str, Any] = dict(json_schema=None, json_object=False, regex=None, choice=None, grammar=None)
 
 
-def _spec(answers: Constraint) -> GrammarSpec | None:
+def _after_reasoning(answers: Constraint, model: Dialect) -> Constraint:
+    """Models that think do so freely; what follows is held to the grammar."""
+    if model.thinking is None:
+        return answers
+    spec = _grammar_of(answers)
+    text = "\n".join([*model.thinking.answer(spec), *model.thinking.rules()])
+    return ThoughtfulConstraint(answers.field, "grammar", text, answers)
+
+
+def _spec(answers: Constraint) -> GrammarSpec:
     if answers.parameter == "grammar":
         raise Bad(f"{answers.field} and tools are two grammars; leave out one of them", param=answers.field)
+    return _grammar_of(answers)
+
+
+def _grammar_of(answers: Constraint) -> GrammarSpec:
     try:
-        return grammar_spec(**{**_NOTHING, **answers.params})
+        spec = grammar_spec(**{**_NOTHING, **answers.params})
     except OutriderError as error:
         raise answers.blamed(error) from error
+    assert spec is not None
+    return spec
 
 
 def check_results(messages: Sequence[Message]) -> None:

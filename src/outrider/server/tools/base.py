@@ -50,3 +50,15 @@ def literal(text: str) -> str:
 def escaped(text: str) -> str:
     """Text inside of an expression of a grammar."""
     return re.escape(text).replace("/", r"\/")
+
+
+def template_of(tokenizer: Any) -> str:
+    """A folder may have several templates: the one for tools is used where there are tools."""
+    found = getattr(tokenizer, "chat_template", None) or ""
+    return str(found.get("tool_use", found.get("default", "")) if isinstance(found, dict) else found)
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """The tokens that are no text, by their names."""
+    added = {} if tokenizer is None else tokenizer.added_tokens_decoder
+    return {str(token.content): id for id, token in added.items() if token.special}

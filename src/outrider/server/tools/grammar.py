@@ -12,6 +12,7 @@ from outrider.core.grammar import lark_rule
 from outrider.core.grammar_spec import GrammarSpec, grammar_spec
 from outrider.server.errors import Bad
 from outrider.server.tools.base import ToolFormat, escaped, literal
+from outrider.server.tools.reasoning import ANYTHING, Thinking
 
 _PLACE = re.compile(r"^grammar cannot be used: at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*)$", re.S)
 
@@ -44,33 +45,36 @@ def call_grammar(
     required: bool,
     several: bool,
     answer: GrammarSpec | None = None,
+    thinking: Thinking | None = None,
 ) -> CallGrammar:
     """`special`: triggers that are single tokens, with their ids. `required`: no words, only calls. `answer`: what an
-    answer in words may be; None: anything."""
+    answer in words may be; None: anything. `thinking`: there may be reasoning before all of it."""
     trigger = f"<[{special[format.trigger]}]>" if format.trigger in special else literal(format.trigger)
-    lines = _start(format, trigger, format.trigger in special, required, answer)
+    words = ANYTHING + ("" if thinking is None else thinking.not_thought())
+    lines = _start(format, trigger, format.trigger in special, required, answer, words)
     lines += format.rules(several)
     heads = (literal(f'{tool.name}", "{format.key}": ') for tool in tools)
     lines += ["pick: " + " | ".join(f"{head} args_{number}" for number, head in enumerate(heads))]
     first = len(lines) + 1
     lines += [lark_rule(_checked(tool), f"args_{number}") for number, tool in enumerate(tools)]
+    if thinking is not None:
+        lines = [lines[0].replace("start:", "answer:", 1), *lines[1:], *thinking.rules()]
     return CallGrammar("\n".join(lines), dict(enumerate(tools, first)))
 
 
-ANYTHING = "/(?s:.*)/"
-
-
-def _start(format: ToolFormat, trigger: str, is_special: bool, required: bool, answer: GrammarSpec | None) -> list[str]:
+def _start(
+    format: ToolFormat, trigger: str, is_special: bool, required: bool, answer: GrammarSpec | None, words: str
+) -> list[str]:
     """The rules of the beginning. Words are lazy: they end where the trigger is complete."""
     if required:
         return [f"start: {trigger} calls"]
     if answer is not None:
-        return [f"start: {trigger} calls | answer", lark_rule(answer, "answer")]
+        return [f"start: {trigger} calls | reply", lark_rule(answer, "reply")]
     if format.only_first:
-        return [f"start: {trigger} calls | WORDS", f"WORDS: {ANYTHING} & ~/(?s:{escaped(format.trigger)}.*)/"]
+        return [f"start: {trigger} calls | WORDS", f"WORDS: {words} & ~/(?s:{escaped(format.trigger)}.*)/"]
     if is_special:
-        return [f"start: WORDS {trigger} calls | WORDS", f"WORDS: {ANYTHING}"]
-    return ["start: begin calls | WORDS", f"begin[lazy]: WORDS {trigger}", f"WORDS: {ANYTHING}"]
+        return [f"start: WORDS {trigger} calls | WORDS", f"WORDS: {words}"]
+    return ["start: begin calls | WORDS", f"begin[lazy]: WORDS {trigger}", f"WORDS: {words}"]
 
 
 def _checked(tool: CallableTool) -> GrammarSpec:

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 
 from outrider.server.tools.base import ToolFormat
+from outrider.server.tools.reasoning import held
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,7 @@ class CallParser:
         trigger = self._trigger
         if self._only_first:
             return len(text) if not self._said and trigger.startswith(text) else 0
-        begun = next((size for size in range(len(trigger) - 1, 0, -1) if text.endswith(trigger[:size])), 0)
-        return len(text) - len(text[: len(text) - begun].rstrip())
+        return held(text, trigger)
 
     def _before_arguments(self, last: bool) -> list[CallDelta] | None:
         match = self._head.search(self._rest)
