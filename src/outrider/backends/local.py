@@ -6,6 +6,7 @@ import itertools
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +38,7 @@ class _LocalJob:
     seqs: list[Sequence]
     writers: list[Writer | None]
     sent: list[int]
+    first: list[float]  # when the first token of each was written; 0: it is not yet
 
 
 _logger = logging.getLogger("outrider")
@@ -138,7 +140,9 @@ class Local(Reader):
             )
             self.engine.scheduler.check(seq)  # before the prompt is copied for the next one
             seqs.append(seq)
-        job = _LocalJob(request, Stream(lambda: self._inbox.put((job,))), seqs, writers, [0] * params.n)
+        job = _LocalJob(
+            request, Stream(lambda: self._inbox.put((job,))), seqs, writers, [0] * params.n, [0.0] * params.n
+        )
         return job
 
     def close(self) -> None:
@@ -396,6 +400,10 @@ class Local(Reader):
 
     def _hand_over(self, job: _LocalJob, index: int) -> None:
         seq = job.seqs[index]
+        if seq.output and not job.first[index]:
+            job.first[index] = time.perf_counter()
+        if seq.finish is not None and seq.output:
+            seq.stats.writing_seconds = time.perf_counter() - job.first[index]
         if job.request.stream and (len(seq.output) > job.sent[index] or seq.finish is not None):
             self._send(job, index)
         if seq.finish is not None:

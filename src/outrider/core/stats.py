@@ -25,6 +25,7 @@ class Stats:
     # This sequence's share of the engine's time; the shares of a batch add up to the time that passed.
     seconds: dict[str, float] = field(default_factory=dict)
     first_seconds: float = 0.0  # the part of them until the end of the first step that wrote something: the prompt's
+    writing_seconds: float = 0.0  # that passed from its first token to its last, whoever else was served meanwhile
 
     def record(self, draft: Draft, path: tuple[int, ...], written: int, drafter: str) -> None:
         """One step: the draft, the kept nodes that were committed, and the tokens written in all."""

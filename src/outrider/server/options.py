@@ -35,6 +35,9 @@ class ServerOptions:
     hub: bool = option(False, "Requests may name hub ids.", flags=("--allow-hub",), panel=ACCESS)
     no_launch: bool = option(False, "Requests may neither launch nor end models.", panel=ACCESS)
     max_models: int = option(16, "Models that may be launched at once.", least=1, panel=LIMITS)
+    timings: bool = option(
+        False, "Answers also have vLLM's metrics.speculative_decoding and llama.cpp's timings.", flags=("--timings",)
+    )
     hosts: tuple[str, ...] = ()  # what requests may call the server in their Host header; (): anything
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of launches over REST: device, max_batch, ...
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request as HttpRequest, Response
 from fastapi.responses import JSONResponse
 
 from outrider.core.request import Result
-from outrider.server.context import id_of
+from outrider.server.context import id_of, server_of
 from outrider.server.faces.anthropic_bodies import AnthropicBody
 from outrider.server.faces.asking import Json, converse, respond
 from outrider.server.faces.blocks import Block, BlockNews, BlockWriter
@@ -37,7 +37,7 @@ class MessagesWriter(BlockWriter):
     def __init__(
         self, request: HttpRequest, body: AnthropicBody, form: ChatForm, stream: ServerStream, dialect: Dialect
     ) -> None:
-        super().__init__(form.chat, stream, dialect)
+        super().__init__(form.chat, stream, dialect, server_of(request).options.timings)
         self._stops = body.stop_sequences or []
         self._id = f"msg_{id_of(request)}"
 
@@ -62,7 +62,7 @@ class MessagesWriter(BlockWriter):
         return [{"type": "content_block_delta", "index": index, "delta": {"type": kind, key: news.text}}]
 
     def tail(self, result: Result) -> list[Json]:
-        more = {"usage": self._usage(result), "metrics": self._metrics(result)}
+        more = {"usage": self._usage(result), **self._measured(result)}
         return [{"type": "message_delta", "delta": self._ending(result), **more}, {"type": "message_stop"}]
 
     def _message(self) -> Json:

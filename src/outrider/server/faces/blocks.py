@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from outrider.core.request import Result
 from outrider.server.faces.asking import Json
-from outrider.server.faces.openai import metrics
+from outrider.server.faces.measured import measured
 from outrider.server.faces.openai_bodies import ChatBody
 from outrider.server.faces.tool_calls import CallWriter
 from outrider.server.fleet.supervisor import ServerStream
@@ -94,8 +94,10 @@ class BlockWriter:
 
     named = True
 
-    def __init__(self, body: ChatBody, stream: ServerStream, dialect: Dialect) -> None:
+    def __init__(self, body: ChatBody, stream: ServerStream, dialect: Dialect, timings: bool) -> None:
+        """`timings`: of its time and its drafts it tells as other engines do, too."""
         self.streams: Sequence[ServerStream] = [stream]
+        self._timings = timings
         self._stream, self._reader, self._dialect = stream, BlockReader(body, dialect), dialect
 
     def cancel(self) -> None:
@@ -104,7 +106,7 @@ class BlockWriter:
     def whole(self, results: Sequence[Result]) -> Json:
         (result,) = results
         self._reader.read(result.text, last=True)
-        return {**self.answer(result), "metrics": self._metrics(result)}
+        return {**self.answer(result), **self._measured(result)}
 
     async def events(self) -> AsyncGenerator[Json | str]:
         for event in self.head():
@@ -116,8 +118,8 @@ class BlockWriter:
         for event in self.tail(checked(await self._stream.result())):
             yield event
 
-    def _metrics(self, result: Result) -> Json:
-        return metrics(result.stats, self._stream.estimated_speedup(result.samples))
+    def _measured(self, result: Result) -> Json:
+        return measured([result], self._stream, self._timings)
 
     def reasoning_tokens(self, result: Result) -> int:
         """How many of its tokens are reasoning, the marks around it among them."""

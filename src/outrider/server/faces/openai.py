@@ -27,6 +27,7 @@ from outrider.server import tools
 from outrider.server.context import VERSION, id_of, server_of
 from outrider.server.faces.adapters import select
 from outrider.server.faces.asking import Json, converse, drafting, naming_the_field, respond, shows
+from outrider.server.faces.measured import measured
 from outrider.server.faces.openai_bodies import ChatBody, CompletionBody, OpenAIBody
 from outrider.server.faces.tool_calls import CallWriter
 from outrider.server.fleet.supervisor import ServerStream
@@ -69,7 +70,7 @@ class AnswerWriter:
     named = False
 
     def __init__(self, request: HttpRequest, body: OpenAIBody, streams: Sequence[ServerStream]) -> None:
-        self.streams, self._body = streams, body
+        self.streams, self._body, self._timings = streams, body, server_of(request).options.timings
         self._head = {
             "id": f"{self.prefix}-{id_of(request)}",
             "created": int(time.time()),
@@ -93,13 +94,22 @@ class AnswerWriter:
             for first in self.opening(index):
                 yield self._event([first])
         results: list[Result | None] = [None] * len(self.streams)
+        last: Json | None = None
         async for place, item in _merged(self.streams):
             if isinstance(item, Result):
                 results[place] = checked(item)
             elif choice := self._chunk(place, item):
-                yield self._event([choice])
+                if last is not None:
+                    yield last
+                last = self._event([choice])
+                if not self._timings or choice["finish_reason"] is None:
+                    yield last
+                    last = None
+        found = [result for result in results if result is not None]
+        if last is not None:  # llama.cpp's clients read its times from the last chunk
+            yield {**last, **({} if self._body.wants_usage else self._measured(found))}
         if self._body.wants_usage:
-            yield {**self._event([]), **self._totals([result for result in results if result is not None])}
+            yield {**self._event([]), **self._totals(found)}
         yield "[DONE]"
 
     def _event(self, choices: list[Json]) -> Json:
@@ -123,19 +133,22 @@ class AnswerWriter:
 
     def _totals(self, results: Sequence[Result]) -> Json:
         samples = [sample for result in results for sample in result.samples]
-        stats = sum((sample.stats for sample in samples), Stats())
         prompt = sum(len(result.prompt_token_ids) for result in results)
         written = sum(len(sample.token_ids) for sample in samples)
         usage: Json = {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
         # of the first sample: a prompt counts once, and the other samples always find it
         usage["prompt_tokens_details"] = {"cached_tokens": sum(result.stats.cached for result in results)}
         if self._body.prediction is not None:
+            stats = sum((sample.stats for sample in samples), Stats())
             drafted, kept = stats.drafted_by_drafter[PREDICTION], stats.accepted_by_drafter[PREDICTION]
             usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": kept,
                 "rejected_prediction_tokens": drafted - kept,
             }
-        return {"usage": usage, "metrics": metrics(stats, self.streams[0].estimated_speedup(samples))}
+        return {"usage": usage, **self._measured(results)}
+
+    def _measured(self, results: Sequence[Result]) -> Json:
+        return measured(results, self.streams[0], self._timings)
 
     @property
     def _wants_logprobs(self) -> bool:
@@ -225,24 +238,6 @@ class CompletionWriter(AnswerWriter):
             lists["text_offset"].append(offset)
             self._offsets[index] = offset + len(text)
         return lists
-
-
-def metrics(stats: Stats, speedup: float | None) -> Json:
-    """What became of the drafts of a request."""
-    return {
-        "drafts": stats.drafts,
-        "drafted": stats.drafted,
-        "accepted": stats.accepted,
-        "acceptance_rate": round(stats.acceptance_rate, 4),
-        "mean_accepted_length": round(1 + stats.accepted / stats.drafts, 4) if stats.drafts else 1.0,
-        "tokens": stats.tokens,
-        "steps": stats.steps,
-        "tokens_per_step": round(stats.tokens_per_step, 4),
-        "estimated_speedup": speedup,
-        "by_depth": {str(depth): counts for depth, counts in stats.by_depth.items()},
-        "by_drafter": stats.by_drafter,
-        "seconds": {phase: round(seconds, 6) for phase, seconds in stats.seconds.items()},
-    }
 
 
 async def _merged(streams: Sequence[ServerStream]) -> AsyncIterator[tuple[int, Chunk | Result]]:

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request as HttpRequest, Response
 from fastapi.responses import JSONResponse
 
 from outrider.core.request import Result
-from outrider.server.context import id_of
+from outrider.server.context import id_of, server_of
 from outrider.server.faces.asking import Json, converse, respond
 from outrider.server.faces.blocks import Block, BlockNews, BlockWriter
 from outrider.server.faces.chat_form import ChatForm
@@ -37,7 +37,7 @@ class ResponsesWriter(BlockWriter):
     def __init__(
         self, request: HttpRequest, body: ResponsesBody, form: ChatForm, stream: ServerStream, dialect: Dialect
     ) -> None:
-        super().__init__(form.chat, stream, dialect)
+        super().__init__(form.chat, stream, dialect, server_of(request).options.timings)
         self._body, self._id, self._created = body, id_of(request), int(time.time())
         self._number = itertools.count()  # of the events
 
@@ -65,7 +65,7 @@ class ResponsesWriter(BlockWriter):
         return events if news.last else [*events, self._item_event(self._item(block, "completed"), block)]
 
     def tail(self, result: Result) -> list[Json]:
-        answer = {**self.answer(result), "metrics": self._metrics(result)}
+        answer = {**self.answer(result), **self._measured(result)}
         item = self._item_event(answer["output"][-1], self._reader.blocks[-1])
         return [item, self._event(f"response.{answer['status']}", response=answer)]
 

@@ -1,0 +1,183 @@
+"""A proof on real weights: texts under 2,000 different schemas are valid, and the same with every drafter.
+
+    PYTHONPATH=src python scripts/schema_proof.py --begin 0 --end 250 --output part.json
+    PYTHONPATH=src python scripts/schema_proof.py --summary part*.json
+
+Each schema is decoded plainly under its grammar, in a batch of 16 with neighbours that have none, then with drafters:
+`grammar` for every schema and one of the others in turn, half of the schemas greedily and half with a seed; some alone
+as well. A text that ends by itself must be valid for jsonschema, and the tokens of all must be equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+
+from outrider import LLM, OutriderError, Result, SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from schemas import collection  # the collection is the tests' own
+
+BATCH = 16  # sequences at once
+FREE = 8  # one in so many has no grammar
+ALONE = 16  # one in so many is also decoded by itself
+DRAFTERS = ("ngram", "history", "layer_skip", "eagle", "medusa", "prediction")  # beside `grammar`, each in its turn
+
+
+@dataclass(frozen=True)
+class Case:
+    number: int
+    prompt: str
+    params: SamplingParams
+
+    @property
+    def schema(self) -> Any:
+        return self.params.json_schema
+
+
+def cases(begin: int, end: int, tokens: int) -> list[Case]:
+    found = []
+    for number, (thing, schema) in enumerate(collection()):
+        if not begin <= number < end:
+            continue
+        how: dict[str, Any] = {} if number % 2 else {"temperature": 0.8, "seed": number}
+        free = number % FREE == FREE - 1  # a neighbour, and the same schema a second time without it
+        for constrained in (True, False) if free else (True,):
+            prompt = f"An example of {thing} as JSON, on one line:\n"
+            more = {"json_schema": schema} if constrained else {}
+            found.append(Case(number, prompt, SamplingParams(max_tokens=tokens, **how, **more)))
+    return found
+
+
+class Proof:
+    def __init__(self, llm: LLM, drafters: tuple[str, ...]) -> None:
+        self._llm, self._drafters = llm, drafters
+        self.counts: Counter[str] = Counter()
+        self.drafted: dict[str, Counter[str]] = {}
+        self.failures: list[dict[str, Any]] = []
+
+    def check(self, asked: list[Case]) -> None:
+        usable = [case for case in asked if self._compiles(case)]
+        plain = self._run(usable, "none")
+        for case, result in zip(usable, plain, strict=True):
+            self._validate(case, result)
+        pairs = list(zip(usable, plain, strict=True))
+        self._compare("grammar", [pair for pair in pairs if pair[0].schema is not None])
+        for place, drafter in enumerate(self._drafters):
+            self._compare(drafter, [pair for pair in pairs if pair[0].number % len(self._drafters) == place])
+        for case, result in pairs:
+            if case.number % ALONE == 0:
+                self.counts["alone"] += 1
+                self._same(case, result, self._run([case], "none")[0], "alone")
+
+    def _compiles(self, case: Case) -> bool:
+        """What cannot be compiled is refused with the keyword, before anything is written."""
+        self.counts["schemas" if case.schema is not None else "neighbours without one"] += 1
+        if case.schema is None:
+            return True
+        try:
+            self._llm.backend.matcher(case.params)
+        except OutriderError as error:
+            self.counts["refused"] += 1
+            self.drafted.setdefault("refused", Counter())[str(error)] += 1
+            return False
+        return True
+
+    def _run(self, asked: list[Case], drafter: str, expected: list[Any] | None = None) -> list[Result]:
+        prompts, params = [case.prompt for case in asked], [case.params for case in asked]
+        return self._llm.generate(prompts, params, draft=drafter, prediction=expected, progress=False) if asked else []
+
+    def _validate(self, case: Case, result: Result) -> None:
+        self.counts["tokens"] += len(result.token_ids)
+        if case.schema is None:
+            return
+        self.counts[f"ended with {result.finish_reason}"] += 1
+        if result.finish_reason == "stop":
+            try:
+                jsonschema.validate(json.loads(result.text), case.schema, format_checker=jsonschema.FormatChecker())
+            except (ValueError, jsonschema.ValidationError) as error:
+                self._fail(case, "invalid", text=result.text, reason=str(error).splitlines()[0])
+        elif result.finish_reason != "length":
+            self._fail(case, result.finish_reason, text=result.text, reason=result.error)
+
+    def _compare(self, drafter: str, pairs: list[tuple[Case, Result]]) -> None:
+        expected = None
+        if drafter == "prediction":  # right at first and wrong later, so that both kinds of verdicts come
+            expected = [result.text[:12] + "?" + result.text[12:] for _, result in pairs]
+        found = self._run([case for case, _ in pairs], drafter, expected)
+        counts = self.drafted.setdefault(drafter, Counter())
+        for (case, plain), result in zip(pairs, found, strict=True):
+            self._same(case, plain, result, drafter)
+            more = {"texts": 1, "tokens": len(result.token_ids), "steps": result.stats.steps}
+            counts.update(more | {"drafted": result.stats.drafted, "accepted": result.stats.accepted})
+
+    def _same(self, case: Case, plain: Result, result: Result, how: str) -> None:
+        if (plain.token_ids, plain.finish_reason) != (result.token_ids, result.finish_reason):
+            self._fail(case, f"differs: {how}", text=plain.text, other=result.text)
+
+    def _fail(self, case: Case, what: str, **more: Any) -> None:
+        self.counts[what] += 1
+        self.failures.append({"number": case.number, "what": what, "schema": case.schema, **more})
+
+    def report(self) -> dict[str, Any]:
+        drafted = {name: dict(counts) for name, counts in self.drafted.items()}
+        return {"counts": dict(self.counts), "drafters": drafted, "failures": self.failures}
+
+
+def summary(files: list[Path]) -> int:
+    total: Counter[str] = Counter()
+    drafted: dict[str, Counter[str]] = {}
+    failures = []
+    for file in files:
+        part = json.loads(file.read_text())
+        total.update(part["counts"])
+        failures += part["failures"]
+        for name, counts in part["drafters"].items():
+            drafted.setdefault(name, Counter()).update(counts)
+    for name, count in sorted(total.items()):
+        print(f"| {name} | {count:,} |")
+    for name, counts in drafted.items():
+        print(f"| {name} |", *(f"{key} {count:,} |" for key, count in counts.items()))
+    for failure in failures[:20]:
+        print(json.dumps(failure, ensure_ascii=False))
+    return 1 if failures else 0
+
+
+def main() -> int:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--model", default="smollm2-135m")
+    made.add_argument("--begin", type=int, default=0)
+    made.add_argument("--end", type=int, default=2000)
+    made.add_argument("--tokens", type=int, default=96, help="of an answer, at most")
+    made.add_argument("--seconds", type=float, default=0.0, help="begin no further batch after this long; 0: all")
+    made.add_argument("--drafters", default=",".join(DRAFTERS))
+    made.add_argument("--output", type=Path)
+    made.add_argument("--summary", type=Path, nargs="+")
+    given = made.parse_args()
+    if given.summary:
+        return summary(given.summary)
+    begun, asked, done = time.monotonic(), cases(given.begin, given.end, given.tokens), given.begin
+    with LLM(given.model, draft="none", pace=False, max_batch=BATCH) as llm:
+        proof = Proof(llm, tuple(filter(None, given.drafters.split(","))))
+        while asked and not (given.seconds and time.monotonic() - begun > given.seconds):
+            part, asked = asked[: 4 * BATCH], asked[4 * BATCH :]
+            proof.check(part)
+            done = part[-1].number + 1
+            print(f"up to {done}: {dict(proof.counts)}", file=sys.stderr, flush=True)
+    report = {"begin": given.begin, "end": done, **proof.report()}
+    if given.output:
+        given.output.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    print(json.dumps({**report, "failures": report["failures"][:3]}, ensure_ascii=False))
+    return 1 if proof.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
