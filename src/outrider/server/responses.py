@@ -22,6 +22,7 @@ from outrider.server.fleet.supervisor import ServerStream
 from outrider.server.log import log
 
 T = TypeVar("T")
+OURS = f"{OutriderError.__name__}: "  # before an error that a user may read
 CHARACTERS_PER_TOKEN = 32  # a prompt with more for each token of the context is refused before it is encoded
 
 
@@ -75,7 +76,9 @@ async def result_of(request: HttpRequest, stream: ServerStream) -> Result:
 def checked(result: Result) -> Result:
     for sample in result.samples:
         if sample.finish_reason == "error":
-            raise (Failed if sample.error.startswith("the pass failed") else OutriderError)(sample.error)
+            raise (Failed if sample.error.startswith("the pass failed") else OutriderError)(
+                sample.error.removeprefix(OURS)
+            )
     return result
 
 
