@@ -9,7 +9,7 @@ from outrider.core.draft import Draft
 from outrider.core.verify import coupled
 from outrider.drafters.eagle import loop_kernels
 from outrider.drafters.eagle.device_kernels import SequenceField
-from outrider.drafters.eagle.loop_kernels import TextField
+from outrider.drafters.eagle.loop_kernels import LoopField
 from outrider.models.base import Feed
 from outrider.models.cuda.batch import Batch, Field
 from outrider.models.cuda.pages import PageTable
@@ -51,12 +51,12 @@ def pages(sequences):
 
 
 def texts(made, sequences, count):
-    table = torch.zeros(len(TextField), count, dtype=torch.int32)
-    table[TextField.SLOT] = made.padding
+    table = torch.zeros(len(LoopField), count, dtype=torch.int32)
+    table[LoopField.SLOT] = made.padding
     for id in range(sequences):
-        table[TextField.SLOT, id] = made.extend(id, 0).slot
-        table[TextField.LENGTH, id] = LENGTHS[id]
-        table[TextField.LAST, id] = 3 + id
+        table[LoopField.SLOT, id] = made.extend(id, 0).slot
+        table[LoopField.LENGTH, id] = LENGTHS[id]
+        table[LoopField.LAST, id] = 3 + id
     return table
 
 
@@ -102,7 +102,7 @@ def test_a_verdict_is_that_of_the_coupled_rule(seed):
     sequences = torch.zeros(len(SequenceField), 4, dtype=torch.int32)
     kept = torch.zeros(4, 1 + 2 * WIDE, dtype=torch.int32)
     out = torch.zeros(2, 4, 2 + 2 * WIDE + 3 * NODES, dtype=torch.int32)
-    table[TextField.ROUND] = 1
+    table[LoopField.ROUND] = 1
     where = torch.from_numpy(made.table)
     loop_kernels.judge(chosen, found([*drafts, Draft()]), table, sequences, kept, where, pairs, out, PAGE, made.padding)
     paths = []

@@ -19,7 +19,7 @@ from torch import Tensor
 from outrider.drafters.eagle import loop_kernels
 from outrider.drafters.eagle.device_kernels import SequenceField
 from outrider.drafters.eagle.device_runner import DeviceRunner, DraftGroup
-from outrider.drafters.eagle.loop_kernels import TextField
+from outrider.drafters.eagle.loop_kernels import LoopField
 from outrider.drafters.eagle.runner import DraftRequest, Grown, LoopedRounds, LoopedText
 from outrider.models.cuda.batch import Field
 from outrider.models.cuda.graphs import Shape, event, pinned, reach
@@ -115,7 +115,7 @@ class DeviceLoop:
     def _make(self, count: int, longest: int, sampled: bool) -> _Looped:
         wide, nodes, device = self.wide, self._nodes_of(count), self._target.device
         group = self._runner.group(count, nodes)
-        sizes = [len(SequenceField) * count, len(TextField) * count, (1 + 2 * wide) * count]
+        sizes = [len(SequenceField) * count, len(LoopField) * count, (1 + 2 * wide) * count]
         sent = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         sequences, texts, kept = sent.split(sizes)
         out = torch.zeros(MOST_ROUNDS, count, 2 + 2 * wide + 3 * nodes, dtype=torch.int32, device=device)
@@ -126,7 +126,7 @@ class DeviceLoop:
             sent,
             pinned(sum(sizes), device),
             sequences.view(len(SequenceField), count),
-            texts.view(len(TextField), count),
+            texts.view(len(LoopField), count),
             kept.view(count, 1 + 2 * wide),
             torch.zeros(len(Field) + 1, count * wide, dtype=torch.int32, device=device),
             out,
@@ -139,14 +139,14 @@ class DeviceLoop:
         host[:] = 0
         begin = len(SequenceField) * count
         sequences = host[:begin].reshape(-1, count)
-        end = begin + len(TextField) * count
+        end = begin + len(LoopField) * count
         self._runner.stage_sequences(sequences, own_slots, [text.asked for text in texts])
         sequences[SequenceField.LENGTH, some] = [self._runner.length(text.id) for text in texts]
         table = host[begin:end].reshape(-1, count)
-        table[TextField.SLOT] = self._target.padding
-        table[TextField.SLOT, some] = slots
-        table[TextField.LENGTH, some] = [text.length for text in texts]
-        table[TextField.LAST, some] = [text.last for text in texts]
+        table[LoopField.SLOT] = self._target.padding
+        table[LoopField.SLOT, some] = slots
+        table[LoopField.LENGTH, some] = [text.length for text in texts]
+        table[LoopField.LAST, some] = [text.last for text in texts]
         kept = host[end:].reshape(count, -1)
         kept[some, 0] = [len(text.tokens) for text in texts]
         for row, text in zip(kept, texts, strict=False):

@@ -16,7 +16,7 @@ from outrider.drafters.eagle.device_kernels import SequenceField
 from outrider.models.cuda.batch import Field
 
 
-class TextField(IntEnum):
+class LoopField(IntEnum):
     """The rows of the table of texts, int32: where the target stands in each sequence."""
 
     SLOT = 0  # its row of the target's page table
@@ -41,10 +41,10 @@ _HEAD_SLOT = tl.constexpr(int(SequenceField.SLOT))
 _HEAD_LENGTH = tl.constexpr(int(SequenceField.LENGTH))
 _HEAD_LAST = tl.constexpr(int(SequenceField.LAST))
 _TOKENS = tl.constexpr(int(SequenceField.TOKENS))
-_SLOT = tl.constexpr(int(TextField.SLOT))
-_LENGTH = tl.constexpr(int(TextField.LENGTH))
-_LAST = tl.constexpr(int(TextField.LAST))
-_ROUND = tl.constexpr(int(TextField.ROUND))
+_SLOT = tl.constexpr(int(LoopField.SLOT))
+_LENGTH = tl.constexpr(int(LoopField.LENGTH))
+_LAST = tl.constexpr(int(LoopField.LAST))
+_ROUND = tl.constexpr(int(LoopField.ROUND))
 
 
 @triton.jit
