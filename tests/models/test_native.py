@@ -174,12 +174,13 @@ class TestOddActivations:
 
     @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q5_1"])
     @pytest.mark.parametrize("signs", [1, -1])
-    def test_the_largest_sums_fit(self, kind, signs):
+    @pytest.mark.parametrize("rows", [4, 8])
+    def test_the_largest_sums_fit(self, kind, signs, rows):
         """Every product at its largest: 255 * 32512 * 32 is an eighth of what 32 bits hold."""
         outputs, inputs = 16, 1536
         w = matrix(kind, outputs, inputs)
         full = Quantised(torch.full_like(w.q, 2**w.bits - 1), w.scales, w.minimums, w.bits, w.zero, w.group)
-        x = torch.full((4, inputs), 3.7 * signs)
+        x = torch.full((rows, inputs), 3.7 * signs)
         assert_near(Packed([full])(x), exactly([full], x), x, [full])
 
     def test_an_outlier_costs_its_own_block_only(self):
@@ -748,7 +749,22 @@ class TestBuilding:
             pytest.skip("this processor has no AVX2")
         build(SOURCE, tmp_path / "kernels.so", [f"-march={machine}", "-O1"])
         products = [Packed([matrix(kind)], [bias]) for kind in [*KINDS, *MADE] for bias in (None, random(48, seed=2))]
-        texts = [random(rows, 256) for rows in (1, 2, 3, 9)]
+        texts = [random(rows, 256) for rows in (1, 2, 3, 9, 23)]
+        ours = [product(x) for product in products for x in texts]
+        other = ctypes.CDLL(str(tmp_path / "kernels.so"))
+        monkeypatch.setattr(packing, "library", lambda: other)
+        theirs = [product(x) for product in products for x in texts]
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+    @pytest.mark.parametrize("paired", [0, 1])
+    def test_in_pairs_or_not_with_the_same_bits(self, paired, tmp_path, monkeypatch):
+        """Which of the two is faster depends on the processor."""
+        if "avx512_vnni" not in Path("/proc/cpuinfo").read_text():
+            pytest.skip("this processor never multiplies in pairs")
+        build(SOURCE, tmp_path / "kernels.so", ["-march=native", "-O1", f"-DPAIRED={paired}"])
+        products = [Packed([matrix(kind)]) for kind in [*KINDS, *MADE]]
+        texts = [random(rows, 256) * scale for rows in (1, 4, 5, 8, 30) for scale in (1, 1e-35, 1e30)]
+        texts += [torch.full((8, 256), 2.0), -torch.full((7, 256), 3.0), random(6, 256).sign()]  # the largest integers
         ours = [product(x) for product in products for x in texts]
         other = ctypes.CDLL(str(tmp_path / "kernels.so"))
         monkeypatch.setattr(packing, "library", lambda: other)

@@ -10,6 +10,7 @@
 // Activations: 16 bits with one scale per block of 32 inputs, multiplied as two parts of 8 bits. (8 bits alone, as ggml has
 // it, change the greedy text of half of the prompts; the second part costs nothing where memory is the limit.)
 
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -39,6 +40,18 @@ constexpr int SUPER = 256; // inputs of a super-block
 constexpr int ROWS = 8;    // rows that share one reading of a tile
 constexpr float MOST = 32512.0f;  // the largest activation: 127 * 256, so that both parts fit 8 bits
 constexpr float LEAST = 1e-30f;   // blocks with nothing larger are zero: their scale would not be a normal number
+
+// Whether inputs are multiplied in pairs (see paired_dots): not by default on Intel's processors, where additions take the
+// vector units that multiply. Zen 4 has as many units again that only add.
+#ifndef PAIRED
+#if WIDE && (defined(__znver3__) || defined(__znver4__) || defined(__znver5__))  // GCC 12 takes a Zen 4 for a Zen 3
+#define PAIRED 1
+#else
+#define PAIRED 0
+#endif
+#endif
+constexpr int PAIRS = 3;          // of each 4 vectors, those that are multiplied in pairs: so additions take the time of the products
+constexpr int LEAST_PAIRED = 5;   // rows from which on that is faster: the weights must be widened to 16 bits for it
 
 constexpr int AHEAD = 4096;       // bytes of weights that are asked for before they are used
 constexpr int TOGETHER = 12;      // queries that share one reading of keys and values
@@ -81,11 +94,23 @@ struct Shape {
     float eps;
 };
 
-struct Activations {  // of up to all rows of a pass
-    int8_t* q;        // [rows][inputs / 32][2][32] high parts, then low parts: x = scale * (256 * high + low)
-    float* scale;     // [rows][inputs / 32]
-    float* sum;       // [rows][inputs / 32][3] scale * sum of q over the block's first 16 inputs, its last 16, and all
+struct BlockSums {  // over the first 16 inputs of a block, the last 16, and all
+    float sum[3];      // scale * sum of q
+    uint32_t cross[3]; // minus the sum of products of paired inputs, see paired_dots
 };
+
+// Of all rows of a pass. Rows that are multiplied together lie side by side, so that one pointer serves them all: groups of
+// 8 rows, the last of as many as are left, and in each group [inputs / 32][rows of the group].
+struct Activations {
+    int8_t* q;        // of each block [2][32] high parts, then low parts: x = scale * (256 * high + low)
+    float* scale;     // of each block
+    BlockSums* sums;  // of each block
+};  // in groups of rows that are multiplied in pairs, q is of each block [2][8][2] 16-bit numbers: of each 4 the even ones, the odd ones
+
+bool paired_rows(int64_t rows) { return PAIRED && rows >= LEAST_PAIRED; }
+
+// Rows of the group that begins with row `first`.
+int64_t group_rows(int64_t first, int64_t rows) { return rows - first < ROWS ? rows - first : ROWS; }
 
 float half_to_float(uint16_t h) {
 #if WIDE || HALF_WIDE
@@ -114,27 +139,42 @@ float group_value(const void* values, const uint16_t* supers, int64_t place, int
 int64_t super_place(const Matrix& w, int64_t tile, int64_t block) { return (tile * (w.inputs / SUPER) + block * BLOCK / SUPER) * TILE; }
 
 // A block that no 16 bits can stand for: all but zero, or with an infinity or a NaN in it, which then shows in every output.
-void degenerate_block(float value, int8_t* q, float* scale, float* sum) {
+void degenerate_block(float value, int8_t* q, float* scale, BlockSums* sums) {
     std::memset(q, 0, 2 * BLOCK);
-    *scale = sum[0] = sum[1] = sum[2] = value;
+    *sums = {{value, value, value}, {0, 0, 0}};
+    *scale = value;
 }
 
 // One row of 32 inputs -> 16 bits, a scale, and the sums of both halves and of all.
-void quantise_block(const float* x, int8_t* q, float* scale, float* sum) {
+template <bool PAIRED_ROWS>
+void quantise_block(const float* x, int8_t* q, float* scale, BlockSums* sums) {
     int32_t count[2];
 #if WIDE
     __m512 a = _mm512_loadu_ps(x), b = _mm512_loadu_ps(x + 16);
     float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
-    if (!(most < INFINITY) || _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q)) return degenerate_block(NAN, q, scale, sum);
-    if (most < LEAST) return degenerate_block(0.0f, q, scale, sum);
+    if (!(most < INFINITY) || _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q)) return degenerate_block(NAN, q, scale, sums);
+    if (most < LEAST) return degenerate_block(0.0f, q, scale, sums);
     __m512 inverse = _mm512_set1_ps(MOST / most);
     __m512i half = _mm512_set1_epi32(128);
     for (int i = 0; i < 2; i++) {
         __m512i all = _mm512_cvtps_epi32(_mm512_mul_ps(i ? b : a, inverse));
         __m512i high = _mm512_srai_epi32(_mm512_add_epi32(all, half), 8);  // so that the low part is in [-128, 127]
         __m512i low = _mm512_sub_epi32(all, _mm512_slli_epi32(high, 8));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16 * i), _mm512_cvtepi32_epi8(high));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 32 + 16 * i), _mm512_cvtepi32_epi8(low));
+        __m128i first = _mm512_cvtepi32_epi8(high), second = _mm512_cvtepi32_epi8(low);
+        if (PAIRED_ROWS) {  // in 16 bits: those with even numbers, then those with odd ones
+            const __m256i words = _mm512_cvtepi32_epi16(all);
+            const __m256i apart = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+            const __m256i sorted = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(words, apart), 0xd8);
+            first = _mm256_castsi256_si128(sorted);
+            second = _mm256_extracti128_si256(sorted, 1);
+            const __m128i products = _mm_madd_epi16(first, second);
+            uint32_t each[4], total = 0;
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(each), products);
+            for (int k = 0; k < PAIRS; k++) total -= each[k];
+            sums->cross[i] = total;
+        }
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16 * i), first);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 32 + 16 * i), second);
         count[i] = _mm512_reduce_add_epi32(all);
     }
 #else
@@ -145,8 +185,8 @@ void quantise_block(const float* x, int8_t* q, float* scale, float* sum) {
         finite &= size < INFINITY;
         most = size > most ? size : most;
     }
-    if (!finite) return degenerate_block(NAN, q, scale, sum);
-    if (most < LEAST) return degenerate_block(0.0f, q, scale, sum);
+    if (!finite) return degenerate_block(NAN, q, scale, sums);
+    if (most < LEAST) return degenerate_block(0.0f, q, scale, sums);
     float inverse = MOST / most;
     count[0] = count[1] = 0;
     for (int i = 0; i < BLOCK; i++) {
@@ -157,16 +197,18 @@ void quantise_block(const float* x, int8_t* q, float* scale, float* sum) {
     }
 #endif
     *scale = most / MOST;
-    sum[0] = *scale * count[0];
-    sum[1] = *scale * count[1];
-    sum[2] = *scale * (count[0] + count[1]);
+    sums->sum[0] = *scale * count[0];
+    sums->sum[1] = *scale * count[1];
+    sums->sum[2] = *scale * (count[0] + count[1]);
+    if (PAIRED_ROWS) sums->cross[2] = sums->cross[0] + sums->cross[1];
 }
 
-void quantise_row(const float* x, int64_t inputs, int64_t row, const Activations& to) {
-    int64_t blocks = inputs / BLOCK;
-    for (int64_t b = 0; b < blocks; b++)
-        quantise_block(x + b * BLOCK, to.q + (row * blocks + b) * 2 * BLOCK, to.scale + row * blocks + b,
-                       to.sum + (row * blocks + b) * 3);
+// One of the `rows` rows of a pass.
+void quantise_row(const float* x, int64_t inputs, int64_t row, int64_t rows, const Activations& to) {
+    const int64_t blocks = inputs / BLOCK, first = row / ROWS * ROWS, step = group_rows(first, rows);
+    int64_t at = first * blocks + row - first;
+    const auto quantise = paired_rows(step) ? quantise_block<PAIRED> : quantise_block<false>;
+    for (int64_t b = 0; b < blocks; b++, at += step) quantise(x + b * BLOCK, to.q + at * 2 * BLOCK, to.scale + at, to.sums + at);
 }
 
 float inverse_rms(const float* x, int64_t size, float eps) {
@@ -199,6 +241,15 @@ inline __m512 group_values(const void* values, const uint16_t* supers, int64_t p
     return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(small)), halves(supers));
 }
 
+// Of one group of a block: scale * (q - zero) = scale * q + minimum.
+template <int GROUP, bool MINIMUM, bool SUPERS>
+inline void group_factors(const Matrix& w, int64_t tile, int64_t b, int part, __m512& scale, __m512& minimum) {
+    const int64_t place = ((tile * (w.inputs / BLOCK) + b) * (BLOCK / GROUP) + part) * TILE, above = SUPERS ? super_place(w, tile, b) : 0;
+    scale = group_values<SUPERS>(w.scales, w.super_scales + above, place);
+    minimum = MINIMUM ? group_values<SUPERS>(w.minimums, w.super_minimums + above, place)
+                      : _mm512_mul_ps(scale, _mm512_set1_ps(static_cast<float>(-w.zero)));
+}
+
 // Vector j of a block; at 4 bits j and j + 4 lie in the same bytes.
 template <int BITS>
 inline __m512i vector(const uint8_t* q, int j) {
@@ -214,9 +265,10 @@ inline __m512i four(const int8_t* x) {
     return _mm512_set1_epi32(bytes);
 }
 
-// Vectors [from, to) of a block times the activations of R rows, `stride` bytes apart: 256 * high parts + low parts.
+// Vectors [from, to) of a block times the activations of R rows: 256 * high parts + low parts.
 template <int BITS, int R>
-inline void block_dots(const uint8_t* q, const int8_t* x, int64_t stride, int from, int to, __m512i (&dots)[R]) {
+inline void block_dots(const uint8_t* q, const int8_t* x, int from, int to, __m512i (&dots)[R]) {
+    constexpr int stride = 2 * BLOCK;  // known to the compiler: then no address takes an instruction
     if (R <= 4) {  // few rows: two sums for each, so that the next product need not wait for the last
         __m512i low[R];
         for (int r = 0; r < R; r++) dots[r] = low[r] = _mm512_setzero_si512();
@@ -240,6 +292,59 @@ inline void block_dots(const uint8_t* q, const int8_t* x, int64_t stride, int fr
         for (int r = 0; r < R; r++) dots[r] = _mm512_dpbusd_epi32(dots[r], v[j], four(x + r * stride + BLOCK + 4 * j));
 }
 
+// Vector j of a block as two of 16 outputs x 2 inputs, in 16 bits: those with even numbers and those with odd ones.
+template <int BITS>
+inline void words(const uint8_t* q, int j, __m512i& even, __m512i& odd) {
+    const __m512i both = _mm512_loadu_si512(q + 64 * (BITS == 8 ? j : j % 4));
+    if (BITS == 8) {
+        even = _mm512_and_si512(both, _mm512_set1_epi16(255));
+        odd = _mm512_srli_epi16(both, 8);
+    } else if (j < 4) {
+        even = _mm512_and_si512(both, _mm512_set1_epi16(15));
+        odd = _mm512_and_si512(_mm512_srli_epi16(both, 8), _mm512_set1_epi16(15));
+    } else {
+        even = _mm512_and_si512(_mm512_srli_epi16(both, 4), _mm512_set1_epi16(15));
+        odd = _mm512_srli_epi16(both, 12);
+    }
+}
+
+// dots += one vector, paired or not, times the activations of R rows at `x`.
+template <int R>
+inline void paired_vector(__m512i even, __m512i odd, const int8_t* x, bool paired, __m512i (&dots)[R]) {
+    constexpr int stride = 2 * BLOCK;
+    if (paired) {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            const __m512i first = _mm512_add_epi16(four(x + r * stride), odd), second = _mm512_add_epi16(four(x + r * stride + BLOCK), even);
+            dots[r] = _mm512_dpwssd_epi32(dots[r], first, second);
+        }
+    } else {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) dots[r] = _mm512_dpwssd_epi32(dots[r], even, four(x + r * stride));
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) dots[r] = _mm512_dpwssd_epi32(dots[r], odd, four(x + r * stride + BLOCK));
+    }
+}
+
+// The same numbers as block_dots with fewer multiplications (Winograd 1968):
+//   x0 w0 + x1 w1 = (x0 + w1) (x1 + w0) - x0 x1 - w0 w1
+// where x0 x1 does not depend on the output nor w0 w1 on the row. x + w fits 16 bits (32512 + 255 = 32767), and a sum that
+// does not fit 32 bits loses only what is subtracted again. Not all vectors are paired, so that additions and
+// multiplications take the same time: of each four the first PAIRS.
+template <int BITS, int R>
+inline void paired_dots(const uint8_t* q, const int8_t* x, const BlockSums* sums, int cross, int from, int to, __m512i (&dots)[R]) {
+    __m512i products = _mm512_setzero_si512();
+    for (int r = 0; r < R; r++) dots[r] = _mm512_set1_epi32(static_cast<int32_t>(sums[r].cross[cross]));
+#pragma GCC unroll 8
+    for (int j = from; j < to; j++) {
+        __m512i even, odd;
+        words<BITS>(q, j, even, odd);
+        if (j % 4 < PAIRS) products = _mm512_dpwssd_epi32(products, even, odd);
+        paired_vector(even, odd, x + 4 * j, j % 4 < PAIRS, dots);
+    }
+    for (int r = 0; r < R; r++) dots[r] = _mm512_sub_epi32(dots[r], products);
+}
+
 template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, int R>
 void tile_rows(const Matrix& w, int64_t tile, const Activations& x, int64_t row, __m512 (&to)[ROWS]) {
     __m512 sums[R];  // a local one stays in registers
@@ -252,20 +357,19 @@ void tile_rows(const Matrix& w, int64_t tile, const Activations& x, int64_t row,
         const char* ahead = reinterpret_cast<const char*>(q) + b * 64 * LINES + AHEAD;  // mostly of the next tile
         for (int line = 0; line < LINES; line++) _mm_prefetch(ahead + 64 * line, _MM_HINT_T0);
         for (int part = 0; part < PARTS; part++) {
-            int64_t place = ((tile * blocks + b) * PARTS + part) * TILE;
-            int64_t above = SUPERS ? super_place(w, tile, b) : 0;
-            __m512 scale = group_values<SUPERS>(w.scales, w.super_scales + above, place);
-            // scale * (q - zero) = scale * q + minimum
-            __m512 minimum = MINIMUM ? group_values<SUPERS>(w.minimums, w.super_minimums + above, place)
-                                     : _mm512_mul_ps(scale, _mm512_set1_ps(static_cast<float>(-w.zero)));
+            __m512 scale, minimum;
+            group_factors<GROUP, MINIMUM, SUPERS>(w, tile, b, part, scale, minimum);
             __m512i dots[R];
-            block_dots<BITS, R>(q + b * 64 * LINES, x.q + (row * blocks + b) * 2 * BLOCK, blocks * 2 * BLOCK,
-                                part * 8 / PARTS, (part + 1) * 8 / PARTS, dots);
+            const int64_t first = row * blocks + b * R;
+            const int from = part * 8 / PARTS, end = (part + 1) * 8 / PARTS;
+            if constexpr (PAIRED && R >= LEAST_PAIRED)
+                paired_dots<BITS, R>(q + b * 64 * LINES, x.q + first * 2 * BLOCK, x.sums + first, GROUP == 32 ? 2 : part, from, end, dots);
+            else block_dots<BITS, R>(q + b * 64 * LINES, x.q + first * 2 * BLOCK, from, end, dots);
             for (int r = 0; r < R; r++) {
-                const int64_t at = (row + r) * blocks + b;
+                const int64_t at = first + r;
                 __m512 dot = _mm512_cvtepi32_ps(dots[r]);
                 sums[r] = _mm512_fmadd_ps(dot, _mm512_mul_ps(scale, _mm512_set1_ps(x.scale[at])), sums[r]);
-                sums[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(x.sum[at * 3 + (GROUP == 32 ? 2 : part)]), sums[r]);
+                sums[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(x.sums[at].sum[GROUP == 32 ? 2 : part]), sums[r]);
             }
         }
     }
@@ -286,18 +390,23 @@ void tile_some(const Matrix& w, int64_t tile, const Activations& x, int64_t row,
     }
 }
 
+inline void store_sums(const Matrix& w, int64_t tile, int64_t row, int64_t rows, const __m512* sums, float* y, const float* add, int64_t stride) {
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t place = (row + r) * stride + tile * TILE;
+        __m512 sum = sums[r];
+        if (w.bias) sum = _mm512_add_ps(sum, _mm512_loadu_ps(w.bias + tile * TILE));
+        if (add) sum = _mm512_add_ps(sum, _mm512_loadu_ps(add + place));
+        _mm512_storeu_ps(y + place, sum);
+    }
+}
+
 template <int BITS, int GROUP, bool MINIMUM, bool SUPERS>
 void tile_all(const Matrix& w, int64_t tile, const Activations& x, int64_t rows, float* y, const float* add, int64_t stride) {
+    __m512 sums[ROWS];
     for (int64_t row = 0; row < rows; row += ROWS) {
-        int64_t some = rows - row < ROWS ? rows - row : ROWS;
-        __m512 sums[ROWS];
+        const int64_t some = group_rows(row, rows);
         tile_some<BITS, GROUP, MINIMUM, SUPERS>(w, tile, x, row, some, sums);
-        for (int64_t r = 0; r < some; r++) {
-            int64_t place = (row + r) * stride + tile * TILE;
-            if (w.bias) sums[r] = _mm512_add_ps(sums[r], _mm512_loadu_ps(w.bias + tile * TILE));
-            if (add) sums[r] = _mm512_add_ps(sums[r], _mm512_loadu_ps(add + place));
-            _mm512_storeu_ps(y + place, sums[r]);
-        }
+        store_sums(w, tile, row, some, sums, y, add, stride);
     }
 }
 
@@ -322,10 +431,10 @@ inline __m256i four(const int8_t* x) {
     return _mm256_set1_epi32(bytes);
 }
 
-// 8 outputs of a 4-bit block times the activations of R rows, `stride` bytes apart. Eight products of pairs fit 16 bits:
-// 8 * 2 * 15 * 128 < 32768.
+// 8 outputs of a 4-bit block times the activations of R rows. Eight products of pairs fit 16 bits: 8 * 2 * 15 * 128 < 32768.
 template <int R>
-inline void dots4(const uint8_t* q, const int8_t* x, int64_t stride, __m256i (&dots)[R]) {
+inline void dots4(const uint8_t* q, const int8_t* x, __m256i (&dots)[R]) {
+    constexpr int stride = 2 * BLOCK;
     const __m256i ones = _mm256_set1_epi16(1), mask = _mm256_set1_epi8(15);
     __m256i high[R], low[R];
     for (int r = 0; r < R; r++) high[r] = low[r] = _mm256_setzero_si256();
@@ -373,19 +482,21 @@ inline void joined_parts(const int8_t* x, int16_t* to) {
     }
 }
 
-// Half of a tile: 8 outputs from `half` * 8 on.
+// Half of a tile: 8 outputs from `half` * 8 on. `begin`: where the first row's activations begin; those of its next block
+// come `step` places later.
 template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, int R>
-void tile_rows(const Matrix& w, int64_t tile, int half, const Activations& x, int64_t row, __m256* to) {
+void tile_rows(const Matrix& w, int64_t tile, int half, const Activations& x, int64_t begin, int64_t step, __m256* to) {
     __m256 sums[R];
     const int64_t blocks = w.inputs / BLOCK;
     const int PARTS = BLOCK / GROUP, LINES = BITS;
     const uint8_t* q = w.q + tile * blocks * 64 * LINES + 32 * half;
     for (int r = 0; r < R; r++) sums[r] = _mm256_setzero_ps();
     for (int64_t b = 0; b < blocks; b++) {
-        const int8_t* xq = x.q + (row * blocks + b) * 2 * BLOCK;
+        const int64_t first = begin + b * step;
+        const int8_t* xq = x.q + first * 2 * BLOCK;
         int16_t whole[R][BLOCK];
         if (BITS == 8)
-            for (int r = 0; r < R; r++) joined_parts(xq + r * blocks * 2 * BLOCK, whole[r]);
+            for (int r = 0; r < R; r++) joined_parts(xq + r * 2 * BLOCK, whole[r]);
         for (int part = 0; part < PARTS; part++) {
             int64_t place = ((tile * blocks + b) * PARTS + part) * TILE + 8 * half;
             int64_t above = SUPERS ? super_place(w, tile, b) + 8 * half : 0;
@@ -393,13 +504,13 @@ void tile_rows(const Matrix& w, int64_t tile, int half, const Activations& x, in
             __m256 minimum = MINIMUM ? group_values<SUPERS>(w.minimums, w.super_minimums + above, place)
                                      : _mm256_mul_ps(scale, _mm256_set1_ps(static_cast<float>(-w.zero)));
             __m256i dots[R];
-            if (BITS == 4) dots4<R>(q + b * 64 * LINES, xq, blocks * 2 * BLOCK, dots);
+            if (BITS == 4) dots4<R>(q + b * 64 * LINES, xq, dots);
             else dots8<R>(q + b * 64 * LINES, whole, part * 8 / PARTS, (part + 1) * 8 / PARTS, dots);
             for (int r = 0; r < R; r++) {
-                const int64_t at = (row + r) * blocks + b;
+                const int64_t at = first + r;
                 __m256 factor = _mm256_mul_ps(scale, _mm256_set1_ps(x.scale[at]));
                 sums[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots[r]), factor, sums[r]);
-                sums[r] = _mm256_fmadd_ps(minimum, _mm256_set1_ps(x.sum[at * 3 + (GROUP == 32 ? 2 : part)]), sums[r]);
+                sums[r] = _mm256_fmadd_ps(minimum, _mm256_set1_ps(x.sums[at].sum[GROUP == 32 ? 2 : part]), sums[r]);
             }
         }
     }
@@ -409,14 +520,15 @@ void tile_rows(const Matrix& w, int64_t tile, int half, const Activations& x, in
 template <int BITS, int GROUP, bool MINIMUM, bool SUPERS>
 void tile_all(const Matrix& w, int64_t tile, const Activations& x, int64_t rows, float* y, const float* add, int64_t stride) {
     for (int64_t row = 0; row < rows; row += FEW) {
+        const int64_t group = row / ROWS * ROWS, step = group_rows(group, rows), begin = group * (w.inputs / BLOCK) + row - group;
         const int64_t some = rows - row < FEW ? rows - row : FEW;
         for (int half = 0; half < 2; half++) {
             __m256 sums[FEW];
             switch (some) {
-                case 1: tile_rows<BITS, GROUP, MINIMUM, SUPERS, 1>(w, tile, half, x, row, sums); break;
-                case 2: tile_rows<BITS, GROUP, MINIMUM, SUPERS, 2>(w, tile, half, x, row, sums); break;
-                case 3: tile_rows<BITS, GROUP, MINIMUM, SUPERS, 3>(w, tile, half, x, row, sums); break;
-                default: tile_rows<BITS, GROUP, MINIMUM, SUPERS, 4>(w, tile, half, x, row, sums);
+                case 1: tile_rows<BITS, GROUP, MINIMUM, SUPERS, 1>(w, tile, half, x, begin, step, sums); break;
+                case 2: tile_rows<BITS, GROUP, MINIMUM, SUPERS, 2>(w, tile, half, x, begin, step, sums); break;
+                case 3: tile_rows<BITS, GROUP, MINIMUM, SUPERS, 3>(w, tile, half, x, begin, step, sums); break;
+                default: tile_rows<BITS, GROUP, MINIMUM, SUPERS, 4>(w, tile, half, x, begin, step, sums);
             }
             const int64_t output = tile * TILE + 8 * half;
             for (int64_t r = 0; r < some; r++) {
@@ -451,11 +563,12 @@ TileFunction tile_function(const Matrix& w) {
 void tile_all(const Matrix& w, int64_t tile, const Activations& x, int64_t rows, float* y, const float* add, int64_t stride) {
     const int64_t blocks = w.inputs / BLOCK, parts = BLOCK / w.group;
     for (int64_t row = 0; row < rows; row++) {
+        const int64_t group = row / ROWS * ROWS, step = group_rows(group, rows), begin = group * blocks + row - group;
         float sums[TILE] = {};
         for (int64_t b = 0; b < blocks; b++) {
-            const int64_t at = row * blocks + b;
+            const int64_t at = begin + b * step;
             for (int64_t part = 0; part < parts; part++) {
-                const float sum = x.sum[at * 3 + (w.group == 32 ? 2 : part)];
+                const float sum = x.sums[at].sum[w.group == 32 ? 2 : part];
                 int32_t dot[TILE] = {};
                 for (int64_t j = part * 8 / parts; j < (part + 1) * 8 / parts; j++) {
                     const int8_t* xq = x.q + at * 2 * BLOCK + 4 * j;
@@ -485,6 +598,33 @@ using TileFunction = void (*)(const Matrix&, int64_t, const Activations&, int64_
 TileFunction tile_function(const Matrix&) { return tile_all; }
 
 #endif
+
+// Multiply-adds of 8 bits in a second by the instructions that the products use.
+double dots_per_second(double seconds) {
+#if WIDE || HALF_WIDE
+    constexpr int CHAINS = 12, TIMES = 1000;  // sums that do not wait for each other; rounds between two looks at the clock
+#if WIDE
+    __m512i sums[CHAINS] = {}, a = _mm512_set1_epi8(1), b = a;
+#define OUTRIDER_DOT(i) asm volatile("vpdpbusd %2, %1, %0" : "+v"(sums[i]) : "v"(a), "v"(b))
+#else
+    __m256i sums[CHAINS] = {}, a = _mm256_set1_epi8(1), b = a;
+#define OUTRIDER_DOT(i) asm volatile("vpmaddubsw %2, %1, %0" : "=x"(sums[i]) : "x"(a), "x"(b))
+#endif
+    const auto begin = std::chrono::steady_clock::now();
+    for (double done = TIMES * CHAINS * sizeof(a);; done += TIMES * CHAINS * sizeof(a)) {
+        for (int n = 0; n < TIMES; n++) {
+            OUTRIDER_DOT(0); OUTRIDER_DOT(1); OUTRIDER_DOT(2); OUTRIDER_DOT(3); OUTRIDER_DOT(4); OUTRIDER_DOT(5);
+            OUTRIDER_DOT(6); OUTRIDER_DOT(7); OUTRIDER_DOT(8); OUTRIDER_DOT(9); OUTRIDER_DOT(10); OUTRIDER_DOT(11);
+        }
+        const double took = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+        if (took >= seconds) return done / took;
+    }
+#undef OUTRIDER_DOT
+#else
+    static_cast<void>(seconds);
+    return 0;
+#endif
+}
 
 void product(const JoinedMatrices& w, const Activations& x, int64_t rows, float* y, const float* add) {
     pool().run(w.outputs / TILE, 1, [&](int64_t begin, int64_t end, int64_t) {
@@ -682,7 +822,7 @@ void store_row(const Shape& s, const Layer& layer, const Span& span, int64_t ind
 struct Query {
     const float* q;
     const int32_t* places;
-    int64_t seen;
+    int64_t seen, run;  // places, and how many of the first are 0, 1, 2 and so on
     float* scores;
     float* to;
 };
@@ -716,21 +856,27 @@ inline void mix_some(const Query* queries, const PagedRows& values, int64_t begi
         for (int j = 0; j < 4; j++) _mm512_storeu_ps(queries[n].to + d + 16 * j, sums[n][j]);
 }
 
-// Queries that all see the keys [0, shared) first: each piece of keys and values is read once for all of them. Every
-// query's numbers are those that it would get alone.
-void attend_together(const Query* queries, int64_t count, const PagedRows& keys, const PagedRows& values, int64_t shared) {
+// Queries that see runs of the first keys: each piece of these keys, and of the values that all of them see, is read once.
+// Every query's numbers are those that it would get alone.
+void attend_together(const Query* queries, int64_t count, const PagedRows& keys, const PagedRows& values) {
     const int64_t size = keys.size;
     const float factor = 1.0f / std::sqrt(static_cast<float>(size));
-    for (int64_t i = 0; i < shared; i += 16) {
+    int64_t shared = queries[0].run, longest = shared;
+    for (int64_t n = 1; n < count; n++) {
+        shared = queries[n].run < shared ? queries[n].run : shared;
+        longest = queries[n].run > longest ? queries[n].run : longest;
+    }
+    for (int64_t i = 0; i < longest; i += 16) {
         const float* first = keys.at(i);  // the 16 lie in one page
-        for (int64_t n = 0; n < count; n++)
-            dots16(queries[n].q, [&](int64_t k) { return first + k * size; }, shared - i < 16 ? shared - i : 16, size, factor,
-                   queries[n].scores + i);
+        for (int64_t n = 0; n < count; n++) {
+            const int64_t some = queries[n].run - i;
+            if (some > 0) dots16(queries[n].q, [&](int64_t k) { return first + k * size; }, some < 16 ? some : 16, size, factor, queries[n].scores + i);
+        }
     }
     float totals[TOGETHER];
     for (int64_t n = 0; n < count; n++) {
         const Query& query = queries[n];
-        dots(query.q, keys, query.places + shared, query.seen - shared, factor, query.scores + shared);
+        dots(query.q, keys, query.places + query.run, query.seen - query.run, factor, query.scores + query.run);
         totals[n] = exponentials(query.scores, query.seen, largest(query.scores, query.seen));
         std::memset(query.to, 0, size * sizeof(float));
     }
@@ -758,10 +904,9 @@ void attend_together(const Query* queries, int64_t count, const PagedRows& keys,
 }
 #endif
 
-void attend_all(const Query* queries, int64_t count, const PagedRows& keys, const PagedRows& values,
-                [[maybe_unused]] int64_t shared) {
+void attend_all(const Query* queries, int64_t count, const PagedRows& keys, const PagedRows& values) {
 #if WIDE
-    if (shared > 0 && keys.size % 64 == 0) return attend_together(queries, count, keys, values, shared);
+    if (keys.size % 64 == 0) return attend_together(queries, count, keys, values);
 #endif
     for (int64_t n = 0; n < count; n++) attend(queries[n], keys, values);
 }
@@ -837,6 +982,7 @@ struct Work {
     float* scores;                        // [threads][12][longest]
     int32_t* places;                      // [rows][longest] what each row sees
     int32_t* seen;                        // [rows] how much of that
+    int32_t* runs;                        // [rows] how many of these are 0, 1, 2 and so on
     int32_t* owners;                      // [rows] its span
     int64_t longest;
 };
@@ -852,17 +998,28 @@ struct HeadInputs {
     int64_t last;                 // whether only the last row's result is wanted: of the others the last layer keeps keys and values
 };
 
-static void attend_item(const Shape& s, const Item& item, const Span& span, int64_t seen, int64_t index, int64_t all, float* scores,
-                        const Work* work) {
+static void attend_item(const Shape& s, const Item& item, const Span& span, int64_t index, int64_t all, float* scores, const Work* work) {
     const int64_t group = s.heads / s.kv_heads;
     const PagedRows keys = keys_of(span, index, item.kv_head, s.head_dim);
     Query queries[TOGETHER];
     for (int64_t n = 0; n < item.count; n++) {
         const int64_t row = span.first + (item.first + n) / group, h = item.kv_head * group + (item.first + n) % group;
-        queries[n] = {work->qkv + row * all + h * s.head_dim, work->places + row * work->longest, work->seen[row],
+        queries[n] = {work->qkv + row * all + h * s.head_dim, work->places + row * work->longest, work->seen[row], work->runs[row],
                       scores + n * work->longest, work->mixed + (row * s.heads + h) * s.head_dim};
     }
-    attend_all(queries, item.count, keys, {keys.pages, keys.offset + span.values, keys.size}, s.window ? 0 : seen);
+    attend_all(queries, item.count, keys, {keys.pages, keys.offset + span.values, keys.size});
+}
+
+// Multiply-adds of 8 bits in a second by all threads, in a loop on registers that runs for about this time: what the products
+// could reach at best. 0 where the compiler chooses the instructions.
+double outrider_peak(double seconds) {
+    std::vector<double> found(pool().size(), 0.0);
+    pool().run(pool().size(), 1, [&](int64_t begin, int64_t end, int64_t) {
+        for (int64_t share = begin; share < end; share++) found[share] = dots_per_second(seconds);
+    });
+    double total = 0;
+    for (double each : found) total += each;
+    return total;
 }
 
 // How many threads the calling thread's kernels use.
@@ -878,7 +1035,7 @@ void outrider_linear(const JoinedMatrices* w, const float* x, const float* norm,
                 normalise(row, norm, eps, inputs, work->normed + r * inputs);
                 row = work->normed + r * inputs;
             }
-            quantise_row(row, inputs, r, work->x);
+            quantise_row(row, inputs, r, rows, work->x);
         }
     });
     product(*w, work->x, rows, y, nullptr);
@@ -892,7 +1049,7 @@ static void join(const Shape& s, const Layer& layer, const HeadInputs& head_inpu
             normalise(head_inputs.embedded + r * s.hidden, head_inputs.embedding_norm, s.eps, s.hidden, both);
             normalise(row, layer.attention_norm, s.eps, s.hidden, both + s.hidden);
             if (head_inputs.replaces) std::memcpy(row, both + s.hidden, s.hidden * sizeof(float));
-            quantise_row(both, 2 * s.hidden, r, work->x);
+            quantise_row(both, 2 * s.hidden, r, rows, work->x);
         }
     });
 }
@@ -924,6 +1081,9 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
                 places[i] = places[j];
                 places[j] = swap;
             }
+            int64_t run = oldest > 0 ? 0 : shared(n);
+            while (run < count && places[run] == run) run++;
+            work->runs[row] = static_cast<int32_t>(run);
             work->seen[row] = static_cast<int32_t>(count);
             work->owners[row] = static_cast<int32_t>(n);
         }
@@ -952,10 +1112,10 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
         const float* mixed = work->mixed + ends[0].first * q_size;
         pool().run(static_cast<int64_t>(items.size()), 1, [&](int64_t begin, int64_t end, int64_t id) {
             for (int64_t item = begin; item < end; item++)
-                attend_item(s, items[item], ends[items[item].span], shared(items[item].span), index, all, work->scores + id * TOGETHER * work->longest, work);
+                attend_item(s, items[item], ends[items[item].span], index, all, work->scores + id * TOGETHER * work->longest, work);
         });
         pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
-            for (int64_t r = begin; r < end; r++) quantise_row(mixed + r * q_size, q_size, r, work->x);
+            for (int64_t r = begin; r < end; r++) quantise_row(mixed + r * q_size, q_size, r, rows, work->x);
         });
         product(layer.output, work->x, rows, x, x);
         outrider_linear(&layer.gate_up, x, layer.mlp_norm, s.eps, rows, work->inner, work);
@@ -963,7 +1123,7 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
             for (int64_t r = begin; r < end; r++) {
                 float *gate = work->inner + r * 2 * s.inner, *up = gate + s.inner;
                 gated(gate, up, s.inner);
-                quantise_row(gate, s.inner, r, work->x);
+                quantise_row(gate, s.inner, r, rows, work->x);
             }
         });
         product(layer.down, work->x, rows, x, x);
@@ -995,7 +1155,7 @@ void outrider_states(const Shape* shape, const Head* head, const float* const* s
                 else std::memcpy(joined + b * size, state, size * sizeof(float));
             }
             if (head->joined_norm) normalise(joined, head->joined_norm, shape->eps, inputs, joined);
-            quantise_row(joined, inputs, r, work->x);
+            quantise_row(joined, inputs, r, rows, work->x);
         }
     });
     product(head->fc, work->x, rows, x, nullptr);

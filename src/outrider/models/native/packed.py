@@ -104,7 +104,7 @@ class PackedWorkspace:
         self._keep = {
             "q": torch.empty(rows, 2 * widest, dtype=torch.int8),
             "scale": torch.empty(rows, blocks),
-            "sum": torch.empty(rows, blocks, 3),
+            "sums": torch.empty(rows, blocks, 6),
             "normed": torch.empty(rows, widest),
         }
         self.struct = structs.Work(**{name: tensor.data_ptr() for name, tensor in self._keep.items()})

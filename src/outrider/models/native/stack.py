@@ -113,6 +113,7 @@ class NativeStack:
             scores=torch.empty(threads, TOGETHER, longest),
             places=torch.empty(rows, longest, dtype=torch.int32),
             seen=torch.empty(rows, dtype=torch.int32),
+            runs=torch.empty(rows, dtype=torch.int32),
             owners=torch.empty(rows, dtype=torch.int32),
         )
         work.struct.longest = longest

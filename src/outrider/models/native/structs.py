@@ -67,7 +67,7 @@ class Work(Structure):
     _fields_ = (
         ("q", c_void_p),
         ("scale", c_void_p),
-        ("sum", c_void_p),
+        ("sums", c_void_p),
         ("normed", c_void_p),
         ("qkv", c_void_p),
         ("mixed", c_void_p),
@@ -75,6 +75,7 @@ class Work(Structure):
         ("scores", c_void_p),
         ("places", c_void_p),
         ("seen", c_void_p),
+        ("runs", c_void_p),
         ("owners", c_void_p),
         ("longest", c_int64),
     )
