@@ -1,11 +1,12 @@
 """How fast the CPU's products of packed matrices are, by rows, and what part of the arithmetic peak they reach.
 
-    python scripts/kernel_speed.py [--before OTHER_CHECKOUT] [--rounds 3] [--threads 2] [--rows 1,8,512] [--models smollm2]
+    python scripts/kernel_speed.py [--before OTHER_CHECKOUT] [--rounds 3] [--threads 2] [--rows 1,8] [--models smollm2]
 
-Each matrix of a layer has enough copies that a turn through them does not stay in a cache, as in a real pass. All shapes
+Each matrix of a layer has enough copies that a turn through them does not stay in a cache, as in a real pass. Shapes
 and rows take turns, and so do the checkouts, each in a process of its own; the figures are medians over the rounds.
-A multiplication and an addition are two operations. The peak is that of a loop of dot products on registers; activations
-have 16 bits, so every multiplication takes two of its 8-bit ones. With --before it also checks that both write the same bits.
+A multiplication and an addition are two operations. The peak is that of a loop of dot products on registers;
+activations have 16 bits, so every multiplication takes two of its 8-bit ones. With --before it also checks that both
+write the same bits.
 """
 
 from __future__ import annotations
@@ -28,9 +29,20 @@ STREAM = 48 << 20  # bytes of copies of a model's matrices: more than a third-le
 LEAST = 0.02  # seconds that a measurement takes at least
 # outputs, inputs and bits of the matrices of a layer (joined as in a pass), and of the output matrix
 MODELS = {
-    "smollm2": {"qkv": (960, 576, 4), "o": (576, 576, 4), "gate_up": (3072, 576, 4), "down": (576, 1536, 4), "output": (49152, 576, 8)},
-    "qwen-1.5b": {"qkv": (2048, 1536, 4), "o": (1536, 1536, 4), "gate_up": (17920, 1536, 4), "down": (1536, 8960, 4)},
-}  # fmt: skip
+    "smollm2": {
+        "qkv": (960, 576, 4),
+        "o": (576, 576, 4),
+        "gate_up": (3072, 576, 4),
+        "down": (576, 1536, 4),
+        "output": (49152, 576, 8),
+    },
+    "qwen-1.5b": {
+        "qkv": (2048, 1536, 4),
+        "o": (1536, 1536, 4),
+        "gate_up": (17920, 1536, 4),
+        "down": (1536, 8960, 4),
+    },
+}
 
 
 def measure(models: list[str], rows: list[int], threads: int, seed: int) -> dict[str, Any]:
@@ -84,9 +96,10 @@ def peak(threads: int) -> float | None:
 
 
 def in_checkout(folder: Path, args: argparse.Namespace, seed: int) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--models", args.models, "--rows", args.rows, "--threads", args.threads, "--seed", seed]
+    options = ("--models", args.models, "--rows", args.rows, "--threads", args.threads, "--seed", seed)
+    command = [sys.executable, __file__, *map(str, options)]
     environment = {**os.environ, "PYTHONPATH": str(folder / "src")}
-    done = subprocess.run([str(part) for part in command], env=environment, stdout=subprocess.PIPE, check=True)
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -114,20 +127,25 @@ def show(rounds: list[list[dict[str, Any]]], args: argparse.Namespace) -> None:
     print(f"peak: {best / 1e9:.0f} billion 8-bit multiply-adds a second, {args.threads} threads")
     for model in args.models.split(","):
         for count in map(int, args.rows.split(",")):
-            total = [0.0] * len(rounds[0])  # seconds of a layer
-            work = 0
+            total, work = [0.0] * len(rounds[0]), 0  # of a layer: seconds in each checkout, and weights
             for name, (outputs, inputs, _) in MODELS[model].items():
-                seconds = [statistics.median(each[i]["seconds"][f"{model} {name} {count}"] for each in rounds) for i in range(len(total))]
+                key = f"{model} {name} {count}"
+                taken = zip(*([one["seconds"][key] for one in each] for each in rounds), strict=True)
+                seconds = [statistics.median(each) for each in taken]
                 if name != "output":
-                    total, work = [one + more for one, more in zip(total, seconds, strict=True)], work + outputs * inputs
+                    total = [one + more for one, more in zip(total, seconds, strict=True)]
+                    work += outputs * inputs
                 line(f"{model} {name} {outputs}x{inputs}", count, seconds, outputs * inputs * count, best)
             line(f"{model} a layer", count, total, work * count, best)
 
 
 def line(title: str, rows: int, seconds: list[float], multiply_adds: int, best: float) -> None:
-    after = seconds[-1]
-    text = f"{title:32} {rows:4} rows: {1e6 * after:9.1f} us {2e-9 * multiply_adds / after:7.0f} GOP/s {200 * multiply_adds / after / best:5.1f} % of peak"
-    print(text + (f"  before {1e6 * seconds[0]:9.1f} us, {seconds[0] / after:.2f}x" if len(seconds) > 1 else ""), flush=True)
+    each = multiply_adds / seconds[-1]  # in a second
+    text = f"{title:32} {rows:4} rows: {1e6 * seconds[-1]:9.1f} us {2e-9 * each:7.0f} GOP/s"
+    text += f" {200 * each / best:5.1f} % of peak"
+    if len(seconds) > 1:
+        text += f"  before {1e6 * seconds[0]:9.1f} us, {seconds[0] / seconds[-1]:.2f}x"
+    print(text, flush=True)
 
 
 if __name__ == "__main__":

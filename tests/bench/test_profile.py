@@ -140,6 +140,7 @@ def test_a_tiny_model(tiny_folder, draft_specs, name, lengths):
     assert found.costs.draft_ms > 0
     assert found.plain_tokens_per_second > 0
     assert found.prefill_tokens_per_second > 0
+    assert found.arithmetic is None  # no packed weights
     assert found.weight_bytes == (tiny_folder / "model.safetensors").stat().st_size
     assert found.kv_bytes_per_token == 2 * 3 * 2 * 8 * 4
     assert seen[-1][0] == seen[-1][1]

@@ -58,6 +58,12 @@ def test_what_is_not_known_is_not_said():
     assert "Keys" not in facts
 
 
+def test_the_share_of_the_arithmetic_peak():
+    assert any("at 900 tokens/s in chunks of 512." in fact for fact in cli.facts(known()))
+    text = "at 900 tokens/s in chunks of 512 (arithmetic 71 % of peak)."
+    assert any(text in fact for fact in cli.facts(known(arithmetic=0.7123)))
+
+
 def test_a_busy_machine_is_told():
     assert any("so the machine was busy" in fact for fact in cli.facts(known(spread=20.0)))
 

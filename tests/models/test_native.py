@@ -27,6 +27,7 @@ from outrider.models.load import LoadOptions, load
 from outrider.models.native import packed as packing, stack as stacking
 from outrider.models.native.library import FLAGS, MACHINES, SOURCE, NoCompiler, build, library
 from outrider.models.native.packed import Packed, packable, use_torch_threads
+from outrider.models.native.peak import multiply_adds_per_second
 from outrider.models.native.stack import NativeStack
 from outrider.models.quant import KINDS, Quantised, from_gguf, quantise
 from outrider.models.stack import TorchStack
@@ -236,6 +237,12 @@ def test_a_new_thread_takes_the_number_of_threads_from_torch(threads):
     assert counts == [1, 3]
 
 
+def test_the_arithmetic_peak_is_measured_where_the_kernels_choose_the_instructions():
+    peak = multiply_adds_per_second(1)
+    wide = platform.machine() == "x86_64" and "avx2" in Path("/proc/cpuinfo").read_text()
+    assert (peak is not None and peak > 0) == wide
+
+
 # ---- whole models ----
 
 MODELS = {
@@ -313,6 +320,12 @@ def test_buffers_of_a_long_sequence_are_given_back():
     assert torch.equal(one_by_one(model, text), plain)
     small = stack.workspace(1, 0)
     assert (small.rows, small.struct.longest) == (32, stacking.SHORTEST)
+
+
+def test_the_multiply_adds_of_a_row_are_the_weights_of_the_layers():
+    model = in_kernels("qwen2")
+    parts = ((layer.qkv, layer.output, layer.gate_up, layer.down) for layer in model.weights.stack.layers)
+    assert model.weights.stack.multiply_adds == sum(each.weight.numel() for layer in parts for each in layer)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -26,6 +26,8 @@ from outrider.llm import LLM
 from outrider.models import sources
 from outrider.models.base import Feed, Model
 from outrider.models.llama import Llama
+from outrider.models.native.peak import multiply_adds_per_second
+from outrider.models.native.stack import NativeStack
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # rows of the passes that are timed on a CPU
 GPU_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the same on a GPU, where more rows cost little
@@ -110,6 +112,7 @@ class Profile:
     kv_bytes_per_token: int | None
     seconds: float
     on_card: GpuPasses | None = None  # None: no GPU
+    arithmetic: float | None = None  # share of the processor's peak while a prompt is read; None: no packed weights
     machine: dict[str, Any] = field(default_factory=machine.describe)
 
     @property
@@ -149,6 +152,7 @@ def profile(llm: LLM, plan: ProfilePlan = DEFAULT, progress: Progress | None = N
         kv_bytes_per_token=_kv_bytes(engine.model),
         seconds=time.perf_counter() - begin,
         on_card=_on_card(engine.model, plan),
+        arithmetic=_arithmetic(engine.model, prefill),
     )
 
 
@@ -269,6 +273,15 @@ def _on_card(model: Model, plan: ProfilePlan) -> GpuPasses | None:
             model.crop(PASSES, plan.context)
             found.append((rows, gpu_peaks.pass_ms(model)))
     return GpuPasses(gpu_peaks.measure(torch.device("cuda")), gpu_peaks.pass_bytes(model), tuple(found))
+
+
+def _arithmetic(model: Model, prefill: float) -> float | None:
+    """Of the 8-bit multiply-adds that the processor can do, those of the layers' products: two for each weight."""
+    stack = model.weights.stack if isinstance(model, Llama) else None
+    if not isinstance(stack, NativeStack):
+        return None
+    peak = multiply_adds_per_second(torch.get_num_threads())
+    return None if peak is None else 2 * stack.multiply_adds * prefill / peak
 
 
 class _Samples:

@@ -119,7 +119,7 @@ def facts(found: Profile) -> list[str]:
         *([_best(found.on_card)] if found.on_card else []),
         _line(found),
         f"Plain decoding writes {found.plain_tokens_per_second:.1f} tokens/s; a prompt is read at "
-        f"{found.prefill_tokens_per_second:.0f} tokens/s in chunks of {found.prefill_piece}.",
+        f"{found.prefill_tokens_per_second:.0f} tokens/s in chunks of {found.prefill_piece}{_arithmetic(found)}.",
         _drafting(found),
         _break_even(found),
     ]
@@ -133,6 +133,10 @@ def facts(found: Profile) -> list[str]:
             "measure again when it is quiet, or with more rounds."
         )
     return lines
+
+
+def _arithmetic(found: Profile) -> str:
+    return "" if found.arithmetic is None else f" (arithmetic {100 * found.arithmetic:.0f} % of peak)"
 
 
 def _best(card: GpuPasses) -> str:

@@ -56,6 +56,12 @@ class NativeStack:
         self._short = 0  # passes in a row with far shorter sequences than the buffers are for
         self._run = library().outrider_layers
 
+    @property
+    def multiply_adds(self) -> int:
+        """Of a row in the products of all layers: the number of their weights."""
+        matrices = ((layer.qkv, layer.output, layer.gate_up, layer.down) for layer in self.layers)
+        return sum(packed(each).outputs * packed(each).inputs for layer in matrices for each in layer)
+
     def first(self, layers: int) -> NativeStack:
         return NativeStack(self.config, self.layers[:layers])
 
