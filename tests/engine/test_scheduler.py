@@ -190,6 +190,17 @@ def test_a_paused_sequence_goes_on_while_another_waits_for_its_memory():
     assert made.admit() == large
 
 
+def test_one_that_waits_for_memory_is_not_overtaken():
+    made = scheduler(capacity=100)
+    first, large, small = samples(0, 1, 0, tokens=58), samples(100, 1, 100, tokens=78), samples(200, 1, 200)
+    add(made, first)
+    made.admit()  # 60 of 100
+    add(made, large, small)
+    assert made.admit() == []
+    end(made, *first)
+    assert made.admit() == [*large, *small]
+
+
 def test_prompts_are_taken_in_by_turns():
     """Eight samples with a long prompt each, and one request with a short one: it does not wait for all of them."""
     made, many, small = scheduler(batch=9, chunk=10), samples(0, 8, 0, prompt=6), samples(100, 1, 100, prompt=3)

@@ -187,6 +187,17 @@ class TestEviction:
         assert sum(block.nbytes for block in held._blocks) == 3 * PAGE_BYTES
 
 
+def test_pages_that_depend_on_the_token_after_them():
+    """As those of an EAGLE head do: they are shared once that token is known, by texts that have it too."""
+    made, tokens = PagedCache(LAYERS, HEADS, DIM, 8 * PAGE_BYTES, ahead=1), text(1, 2)
+    write(made, 0, tokens, SIZE)
+    made.name(0, tokens[:SIZE])
+    assert made.begin(1, tokens) == 0
+    made.name(0, tokens[: SIZE + 1])
+    assert made.begin(2, tokens) == SIZE
+    assert made.begin(3, [*tokens[:SIZE], 7, 8]) == 0
+
+
 class TestCrop:
     def test_a_branch_is_moved_together(self):
         held, own = cache(), text(1)

@@ -63,6 +63,12 @@ def test_memory_that_runs_out_again_and_again_ends_the_worker(harmful):
 class TestLimits:
     LIMITS = WorkerLimits(step=10.0, first_step=100.0, vllm_step=300.0)
 
+    def test_a_worker_that_dies_again_and_again_is_started_ever_later(self):
+        limits, waits = WorkerLimits(first_wait=0.5, longest_wait=3.0, steady=60.0), [0.0]
+        for lived in (0.0, 1.0, 59.0, 2.0, 61.0, 0.0):
+            waits.append(limits.next_wait(waits[-1], lived))
+        assert waits[1:] == [0.5, 1.0, 2.0, 3.0, 0.5, 1.0]
+
     @pytest.mark.parametrize(
         ("since", "slowest", "hangs"),
         [

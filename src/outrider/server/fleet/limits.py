@@ -33,6 +33,13 @@ class WorkerLimits:
     farewell: float = 6.0  # to end by itself where it keeps a history; it gives up a second before
     steady: float = 60.0  # a worker that has lived this long starts again at once
 
+    def next_wait(self, last: float, lived: float) -> float:
+        """Before a worker that has died is started again. `last`: the wait before, 0: there was none; `lived`: how long
+        it ran."""
+        if not last or lived > self.steady:
+            return self.first_wait
+        return min(2 * last, self.longest_wait)
+
     def overdue(self, load: BackendLoad, settings: Settings) -> str:
         """Why the engine counts as hung; "" while it does not."""
         longest = self.vllm_step if settings.backend == "vllm" else self.step * max(1.0, settings.piece / CHUNK)

@@ -351,15 +351,13 @@ class Worker:
             raise Gone(f"the model {self.uid} was terminated while it was loaded")
 
     async def _supervise(self) -> None:
-        wait = self._limits.first_wait
+        wait = 0.0
         while True:
             began = time.monotonic()
             if self.status == "ready":
                 await self._end(await self._serve())
-            if time.monotonic() - began > self._limits.steady:
-                wait = self._limits.first_wait
+            wait = self._limits.next_wait(wait, time.monotonic() - began)
             await asyncio.sleep(wait)
-            wait = min(2 * wait, self._limits.longest_wait)
             self.restarts += 1
             self._metrics.restarts.labels(self.uid).inc()
             try:
