@@ -255,8 +255,9 @@ def drafter_names(src: Path) -> set[str]:
 
 
 def named_drafters(src: Path) -> list[str]:
-    """A drafter's name, or the beginning of a spec "NAME:key=value", as a literal outside drafters/."""
-    pattern = re.compile(rf"({'|'.join(sorted(drafter_names(src) - {'none'}))})(:\w+=.*)?")
+    """A drafter's name, or the beginning of a spec "NAME:key=value", as a literal outside drafters/. Devices and types
+    of numbers are chosen by `auto` as well."""
+    pattern = re.compile(rf"({'|'.join(sorted(drafter_names(src) - {'none', 'auto'}))})(:\w+=.*)?")
     found = []
     for path in modules(src).values():
         file = path.relative_to(src).as_posix()

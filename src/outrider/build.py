@@ -107,19 +107,19 @@ def local(settings: Settings, draft: DrafterSpec | None = None) -> Local:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     where = load_options(settings)
-    own_share = int(where.memory * drafters.find(spec.name).cache_share)
+    own_share = int(where.memory * _cache_share(spec, settings.model))
     loaded = load(settings.model, replace(where, memory=where.memory - own_share))
     draft_models = DraftModels(settings.model, loaded, where)
     histories = open_histories(settings, loaded)
 
     def built(spec: DrafterSpec, memory: int) -> Drafter:
-        context = BuildContext(loaded.model, draft_models.load, settings.model, histories=histories, cache_bytes=memory)
-        return drafters.build(spec, context)
+        context = BuildContext(loaded.model, draft_models.load, settings.model, histories=histories)
+        return drafters.build(spec, replace(context, cache_bytes=memory) if memory else context)
 
     def named(text: str) -> Drafter:
         """What a request names: keys and values of all of these together take no more than one share."""
         spec = drafters.parse(text)
-        return built(spec, int(where.memory * drafters.find(spec.name).cache_share / MOST_WITH_WEIGHTS))
+        return built(spec, int(where.memory * _cache_share(spec, settings.model) / MOST_WITH_WEIGHTS))
 
     with contextlib.ExitStack() as failed:
         failed.callback(histories.close)
@@ -154,8 +154,13 @@ def vocabulary_digest(loaded: Loaded) -> str:
     return hashlib.sha256(repr(words).encode("utf-8", "surrogatepass")).hexdigest()
 
 
+def _cache_share(spec: DrafterSpec, target: str) -> float:
+    """Of the memory for keys and values: what the drafters of a spec have for their own."""
+    return sum(drafters.find(member.name).share(member.options, target) for member in spec.members)
+
+
 def _unused_history(settings: Settings, spec: DrafterSpec) -> list[str]:
-    if not settings.history or spec.name == drafters.HISTORY:
+    if not settings.history or drafters.find(drafters.HISTORY) in drafters.kinds(spec):
         return []
     return [f"the drafter is {spec.name}: only requests that name {drafters.HISTORY} use {settings.history}"]
 

@@ -41,12 +41,12 @@ class ManyCall(TypedDict, total=False):
 class LLM:
     """A model with a drafter. A drafter changes how fast the answer comes, never the answer.
 
-    >>> llm = LLM("smollm2-135m", draft="ngram")
+    >>> llm = LLM("smollm2-135m")
     >>> llm.chat([{"role": "user", "content": "Name three rivers."}]).text
 
-    `model` is a known name, a folder, a hub id or a GGUF file; `draft` is "NAME" or "NAME:key=value,...". Other
-    settings go by name: backend (local or vllm), quantize, rule, pace, max_batch, piece, cache_memory, threads (of the
-    whole process).
+    `model` is a known name, a folder, a hub id or a GGUF file; `draft` is "auto", "NAME" or
+    "NAME:key=value,...", several with + between. Other settings go by name: backend (local or vllm), quantize, rule,
+    pace, max_batch, piece, cache_memory, threads (of the whole process).
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class LLM:
         """Continue a prompt (text or token ids), or each prompt of a list.
 
         One prompt gives one Result, a list gives a list in the same order. `params`: one for all, or one per prompt.
-        `draft`: another drafter for this call. `prediction`: the output you expect, for the drafter `prediction`.
+        `draft`: another drafter for this call. `prediction`: the output you expect, for `auto` and `prediction`.
         `progress`: a bar on the terminal; by default when there are many prompts.
         """
         single = _is_prompt(prompts)

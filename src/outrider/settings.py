@@ -26,8 +26,8 @@ RULES = ("rejection", "coupled")
 class Settings:
     model: str = option("smollm2-135m", "Known name, folder, hub id or GGUF file.", flags=("--model", "-m"))
     draft: str = option(
-        "ngram",
-        "Who guesses ahead: NAME or NAME:key=value,...; none for plain decoding.",
+        "auto",
+        "Who guesses ahead: auto (all that can), NAME:key=value,..., several with + between, or none.",
         flags=("--draft", "-d"),
     )
     backend: str = option("local", f"Who speculates: {' or '.join(BACKENDS)} (our engine, or vLLM's).")

@@ -415,7 +415,7 @@ class TestDraftersThatRequestsName:
 
     def test_the_methods_with_weights_of_their_own_say_so(self):
         with_weights = {name for name in drafters.names() if drafters.find(name).has_weights}
-        assert with_weights == {"draft_model", "eagle", "medusa"}
+        assert with_weights == {"auto", "draft_model", "eagle", "medusa"}
 
     def test_one_in_use_is_not_dropped(self):
         local, go_on = backend(batch=1), threading.Event()

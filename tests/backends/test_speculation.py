@@ -10,6 +10,10 @@ from outrider.core.errors import OutriderError
     [
         ("none", None),
         (
+            "auto",
+            {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
+        ),
+        (
             "ngram",
             {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
         ),
@@ -31,6 +35,8 @@ def test_our_words_are_vllms(draft, config):
 @pytest.mark.parametrize(
     ("draft", "reason"),
     [
+        ("eagle:head=h+ngram", "vLLM runs one drafter at a time, not 'eagle:head=h[+]ngram'"),
+        ("auto:length=3", "vLLM has no drafter 'auto'"),
         ("layer_skip", "vLLM has no drafter 'layer_skip'; on this backend there are: none, ngram"),
         ("prediction", "vLLM has no drafter 'prediction'"),
         ("ngram:store=adaptive", "has no option 'store'; it has: length, max_n, min_n"),

@@ -12,7 +12,7 @@ def test_a_conversation(outrider, tiny_folder):
     done = outrider("chat", "-m", tiny_folder, *ARGS, stdin="\n".join(lines))
     assert done.code == 0
     assert done.err == ""
-    for said in ("tokens in", "draft: ngram\n", "draft: none\n", "(a new conversation)", "/stats"):
+    for said in ("tokens in", "draft: auto\n", "draft: none\n", "(a new conversation)", "/stats"):
         assert said in done.out
     assert "\x1b" not in done.out
     assert "> " not in done.out
@@ -37,7 +37,7 @@ def test_a_mistake_is_reported_and_the_conversation_goes_on(outrider, tiny_folde
     assert "ngram" in errors[0]
     assert "/help" in errors[1]
     assert "shorten" in errors[2]
-    assert done.out.endswith("draft: ngram\n")
+    assert done.out.endswith("draft: auto\n")
 
 
 def test_old_turns_are_dropped_with_a_note(outrider, tiny_folder):
@@ -65,7 +65,7 @@ def test_ctrl_c_stops_the_answer_only(outrider, tiny_folder, monkeypatch):
     done = outrider("chat", "-m", tiny_folder, *ARGS, stdin="one\n/draft\n")
     assert done.code == 0
     assert "(stopped)" in done.out
-    assert done.out.endswith("draft: ngram\n")
+    assert done.out.endswith("draft: auto\n")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ def test_json(outrider, tiny_folder):
     assert done.code == 0
     said = json.loads(done.out)
     assert set(said) == {"model", "draft", "prompt", "text", "token_ids", "finish_reason", "logprobs", "stats"}
-    assert (said["prompt"], said["draft"], said["finish_reason"]) == ("the fox", "ngram", "length")
+    assert (said["prompt"], said["draft"], said["finish_reason"]) == ("the fox", "auto", "length")
     assert len(said["token_ids"]) == len(said["logprobs"]) == said["stats"]["tokens"] == 12
 
 
@@ -71,7 +71,8 @@ def test_a_prediction_from_a_file_or_as_text_is_the_draft(outrider, tiny_folder,
     file.write_text(plain["text"], encoding="utf-8")
     for expected in (file, plain["text"]):
         said = json.loads(outrider(*args, "--prediction", expected).out)
-        assert said["draft"] == "prediction"
+        assert said["draft"] == "auto"
+        assert said["stats"]["by_drafter"]["prediction"]["accepted"] > 0
         assert said["token_ids"] == plain["token_ids"]
         assert said["stats"]["drafted"] > 0
 

@@ -3,7 +3,18 @@
 import itertools
 
 import pytest
-from tiny import ALL_SPECS, Markov, Scripted, assert_follows, continuations, drain, outputs, plainly, random_heads
+from tiny import (
+    ALL_SPECS,
+    COMBINED,
+    Markov,
+    Scripted,
+    assert_follows,
+    continuations,
+    drain,
+    outputs,
+    plainly,
+    random_heads,
+)
 
 from outrider import drafters
 from outrider.core.dice import Dice
@@ -55,12 +66,13 @@ def build(spec):
     return drafters.build(spec, BuildContext(MODEL, lambda name, quantize: OTHERS[name], heads=random_heads(MODEL)))
 
 
-def run(spec, seqs, policy):
+def run(spec, seqs, policy, batch=10_000):
     # a copy of the model: some drafters use the target itself, and ids must not clash
-    engine = Engine(Markov(tables=MODEL.tables), build(spec), Limits(batch=10_000, chunk=10**6), policy)
+    engine = Engine(Markov(tables=MODEL.tables), build(spec), Limits(batch, chunk=10**6), policy)
     for seq in seqs:
         engine.add(seq)
     drain(engine)
+    assert not engine._pool._failed
     return engine
 
 
@@ -79,12 +91,20 @@ def test_the_same_seed_gives_the_same_tokens(spec):
 
 @pytest.mark.parametrize(
     "spec",
-    [SPECS[0], "draft_model:model=noisy,length=3", "eagle:head=eagle,length=3", "scripted:guessed", "scripted:drawn"],
+    [
+        "ngram:min_n=1,length=5",
+        "draft_model:model=noisy,length=3",
+        "eagle:head=eagle,length=3",
+        "scripted:guessed",
+        "scripted:drawn",
+        "auto:head=eagle,model=noisy",
+        *COMBINED,
+    ],
 )
 def test_the_law_holds_under_rejection(spec):
     """Nodes are dropped without a look at what was drawn."""
     params = SamplingParams(max_tokens=3, temperature=1.1)
     seqs = [Sequence(i, list(PROMPT), params, dice=Dice(50 + i), rule="rejection") for i in range(1500)]
-    engine = run(spec, seqs, fickle_policy())
+    engine = run(spec, seqs, fickle_policy(), batch=100)  # so that there are many steps
     assert engine.stats.accepted > 0
     assert_follows(list(map(tuple, outputs(seqs))), continuations(MODEL.logits, PROMPT, params, 3))

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from outrider.core.draft import judged_tree
 from outrider.drafters.confidence import (
     AGREED,
     DIFFERED,
@@ -11,7 +12,6 @@ from outrider.drafters.confidence import (
     MatchCalibration,
     StatedCalibration,
     judged_chain,
-    judged_tree,
     match_kind,
 )
 

@@ -1,7 +1,7 @@
 """The table of drafters, and how `NAME:key=value,...` is read."""
 
 import pytest
-from tiny import SPECS, Markov, random_heads
+from tiny import ALL_SPECS, Markov, random_heads
 
 from outrider import drafters
 from outrider.core.errors import OutriderError
@@ -29,7 +29,16 @@ def test_options_are_read_by_their_types():
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        ("psychic", "unknown drafter 'psychic'; known: none, ngram"),
+        ("psychic", "unknown drafter 'psychic'; known: none, auto, ngram"),
+        ("eagle+psychic", "unknown drafter 'psychic'; known: none, auto, ngram"),
+        ("ngram+", "unknown drafter 'ngram[+]'"),
+        ("+ngram", "unknown drafter ''"),
+        ("ngram+history+ngram:max_n=3", "the drafter ngram is named twice"),
+        ("none+ngram", "the drafter none drafts nothing, so it goes with no other"),
+        ("ngram+auto", "the drafter auto takes whatever there is"),
+        ("ngram+history:depth=3", "drafter history has no option 'depth'"),
+        ("+".join(["ngram"] * 9), "at most 8 drafters guess together, not 9"),
+        ("auto:length=-", "auto:length must be a whole number"),
         ("", "unknown drafter ''"),
         ("none:length=1", "drafter none has no option 'length'; it has: none"),
         ("ngram:size=3", "drafter ngram has no option 'size'; it has: max_n, min_n, length, store"),
@@ -49,11 +58,40 @@ def test_a_spec_that_makes_no_sense_is_refused(spec, reason):
         drafters.parse(spec)
 
 
-@pytest.mark.parametrize("spec", [spec for specs in SPECS.values() for spec in specs])
+@pytest.mark.parametrize("spec", ALL_SPECS)
 def test_a_spec_written_out_and_read_again_is_equal(spec):
     read = drafters.parse(spec)
     assert drafters.parse(read.text()) == read
-    assert drafters.from_values(read.name, vars(read.options)) == read
+    assert drafters.varied(read, {}) == read
+
+
+def test_several_drafters_have_their_own_options_each():
+    read = drafters.parse(" ngram:length=3,max_n=5 + history:width=1+prediction")
+    assert read.name == "ngram+history+prediction"
+    assert [member.text() for member in read.members] == ["ngram:max_n=5,length=3", "history:width=1", "prediction"]
+    longer = drafters.varied(read, {"length": 9})
+    assert longer.text() == "ngram:max_n=5,length=9+history:length=9,width=1+prediction:length=9"
+    with pytest.raises(OutriderError, match=r"no drafter of ngram\+history\+prediction has an option 'tree'"):
+        drafters.varied(read, {"tree": 4})
+
+
+@pytest.mark.parametrize("path", ["a+b/c", "c++", "/opt/c++/heads", "a+b.c"])
+def test_a_plus_sign_in_a_path_begins_no_drafter(path):
+    for spec in (f"draft_model:model={path}", f"draft_model:model={path}+ngram", f"ngram+draft_model:model={path}"):
+        read = drafters.parse(spec)
+        assert path in {getattr(member.options, "model", "") for member in read.members}
+        assert drafters.parse(read.text()) == read
+
+
+def test_what_several_drafters_read_is_what_any_does():
+    assert drafters.reads_prediction("ngram+prediction")
+    assert not drafters.needs_prediction("ngram+prediction")
+    assert drafters.needs_prediction("prediction")
+    assert drafters.reads_prediction("auto")
+    assert not drafters.needs_prediction("auto")
+    assert not drafters.needs_grammar("auto")
+    assert drafters.needs_grammar("grammar")
+    assert [kind.name for kind in drafters.kinds("ngram+eagle")] == ["ngram", "eagle"]
 
 
 def test_only_what_is_not_at_its_default_is_written():
@@ -62,9 +100,9 @@ def test_only_what_is_not_at_its_default_is_written():
     assert drafters.parse("draft_model:model=a=b").text() == "draft_model:model=a=b"
 
 
-@pytest.mark.parametrize("model", ["a,length=9", " a", "a\n"])
+@pytest.mark.parametrize("model", ["a,length=9", " a", "a\n", "a+b", "a+b:c"])
 def test_a_value_that_would_be_read_otherwise_is_not_written(model):
-    with pytest.raises(OutriderError, match="comma or spaces"):
+    with pytest.raises(OutriderError, match=r"comma or spaces|plus sign"):
         drafters.from_values("draft_model", {"model": model}).text()
 
 
@@ -95,6 +133,8 @@ def test_a_number_is_a_finite_number(rate):
 def test_a_refusal_repeats_little_of_what_is_long():
     for ask in (
         lambda: drafters.parse("x" * 10**6),
+        lambda: drafters.parse("+x" * 10**6),
+        lambda: drafters.parse("ngram+" + "x" * 10**6),
         lambda: drafters.parse(f"ngram:{'x' * 10**6}=1"),
         lambda: drafters.parse(f"ngram:{'x' * 10**6}"),
         lambda: drafters.parse(f"ngram:length={'x' * 10**6}"),
@@ -126,7 +166,7 @@ def test_values_that_cannot_work_are_refused(spec, reason):
         drafters.build(spec, BuildContext(Markov(), lambda name, quantize: Markov()))
 
 
-@pytest.mark.parametrize("spec", [spec for specs in SPECS.values() for spec in specs])
+@pytest.mark.parametrize("spec", ALL_SPECS)
 def test_a_draft_is_never_larger_than_its_room(spec):
     from outrider.core.sequence import Sequence
 

@@ -400,7 +400,7 @@ class TestCache:
             engine.cancel(i)
         assert not engine.busy
         assert not words._translation._readings
-        assert not words._committed
+        assert not words._written
         assert all(model.length(i) == 0 for i in range(8))
 
     def test_too_little_memory_or_context_means_no_drafts(self):

@@ -1,7 +1,6 @@
 """A drafter that fails costs its own sequences their drafts: no request ends, no text changes, and the log tells."""
 
 import logging
-from collections import Counter
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import Limits
 
 PARAMS = SamplingParams(max_tokens=20)
-CALLS = ("propose", "cheap", "observe", "forget")
+CALLS = ("propose", "observe", "forget")
 
 
 class Failing(Drafter):
@@ -40,27 +39,11 @@ class Failing(Drafter):
         best = [int(self._model.logits(seq.tokens).argmax()) for seq in seqs]
         return [Draft.chain([token], acceptance=[0.9]).cut(budget) for token, budget in zip(best, budgets, strict=True)]
 
-    def propose_cheap(self, seqs, budgets):
-        self._count("cheap")
-        return [EMPTY] * len(seqs)
-
     def observe(self, step):
         self._count("observe")
 
     def forget(self, id):
         self._count("forget")
-
-
-class Resting(DraftingPolicy):
-    """A policy under which a drafter rests in every second step."""
-
-    def __init__(self):
-        super().__init__()
-        self._turns = Counter()
-
-    def rests(self, drafter):
-        self._turns[drafter] += 1
-        return self._turns[drafter] % 2 == 0
 
 
 def sequences(drafts):
@@ -91,7 +74,7 @@ def test_at_any_call(call, number, caplog):
     model = Markov(seed=3)
     failing, other = Failing(call, number, model), Failing("", 0, model)
     with caplog.at_level(logging.ERROR, "outrider"):
-        seqs = run(failing, other, Resting())
+        seqs = run(failing, other)
     assert failing.told[call] >= number or call == "forget"
     assert [seq.finish for seq in seqs] == ["length"] * 5
     assert outputs(seqs) == expected(seqs)
@@ -115,7 +98,7 @@ def test_it_is_not_asked_again_for_those_sequences_and_is_for_later_ones(caplog)
     drain(engine)
     assert [5] in failing.asked
     assert later.stats.accepted > 0
-    assert "2 of its sequences go on without drafts" in caplog.text
+    assert "2 of its sequences go on without drafts of it" in caplog.text
     assert "ZeroDivisionError: somebody's own mistake" in caplog.text
 
 
@@ -228,7 +211,7 @@ def test_one_object_under_two_names_is_asked_once_and_has_one_record():
         engine.add(seq)
     drain(engine)
     assert asked[0] == [0, 1, 2]
-    assert len(policy._depths) == 1
+    assert len(policy._records) == 1
     assert outputs(seqs) == expected(seqs)
     engine.drop("scripted")
-    assert len(policy._depths) == 1, "the other name still has it"
+    assert len(policy._records) == 1, "the other name still has it"

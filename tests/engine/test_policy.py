@@ -1,10 +1,12 @@
-"""What to draft: the nodes that pay."""
+"""What to draft: the drafters that pay, and the nodes that pay."""
 
 import pytest
+from simulated import Guesser, measured, seconds
 
 from outrider.core.draft import Draft
-from outrider.core.verify import Verdict
-from outrider.engine.policy import ASK_AGAIN, REST, TRIAL, DraftingPolicy, PassSize
+from outrider.core.sampling import SamplingParams
+from outrider.core.sequence import Sequence
+from outrider.engine.policy import EXPLORATION, DraftingPolicy, DraftOutcome, PassPlan, PassSize
 
 
 def learned(a, b, rows=(1, 2, 4, 8), times=20):
@@ -15,12 +17,9 @@ def learned(a, b, rows=(1, 2, 4, 8), times=20):
     return policy
 
 
-ALONE = PassSize(1, 1)  # one sequence that writes, and nothing else in the pass
-
-
 def trim(policy, drafts, rows):
-    """Of one drafter, for a pass of `rows` sequences."""
-    return policy.trim({"x": drafts}, PassSize(rows, rows))["x"]
+    """For a pass of `rows` sequences."""
+    return policy.trim(drafts, PassSize(rows, rows))
 
 
 def chain(*chances):
@@ -65,7 +64,7 @@ class TestLengths:
         assert policy.cost.next_row(2) == pytest.approx(0.003, rel=0.1)
 
 
-class TestTrim:
+class TestNodes:
     def test_sure_nodes_stay_and_hopeless_ones_go(self):
         policy = learned(0.004, 0.001)
         (kept,) = trim(policy, [chain(0.95, 0.95, 0.05, 0.9)], 1)
@@ -98,79 +97,11 @@ class TestTrim:
         assert kept.tokens == (2, 3, 4)
         assert kept.parents == (-1, 0, 1)
 
-
-class TestDraftersThatCannotSay:
-    """They are judged by what became of their nodes, and by what drafting took."""
-
-    def lived(self, kept, seconds):
-        policy = learned(0.004, 0.001)
-        draft = Draft.chain([1, 2, 3])
-        for _ in range(40):
-            policy.learn_cost("x", 3 * seconds, [draft], ALONE)
-            policy.learn("x", draft, Verdict(tuple(range(kept)), 0))
-        return policy
-
-    def test_a_good_and_cheap_one_is_asked_for_all(self):
-        assert self.lived(3, 0.0001).budgets("x", [3], ALONE) == [3]
-
-    def test_one_of_several_guesses_is_enough(self):
-        """Two siblings of which the second is always kept: at that depth the drafter is always right."""
-        policy, tree = learned(0.004, 0.001), Draft((1, 2), (-1, -1))
-        for _ in range(40):
-            policy.learn("x", tree, Verdict((1,), 0))
-        assert policy.budgets("x", [1], ALONE) == [1]
-        assert len(trim(policy, [Draft.chain([1])], 1)[0]) == 1
-
-    def test_a_bad_one_is_asked_again_only_now_and_then(self):
-        policy = self.lived(0, 0.0001)
-        asked = [policy.budgets("x", [3], ALONE)[0] for _ in range(2 * (ASK_AGAIN + 1))]
-        assert asked == ([0] * ASK_AGAIN + [1]) * 2
-
-    def test_a_good_one_that_costs_too_much_is_not_asked(self):
-        assert self.lived(3, 0.010).budgets("x", [3], ALONE) == [0]
-
-
-class TestEarnings:
-    """A pass of 4 + 1 ms, a draft of two nodes: 2 ms for its rows, and what drafting took."""
-
-    def steps(self, policy, count, kept, seconds, sources=()):
-        rested = []
-        for _ in range(count):
-            rested.append(policy.rests("head"))
-            draft = Draft((1, 2), (-1, 0), acceptance=(0.5, 0.5), sources=sources)
-            policy.learn_cost("head", seconds, [draft], ALONE)
-            policy.learn("head", draft, Verdict(tuple(range(kept)), 7))
-        return rested
-
-    def test_a_drafter_that_earns_what_it_costs_never_rests(self):
-        assert not any(self.steps(learned(0.004, 0.001), 300, 1, 0.0025))  # 5 ms saved, 4.5 spent
-
-    def test_one_that_does_not_rests_and_is_tried_again(self):
-        rested = self.steps(learned(0.004, 0.001), 200, 1, 0.0035)  # 5 ms saved, 5.5 spent
-        begin = rested.index(True)
-        assert begin < 40
-        assert rested[begin : begin + 2 * (REST + TRIAL)] == ([True] * REST + [False] * TRIAL) * 2
-
     def test_where_drafting_took_long_a_less_likely_node_pays_too(self):
-        """A step of 5 ms: a node must hold with more than 1 / 5; one that took 5 ms to draft, with more than 1 / 10."""
-        without, with_it = learned(0.004, 0.001), learned(0.004, 0.001)
-        with_it.rests("x")
-        for _ in range(200):
-            with_it.learn_cost("x", 0.005, [chain(0.15)], ALONE)
-        assert [len(trim(policy, [chain(0.15)], 1)[0]) for policy in (without, with_it)] == [0, 1]
-
-    def test_it_drafts_again_when_it_pays_again(self):
+        """A step of 5 ms: a node must hold with more than 1 / 5; after 5 ms of drafting, with more than 1 / 10."""
         policy = learned(0.004, 0.001)
-        self.steps(policy, 60, 0, 0.001)
-        assert not any(self.steps(policy, 3 * (REST + TRIAL), 2, 0.001)[-REST:])
-
-    def test_what_another_guessed_for_nothing_does_not_count(self):
-        policy = learned(0.004, 0.001)
-        assert not any(self.steps(policy, 100, 0, 0.5, ("ngram", "ngram")))
-
-
-class TestTheWholePass:
-    """What a row costs depends on all rows of the pass: those of other drafters' sequences, and those of prompts."""
+        kept = [policy.trim([chain(0.15)], PassSize(1, 1), drafting)[0] for drafting in (0.0, 0.005)]
+        assert [len(draft) for draft in kept] == [0, 1]
 
     def free_up_to(self, rows):
         """A pass takes the same up to so many rows; each further row takes as long as a pass."""
@@ -180,37 +111,270 @@ class TestTheWholePass:
                 policy.cost.learn(n, 0.010 * max(1, n - rows + 1))
         return policy
 
-    def test_two_drafters_share_the_rows_that_are_free(self):
+    def test_two_drafts_share_the_rows_that_are_free(self):
         policy, draft = self.free_up_to(8), chain(0.9, 0.9, 0.9, 0.9, 0.9, 0.9)
-        alone = policy.trim({"x": [draft]}, PassSize(2, 2))["x"]
-        both = policy.trim({"x": [draft], "y": [draft]}, PassSize(2, 2))
-        assert len(alone[0]) == 6
-        assert len(both["x"][0]) + len(both["y"][0]) == 6
+        assert len(policy.trim([draft], PassSize(2, 2))[0]) == 6
+        assert sum(map(len, policy.trim([draft, draft], PassSize(2, 2)))) == 6
 
     def test_the_likeliest_nodes_win_whoever_drafted_them(self):
         sure, unsure = chain(0.9, 0.9, 0.9, 0.9), chain(0.3, 0.3, 0.3, 0.3)
-        both = self.free_up_to(6).trim({"x": [unsure], "y": [sure]}, PassSize(2, 2))
-        assert [len(both["x"][0]), len(both["y"][0])] == [0, 4]
+        assert [len(kept) for kept in self.free_up_to(6).trim([unsure, sure], PassSize(2, 2))] == [0, 4]
 
     def test_prompts_in_the_pass_take_the_free_rows(self):
         policy, draft = self.free_up_to(8), chain(0.9, 0.9, 0.9)
-        assert len(policy.trim({"x": [draft]}, PassSize(1, 1))["x"][0]) == 3
-        assert len(policy.trim({"x": [draft]}, PassSize(1 + 20, 1))["x"][0]) == 0
+        assert len(policy.trim([draft], PassSize(1, 1))[0]) == 3
+        assert len(policy.trim([draft], PassSize(1 + 20, 1))[0]) == 0
 
-    def test_a_drafter_that_cannot_say_is_asked_for_fewer_beside_others(self):
-        policy, draft = self.free_up_to(8), Draft.chain([1, 2, 3])
+
+class Silent:
+    """Stands for a drafter that does not say how likely its nodes are."""
+
+    reports_acceptance = is_free = False
+
+    def unread(self, seq):
+        return 0
+
+
+class Head(Silent):
+    reports_acceptance = True
+
+
+class Reader(Silent):
+    def unread(self, seq):
+        return len(seq.tokens) - 1
+
+
+ALONE = PassPlan(1.0, 0.005, 1)  # a plain pass of one sequence
+
+
+def sequence(prompt=3, written=0, seconds=0.0):
+    seq = Sequence(0, [1] * prompt, SamplingParams(max_tokens=1000))
+    for token in range(written):
+        seq.tokens.append(token)
+        seq.output.append(token)
+    seq.stats.tokens = seq.stats.steps = written
+    seq.stats.seconds = {"target": seconds}
+    return seq
+
+
+class TestWhoIsAsked:
+    def lived(self, drafter, kept, seconds, drafts=40):
+        """After as many drafts of three nodes, of which `kept` were right, each draft or node of which took that."""
+        policy, draft = learned(0.004, 0.001), Draft.chain([1, 2, 3])
+        for _ in range(drafts):
+            policy.learn_cost(drafter, seconds * (1 if drafter.reports_acceptance else 3), [draft], 0)
+            policy.learn([DraftOutcome(drafter, draft, 1.0, 3)], [*[1, 2, 3][:kept], 9], kept)
+        return policy
+
+    def asked(self, policy, drafter, chance=1.0, seq=None, plan=ALONE):
+        return policy.wanted(drafter, [seq or sequence()], [3], [chance], plan)[0]
+
+    def test_a_good_and_cheap_one_is_asked_for_all(self):
+        for drafter in (Silent(), Head()):
+            assert self.asked(self.lived(drafter, 3, 0.0001), drafter) == 3
+
+    def test_a_good_one_that_costs_too_much_is_not_asked(self):
+        for drafter, cost in ((Silent(), 0.010), (Head(), 0.020)):
+            assert self.asked(self.lived(drafter, 3, cost), drafter) == 0
+
+    def test_a_bad_one_is_not_asked_however_cheap(self):
+        for drafter in (Silent(), Head()):
+            assert self.asked(self.lived(drafter, 0, 0.0001), drafter) == 0
+
+    def test_it_is_asked_for_no_more_nodes_than_pay(self):
+        drafter = Silent()
+        assert self.asked(self.lived(drafter, 1, 0.001), drafter) == 1
+
+    def test_one_of_several_guesses_is_enough(self):
+        """Two siblings of which the second is always kept: at that depth the drafter is always right."""
+        drafter, policy = Silent(), learned(0.004, 0.001)
         for _ in range(40):
-            policy.learn("x", draft, Verdict((0, 1, 2), 0))
-        assert policy.budgets("x", [3], PassSize(1, 1)) == [3]
-        assert policy.budgets("x", [3], PassSize(20, 20)) == [0]
+            policy.learn([DraftOutcome(drafter, Draft((1, 2), (-1, -1)), 1.0, 2)], [2, 5], 1)
+        assert policy.stated(drafter, Draft.chain([1]))[0] > 0.95
 
-    def test_a_head_beside_many_others_earns_less(self):
-        """Its rows cost what rows cost in that pass."""
-        for size, pays in ((PassSize(1, 1), True), (PassSize(30, 30), False)):
-            policy, draft = self.free_up_to(8), chain(0.9, 0.9)
-            rested = []
-            for _ in range(40):
-                rested.append(policy.rests("head"))
-                policy.learn_cost("head", 0.001, [draft], size)
-                policy.learn("head", draft, Verdict((0,), 7))
-            assert any(rested) != pays
+    def test_where_others_have_guessed_the_token_already_it_is_not_needed(self):
+        drafter = Head()
+        policy = self.lived(drafter, 1, 0.001)  # 5 ms saved, 1 + 3 spent
+        assert self.asked(policy, drafter, chance=1.0) == 3
+        assert self.asked(policy, drafter, chance=0.5) == 0
+
+    def test_in_a_pass_that_writes_more_it_is_worth_less(self):
+        drafter = Head()
+        policy = self.lived(drafter, 1, 0.001)
+        assert self.asked(policy, drafter, plan=PassPlan(3.0, 0.008, 4)) == 0
+
+    def test_beside_many_others_its_rows_cost_more(self):
+        drafter, policy = Head(), DraftingPolicy()
+        for _ in range(50):
+            for n in range(1, 60):
+                policy.cost.learn(n, 0.010 * max(1, n - 7))
+        for _ in range(40):
+            policy.learn_cost(drafter, 0.001, [chain(0.9)], 0)
+            policy.learn([DraftOutcome(drafter, chain(0.9), 1.0, 1)], [0, 5], 1)
+        assert self.asked(policy, drafter, plan=PassPlan(1.0, 0.010, 1)) == 3
+        assert self.asked(policy, drafter, plan=PassPlan(30.0, 0.230, 30)) == 0
+
+    def test_tokens_that_another_had_guessed_too_are_not_its_merit(self):
+        drafter, other, policy = Head(), Head(), learned(0.004, 0.001)
+        same, longer = Draft.chain([1, 2]), Draft.chain([1, 2, 3])
+        for _ in range(60):
+            policy.learn([DraftOutcome(drafter, same, 1.0, 0), DraftOutcome(other, longer, 1.0, 3)], [1, 2, 3, 9], 3)
+        assert policy.record(drafter).tokens < 0.1
+        assert policy.record(other).tokens == pytest.approx(1.0, abs=0.1)
+
+    def test_the_chance_is_that_nobody_has_the_next_token(self):
+        policy, seq = DraftingPolicy(), sequence()
+        assert policy.chance(Head(), seq, []) == 1.0
+        assert policy.chance(Head(), seq, [chain(0.9, 0.5), chain(0.3)]) == pytest.approx(0.1)
+        assert policy.chance(Head(), seq, [Draft((1, 2), (-1, -1), acceptance=(0.5, 0.4))]) == pytest.approx(0.1)
+
+    def test_where_draws_go_alone_it_has_to_bring_more_than_the_guesses_would(self):
+        policy, drafter = DraftingPolicy(), Head()
+        seq = Sequence(0, [1, 2], SamplingParams(temperature=1.0))
+        assert seq.rule == "rejection"
+        tokens = policy.record(drafter).tokens
+        assert policy.chance(drafter, seq, [chain(0.9, 1.0)]) == pytest.approx(max(0.0, 1.0 - 1.8 / tokens))
+        assert policy.chance(drafter, seq, [chain(0.3)]) == pytest.approx(1.0 - 0.3 / tokens)
+
+
+class TestStart:
+    """A draft model that must read the prompt first is asked only where its drafts will repay that."""
+
+    def policy(self, drafter):
+        policy, draft = learned(0.004, 0.001), Draft.chain([1, 2, 3])
+        for _ in range(40):
+            policy.learn_cost(drafter, 0.003, [draft], 0)
+            policy.learn([DraftOutcome(drafter, draft, 1.0, 3)], [1, 2, 3, 9], 3)
+        policy.learn_cost(drafter, 0.003 + 0.5, [draft], 500)
+        return policy
+
+    def test_what_a_token_takes_to_read_is_measured(self):
+        drafter = Reader()
+        assert self.policy(drafter).record(drafter).read == pytest.approx(0.001)
+
+    def test_a_short_prompt_is_read_a_long_one_is_not(self):
+        drafter = Reader()
+        policy = self.policy(drafter)
+        asked = [policy.wanted(drafter, [sequence(n, 20)], [3], [1.0], ALONE)[0] for n in (10, 5000)]
+        assert asked == [3, 0]
+
+    def test_a_long_prompt_is_read_where_much_was_written_already(self):
+        drafter = Reader()
+        policy = self.policy(drafter)
+        assert policy.wanted(drafter, [sequence(500, 20)], [3], [1.0], ALONE) == [0]
+        assert policy.wanted(drafter, [sequence(500, 400)], [3], [1.0], ALONE) == [3]
+
+    def test_or_where_sequences_write_much_as_a_rule(self):
+        drafter = Reader()
+        policy = self.policy(drafter)
+        for _ in range(3):
+            policy.end(sequence(3, 500))
+        assert policy.wanted(drafter, [sequence(500, 20)], [3], [1.0], ALONE) == [3]
+
+
+class TestExploration:
+    def test_it_never_costs_more_than_its_share_of_the_request(self):
+        drafter = Head()
+        policy = TestWhoIsAsked().lived(drafter, 0, 0.001)
+        seq, spent, asked = sequence(), 0.0, 0
+        for step in range(2000):
+            seq.stats.seconds["target"] = 0.005 * step
+            if policy.wanted(drafter, [seq], [3], [1.0], ALONE) != [0]:
+                spent, asked = spent + 0.001 + 0.001, asked + 1
+            assert spent <= EXPLORATION * 0.005 * step + 1e-9
+        assert asked > 50
+        policy.end(seq)
+        assert policy._explored == {}
+
+    def test_a_drafter_that_pays_again_is_soon_asked_for_all(self):
+        drafter = Head()
+        policy, draft = TestWhoIsAsked().lived(drafter, 0, 0.001), Draft.chain([1, 2, 3])
+        seq, tries = sequence(), 0
+        while not policy.wanted(drafter, [seq], [3], [1.0], ALONE)[0] or policy.record(drafter).trial:
+            seq.stats.seconds["target"] += 0.005
+            if policy.record(drafter).trial:
+                tries += 1
+                policy.learn([DraftOutcome(drafter, draft, 1.0, 3)], [1, 2, 3, 9], 3)
+        assert tries <= 5
+
+
+# The simulator: what the policy takes against the best of what could have been chosen beforehand.
+
+
+def cpu(rows, step):
+    """Rows cost a fifth of a pass; those of a prompt a tenth of one, together."""
+    return 0.004 + 0.001 * rows if rows < 100 else 0.0005 * rows
+
+
+def gpu(rows, step):
+    return 0.001 + 0.00001 * rows
+
+
+def busy(rows, step):
+    """A machine on which others work now and then."""
+    return cpu(rows, step) * (1 if step // 50 % 2 else 3)
+
+
+def cold(rows, step):
+    return cpu(rows, step) * (20 if step < 4 else 1)
+
+
+def head(rate, took=lambda calls: 0.001, length=5):
+    return lambda clock: [Guesser(clock, "head", rate, took, length)]
+
+
+def model(rate, took=0.0015):
+    return lambda clock: [Guesser(clock, "model", rate, lambda calls: took, 5, 0.0002, reports=False)]
+
+
+def head_and_copy(clock):
+    copied = Guesser(clock, "copy", lambda p: 0.95 if p // 60 % 2 else 0.05, lambda calls: 1e-5, 12, free=True)
+    return [Guesser(clock, "head", lambda p: 0.6, lambda calls: 0.001), copied]
+
+
+SHORT, LONG = [(50, 200)] * 3, [(50, 600)]
+# name: cost of a pass, drafters, requests, and the most that the policy may take against the best fixed choice
+TRACES = {
+    "a good head": (cpu, head(lambda p: 0.8), SHORT, 1.02),
+    "a head that just pays": (cpu, head(lambda p: 0.5), SHORT, 1.05),
+    "a bad head": (cpu, head(lambda p: 0.1), SHORT, 1.02),
+    "a head that is never right": (cpu, head(lambda p: 0.0), SHORT, 1.02),
+    "a head that collapses": (cpu, head(lambda p: 0.85 if p < 350 else 0.02), LONG, 0.9),
+    "a head that recovers": (cpu, head(lambda p: 0.85 if p > 350 else 0.02), LONG, 0.9),
+    "a head by turns good and bad": (cpu, head(lambda p: 0.85 if p // 100 % 2 else 0.02), LONG, 0.95),
+    "passes by turns slow and fast": (busy, head(lambda p: 0.5), LONG, 1.07),
+    "a head that gets slow": (cpu, head(lambda p: 0.6, lambda calls: 0.001 if calls < 100 else 0.006), LONG, 1.02),
+    "a cold machine": (cold, head(lambda p: 0.7, lambda calls: 0.05 if calls < 2 else 0.001), [(50, 100)], 1.05),
+    "a draft model": (cpu, model(lambda p: 0.8), SHORT, 1.02),
+    "a cheap draft model": (cpu, model(lambda p: 0.9, 0.0005), SHORT, 1.02),
+    "a bad draft model": (cpu, model(lambda p: 0.3), SHORT, 1.02),
+    "a draft model and a long prompt": (cpu, model(lambda p: 0.8), [(3000, 60)] * 3, 1.005),
+    "a head and a copy": (cpu, head_and_copy, [(50, 400)] * 2, 0.95),
+    "a GPU": (gpu, head(lambda p: 0.7, lambda calls: 0.0004), [(50, 400)] * 2, 1.02),
+    "a GPU and a bad head": (gpu, head(lambda p: 0.05, lambda calls: 0.0004), [(50, 400)] * 2, 1.02),
+}
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_the_regret_against_the_best_fixed_choice_is_small(name, monkeypatch):
+    """Fixed choices: not to draft, or always to ask all drafters for so many nodes."""
+    cost, drafters, requests, most = TRACES[name]
+
+    def of_length(length):
+        def made(clock):
+            drafts = drafters(clock)
+            for drafter in drafts:
+                drafter._length = min(drafter._length, length)
+            return drafts
+
+        return made
+
+    fixed = [seconds(monkeypatch, cost, of_length(length), requests)[0] for length in (1, 2, 3, 5, 12)]
+    plain, _ = seconds(monkeypatch, cost, lambda clock: [], requests)
+    taken, _ = seconds(monkeypatch, cost, drafters, requests, measured())
+    assert taken <= most * min(plain, *fixed)
+
+
+def test_a_draft_model_that_never_pays_is_never_started(monkeypatch):
+    _, (drafter,) = seconds(monkeypatch, cpu, model(lambda p: 0.8), [(3000, 60)] * 3, measured())
+    assert drafter.calls == 0

@@ -3,7 +3,7 @@
 import random
 from itertools import pairwise
 
-from outrider.engine.throughput import FIRST_STEPS, TRY_AGAIN, TRY_SELDOM, TRY_STEPS, ThroughputTrial
+from outrider.engine.throughput import FIRST_PASSES, TRY_AGAIN, TRY_PASSES, TRY_SELDOM, ThroughputTrial
 
 
 def steps(trial, count, speeds, seqs=32):
@@ -17,45 +17,45 @@ def steps(trial, count, speeds, seqs=32):
 
 def test_both_ways_are_tried_and_the_faster_one_is_used():
     for speeds in ({True: 300.0, False: 100.0}, {True: 100.0, False: 300.0}):
-        ways = steps(ThroughputTrial(), 2 * FIRST_STEPS + TRY_AGAIN - 1, speeds)
-        assert ways[: 2 * FIRST_STEPS] == [True] * FIRST_STEPS + [False] * FIRST_STEPS
-        assert set(ways[2 * FIRST_STEPS :]) == {speeds[True] > speeds[False]}
+        ways = steps(ThroughputTrial(), 2 * FIRST_PASSES + TRY_AGAIN - 1, speeds)
+        assert ways[: 2 * FIRST_PASSES] == [True] * FIRST_PASSES + [False] * FIRST_PASSES
+        assert set(ways[2 * FIRST_PASSES :]) == {speeds[True] > speeds[False]}
 
 
 def test_the_slower_way_is_looked_at_again_and_wins_when_it_became_faster():
     trial = ThroughputTrial()
-    steps(trial, 2 * FIRST_STEPS + TRY_AGAIN - 1, {True: 100.0, False: 300.0})
-    assert steps(trial, TRY_STEPS, {True: 900.0, False: 300.0}) == [True] * TRY_STEPS
-    ways = steps(trial, 3 * (TRY_AGAIN + TRY_STEPS), {True: 900.0, False: 300.0})
-    assert sum(ways[-TRY_AGAIN:]) >= TRY_AGAIN - TRY_STEPS  # most of what is known of it is fast by now
+    steps(trial, 2 * FIRST_PASSES + TRY_AGAIN, {True: 100.0, False: 300.0})
+    assert steps(trial, TRY_PASSES, {True: 900.0, False: 300.0}) == [True] * TRY_PASSES
+    ways = steps(trial, 3 * (TRY_AGAIN + TRY_PASSES), {True: 900.0, False: 300.0})
+    assert sum(ways[-TRY_AGAIN:]) >= TRY_AGAIN - TRY_PASSES  # most of what is known of it is fast by now
 
 
 def test_hardly_faster_is_not_worth_it():
-    ways = steps(ThroughputTrial(), 2 * FIRST_STEPS + TRY_AGAIN - 1, {True: 101.0, False: 100.0})
-    assert not any(ways[2 * FIRST_STEPS :])
+    ways = steps(ThroughputTrial(), 2 * FIRST_PASSES + TRY_AGAIN - 1, {True: 101.0, False: 100.0})
+    assert not any(ways[2 * FIRST_PASSES :])
 
 
 def test_a_step_that_took_long_once_decides_nothing():
     trial = ThroughputTrial()
     for _ in range(2):
         trial.learn(32, True, 100, 1000.0)
-    ways = steps(trial, 2 * FIRST_STEPS - 2 + 20, {True: 300.0, False: 100.0})
-    assert set(ways[2 * FIRST_STEPS - 2 :]) == {True}
+    ways = steps(trial, 2 * FIRST_PASSES - 2 + 20, {True: 300.0, False: 100.0})
+    assert set(ways[2 * FIRST_PASSES - 2 :]) == {True}
 
 
 def test_every_size_of_batch_has_its_own_answer():
     trial = ThroughputTrial()
-    steps(trial, 2 * FIRST_STEPS, {True: 300.0, False: 100.0}, seqs=8)
-    steps(trial, 2 * FIRST_STEPS, {True: 100.0, False: 300.0}, seqs=256)
+    steps(trial, 2 * FIRST_PASSES, {True: 300.0, False: 100.0}, seqs=8)
+    steps(trial, 2 * FIRST_PASSES, {True: 100.0, False: 300.0}, seqs=256)
     assert trial.drafts(9)
     assert not trial.drafts(300)
 
 
 def test_the_slower_way_is_looked_at_ever_more_seldom():
-    ways = steps(ThroughputTrial(), 2 * FIRST_STEPS + 20 * TRY_SELDOM, {True: 100.0, False: 300.0})[2 * FIRST_STEPS :]
+    ways = steps(ThroughputTrial(), 2 * FIRST_PASSES + 20 * TRY_SELDOM, {True: 100.0, False: 300.0})[2 * FIRST_PASSES :]
     tried = [i for i, drafts in enumerate(ways) if drafts]
     waits = [after - before for before, after in pairwise(tried) if after > before + 1]
-    assert tried[:TRY_STEPS] == [TRY_AGAIN - 1, TRY_AGAIN, TRY_AGAIN + 1]
+    assert tried[:TRY_PASSES] == [TRY_AGAIN, TRY_AGAIN + 1, TRY_AGAIN + 2]
     assert waits[:3] == [2 * TRY_AGAIN + 1, 4 * TRY_AGAIN + 1, 8 * TRY_AGAIN + 1]
     assert set(waits[4:]) == {TRY_SELDOM + 1}
 
@@ -73,27 +73,37 @@ def test_many_tokens_in_few_steps_count():
 
 def test_passes_that_meet_new_shapes_decide_nothing_though_they_are_many():
     trial = ThroughputTrial()
-    for new in range(FIRST_STEPS):
+    for new in range(FIRST_PASSES):
         trial.learn(4, True, 100, 0.5 if new % 3 else 0.0125)
-    ways = steps(trial, FIRST_STEPS + 40, {True: 8000.0, False: 4000.0}, seqs=4)
-    assert ways == [False] * FIRST_STEPS + [True] * 40
+    ways = steps(trial, FIRST_PASSES + 40, {True: 8000.0, False: 4000.0}, seqs=4)
+    assert ways == [False] * FIRST_PASSES + [True] * 40
 
 
 def test_plain_steps_of_many_passes_are_as_fast_as_those_of_one():
     trial = ThroughputTrial()
-    for count in range(2 * FIRST_STEPS):
+    for count in range(2 * FIRST_PASSES):
         passes = 16 if count % 4 == 0 else 1
         trial.learn(64, False, 64 * passes, 0.001 * passes)
-    for _ in range(FIRST_STEPS):
+    for _ in range(FIRST_PASSES):
         trial.learn(64, True, 70, 0.001)
     assert trial.drafts(64)
 
 
 def test_after_a_change_it_looks_soon_again():
     trial = ThroughputTrial()
-    steps(trial, 2 * FIRST_STEPS + 8 * TRY_SELDOM, {True: 100.0, False: 300.0})
+    steps(trial, 2 * FIRST_PASSES + 8 * TRY_SELDOM, {True: 100.0, False: 300.0})
     changed = steps(trial, 8 * TRY_SELDOM, {True: 900.0, False: 300.0})
     begin = changed.index(True)
     while not all(changed[begin : begin + TRY_AGAIN - 1]):
         begin += 1
-    assert changed[begin:][: 2 * TRY_AGAIN].count(False) == TRY_STEPS
+    assert changed[begin:][: 2 * TRY_AGAIN].count(False) == TRY_PASSES
+
+
+def test_steps_of_many_passes_are_tried_as_many_times_fewer():
+    """Where the device drafts by itself, or writes in bulk, a step is several passes."""
+    trial, ways = ThroughputTrial(), []
+    for _ in range(100):
+        ways.append(trial.drafts(16))
+        trial.learn(16, ways[-1], 128 if ways[-1] else 16, 0.08 if ways[-1] else 0.001, 8 if ways[-1] else 1)
+    assert ways[:3] == [True, True, False]
+    assert [place for place, drafts in enumerate(ways) if drafts] == [0, 1, 2 + FIRST_PASSES + TRY_AGAIN]

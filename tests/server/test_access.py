@@ -48,6 +48,69 @@ def test_vllms_own_words_are_not_varied():
         ON_VLLM.vary('{"method": "mtp"}', {"length": 3})
 
 
+class TestSeveralDrafters:
+    """Every member is held to what it would be held to alone."""
+
+    def test_they_stand_in_the_method_with_their_options(self):
+        assert Access().draft("ngram:length=3+history", {}) == "ngram:length=3+history"
+        assert Access().draft("ngram:max_n=4+history", {}, own="ngram+history") == "ngram+history"
+        with pytest.raises(Bad, match="options of several drafters stand in the method"):
+            Access().draft("ngram+history", {"length": 3})
+
+    @pytest.mark.parametrize(
+        ("method", "reason"),
+        [
+            ("ngram+psychic", "unknown drafter 'psychic'"),
+            ("ngram+ngram", "named twice"),
+            ("none+ngram", "drafts nothing"),
+            ("auto+ngram", "takes whatever there is"),
+            ("ngram+history:length=257", "must be at most 256"),
+            ("ngram+history:size=2", "has no option 'size'"),
+            ("+".join(["ngram"] * 1000), "at most 8 drafters"),
+        ],
+    )
+    def test_what_makes_no_sense_is_refused(self, method, reason):
+        with pytest.raises(Bad, match=reason):
+            Access().draft(method, {})
+
+    @pytest.mark.parametrize("method", ["ngram+eagle:head=/etc", "draft_model:model=/etc+ngram", "ngram+medusa:head=."])
+    def test_no_member_opens_what_lies_elsewhere(self, method):
+        with pytest.raises(Forbidden, match="--allow-folder"):
+            Access().draft(method, {})
+
+    def test_no_member_is_unpickled(self, tmp_path):
+        with pytest.raises(Forbidden, match="pickle"):
+            Access((tmp_path,)).draft(f"ngram+eagle:head={tmp_path},allow_pickle=true", {})
+
+    def test_auto_opens_no_more_than_its_members_would(self):
+        for options in ({"head": "/etc"}, {"model": "/etc"}):
+            with pytest.raises(Forbidden, match="--allow-folder"):
+                Access().draft("auto", options)
+        with pytest.raises(Bad, match="must be at most 256"):
+            Access().draft("auto", {"length": 1000})
+
+    def test_what_the_model_itself_has_is_allowed(self):
+        own = "eagle:head=/srv/head,length=4+ngram"
+        assert Access().draft(own, {}, own=own) == own
+        assert Access().vary(own, {"length": 2}) == "eagle:head=/srv/head,length=2+ngram:length=2"
+        with pytest.raises(Forbidden, match="--allow-folder"):
+            Access().draft("eagle:head=/srv/other+ngram", {}, own=own)
+
+    def test_a_length_for_all_of_auto(self):
+        assert Access().vary("auto", {"length": 4}) == "auto:length=4"
+        assert ON_VLLM.vary("auto", {"length": 4}) == "ngram:length=4"
+
+    def test_who_reads_what_the_caller_expects_and_who_needs_it(self):
+        access = Access()
+        assert [access.expects(method) for method in ("auto", "ngram+prediction", "prediction", "ngram")] == [
+            *[True] * 3,
+            False,
+        ]
+        assert [access.needs(method) for method in ("auto", "ngram+prediction", "prediction")] == [False, False, True]
+        assert not ON_VLLM.expects("auto")
+        assert not ON_VLLM.needs("auto")
+
+
 # Names that a parser which strips or splits would take for `head`.
 TRICKS = [
     " head",

@@ -84,7 +84,7 @@ class Subject:
         predictions: Sequence[Tokens] | None = None,
     ) -> list[Result]:
         """All prompts in one batch. `predictions`: for a drafter that drafts from what the caller expects."""
-        expected = predictions if drafters.find(draft.partition(":")[0]).reads_prediction else None
+        expected = predictions if drafters.reads_prediction(draft) else None
         results = self.llm.generate(list(prompts), params, draft=draft, prediction=expected, progress=False)
         failed = next((result for result in results if result.finish_reason == "error"), None)
         if failed is not None:

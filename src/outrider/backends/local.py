@@ -208,11 +208,15 @@ class Local(Reader):
         self._hold(draft)
         self._let_go(draft)
 
+    def forget_texts(self) -> None:
+        """Drafters copy nothing any more from what was written until now: measurements repeat their prompts."""
+        if self._histories is not None:
+            self._histories.forget()
+
     def renew(self, draft: str) -> None:
         """Build a drafter that no request uses anew: what it has learned from earlier sequences is forgotten."""
         with self._building:
-            if self._histories is not None:
-                self._histories.forget()
+            self.forget_texts()
             built = self._drafter(draft)
             with self._counting:
                 old = self.engine.drafters.get(draft)
@@ -238,8 +242,11 @@ class Local(Reader):
 
     def _make_place(self, draft: str) -> None:
         """Before a drafter with weights of its own is built: drop the longest unused one where there are too many."""
-        name, _ = drafters.split(draft)
-        if name not in drafters.names() or not drafters.find(name).has_weights:
+        try:
+            heavy_ones = [kind for kind in drafters.kinds(draft) if kind.has_weights]
+        except OutriderError:  # building it will tell
+            return
+        if not heavy_ones:
             return
         with self._counting:
             own, there = self.engine.drafters[""], self.engine.drafters

@@ -87,6 +87,8 @@ def to_vllm(draft: str) -> Config | None:
 
 def spec_from_text(draft: str) -> drafters.DrafterSpec:
     """ "ngram:length=8" with vLLM's options."""
+    if len(drafters.split_members(draft)) > 1:
+        raise OutriderError(f"vLLM runs one drafter at a time, not {quoted(draft)}; name one of them")
     name, values = drafters.split(draft)
     return _spec(name, values, convert=True)
 
@@ -101,6 +103,8 @@ def _spec(name: str, values: Mapping[str, Any], convert: bool = False) -> drafte
         if values:
             raise OutriderError("the drafter none has no options; leave them out")
         return drafters.from_values(name, {})
+    if name == drafters.AUTO and not values:
+        name = drafters.LOOKUP  # of vLLM's drafters the one that needs nothing else
     if name not in WORDS:
         known = ", ".join((drafters.PLAIN, *WORDS))
         raise OutriderError(f"vLLM has no drafter {quoted(name)}; on this backend there are: {known}")

@@ -101,7 +101,7 @@ class BenchRequest:
 def checked_draft(spec: str) -> DrafterSpec:
     """The drafter that is to be measured, unless it would draft nothing: prompts come without grammars."""
     parsed = drafters.parse(spec)
-    if drafters.find(parsed.name).reads_grammar:
+    if drafters.needs_grammar(parsed):
         raise OutriderError(f"the drafter {spec} drafts what a grammar forces, and no prompt has one; choose another")
     return parsed
 

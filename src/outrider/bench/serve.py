@@ -137,6 +137,8 @@ def speculative(mode: str) -> dict[str, Any]:
     if mode == PLAIN:
         return {"off": True}
     name, options = drafters.parse(mode)
+    if isinstance(options, drafters.CombinedOptions):
+        return {"method": mode}
     return {"method": name, **{key: getattr(options, key) for key in drafters.split(mode)[1]}}
 
 

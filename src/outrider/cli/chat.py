@@ -129,7 +129,7 @@ class Conversation:
         left = self._llm.backend.context - len(self._render(turns))
         params = replace(self._params, max_tokens=max(1, min(self._params.max_tokens, left)))
         # the drafter `prediction` takes the answer before this one as what is expected: "now the same, but ..."
-        predicts = options.reads_prediction(self._draft or self._llm.settings.draft)
+        predicts = options.needs_prediction(self._draft or self._llm.settings.draft)
         expected = self._turns[-1]["content"] if predicts and self._turns else None
         result = self._show(self._llm.stream(messages, params, draft=self._draft, prediction=expected or None))
         if result.finish_reason == "error":

@@ -87,7 +87,8 @@ def _drafter(settings: Settings) -> str:
 
 def _draft_model(settings: Settings) -> str | None:
     if settings.backend == "local":
-        return getattr(drafters.parse(settings.draft)[1], "model", None)
+        members = drafters.parse(settings.draft).members
+        return next((model for member in members if (model := getattr(member.options, "model", None))), None)
     config = settings.speculative_config or speculation.to_vllm(settings.draft) or {}
     drafts = speculation.WORDS.get(config.get("method", "")) is speculation.VllmModelOptions
     return config.get("model") if drafts else None

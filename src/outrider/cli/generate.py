@@ -37,9 +37,7 @@ class GenerateOptions(options.Printed, options.Constrained):
     output: Path | None = option(None, "Where the answers go, a line each; what is there already is kept.", panel=FILES)
 
 
-MODEL = options.settings(
-    *("model", "draft", *options.ENGINE, *options.MEMORY), draft={"shown": "ngram, or prediction where one is given"}
-)
+MODEL = options.settings(*("model", "draft", *options.ENGINE, *options.MEMORY), draft={"shown": "auto"})
 GIVEN = options.configured(MODEL, options.sampling())
 
 
@@ -126,7 +124,7 @@ def _with_drafter(settings: Settings, draft: str, prediction: str | None) -> Set
         raise OutriderError(f"--prediction is for the drafter prediction, not for {draft}; leave out one of the two")
     if prediction is not None:
         return settings if predicts else replace(settings, draft=drafters.PREDICTION, speculative_config=None)
-    if predicts:
+    if options.needs_prediction(settings.draft):
         raise OutriderError("the drafter prediction needs the text you expect; give it with --prediction")
     return settings
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields as fields_of, replace
 from pathlib import Path
 from typing import Any
@@ -105,22 +105,29 @@ def opened(settings: Settings, notes: Sequence[str] = ()) -> Iterator[LLM]:
 
 def reads_prediction(spec: str) -> bool:
     """Whether the drafter drafts from the answer that the user expects."""
-    return _is(spec, "reads_prediction")
+    return _is(spec, drafters.reads_prediction)
 
 
-def reads_grammar(spec: str) -> bool:
-    """Whether the drafter drafts from the grammar of a request."""
-    return _is(spec, "reads_grammar")
+def needs_prediction(spec: str) -> bool:
+    """Whether it drafts nothing without that answer."""
+    return _is(spec, drafters.needs_prediction)
 
 
-def _is(spec: str, quality: str) -> bool:
-    name = spec.partition(":")[0].strip()
-    return name in drafters.names() and bool(getattr(drafters.find(name), quality))
+def needs_grammar(spec: str) -> bool:
+    """Whether the drafter drafts nothing without the grammar of a request."""
+    return _is(spec, drafters.needs_grammar)
+
+
+def _is(spec: str, quality: Callable[[str], bool]) -> bool:
+    """Not where it is no drafter of ours: vLLM has others."""
+    with suppress(OutriderError):
+        return quality(spec)
+    return False
 
 
 def refuse_without_grammar(spec: str, params: SamplingParams = PLAIN, how: str = "choose another drafter") -> None:
     """A drafter that would draft nothing, where no grammar can come. `how`: what to do."""
-    if reads_grammar(spec) and params.constraint is None:
+    if needs_grammar(spec) and params.constraint is None:
         raise OutriderError(f"the drafter {spec} drafts what a grammar forces, and there is none here; {how}")
 
 

@@ -124,7 +124,7 @@ def serve(
     host = listen.host or LOCAL[0]
     if host not in LOCAL and not server.keys:
         note(f"everybody who can reach {host} may ask; --api-key keeps strangers out")
-    if options.reads_grammar(settings.draft):
+    if options.needs_grammar(settings.draft):
         note(f"the drafter {settings.draft} drafts only for requests that bring a grammar")
     configure(listen.log_level)
     defaults = {name: getattr(settings, name) for name in (*LAUNCH_DEFAULTS, *VLLM_DEFAULTS)}

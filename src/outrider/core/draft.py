@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,11 +52,6 @@ class Draft:
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-    @property
-    def borrowed(self) -> bool:
-        """Whether no node is of the drafter that was asked: it cost nothing then."""
-        return bool(self.sources) and all(self.sources)
 
     def named(self, drafter: str) -> tuple[str, ...]:
         """The drafter of each node, by name; `drafter` was asked."""
@@ -122,3 +117,14 @@ class Draft:
 
 
 EMPTY = Draft()
+
+
+def judged_tree(tokens: Sequence[int], parents: Sequence[int], written: Sequence[int]) -> Iterator[tuple[int, bool]]:
+    """The nodes of a tree that what was written has judged: those after each token of it, and whether each held."""
+    node: int | None = ROOT
+    for token in written:
+        if node is None:
+            return
+        below = [i for i in range(node + 1, len(tokens)) if parents[i] == node]
+        yield from ((i, tokens[i] == token) for i in below)
+        node = next((i for i in below if tokens[i] == token), None)

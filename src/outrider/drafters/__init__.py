@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,13 +20,15 @@ if TYPE_CHECKING:  # reading a spec needs no torch
 
 # Drafters that other packages refer to by their role.
 PLAIN = "none"  # drafts nothing
-LOOKUP = "ngram"  # copies from the text; needs nothing else, so it is the default
+AUTO = "auto"  # whatever can draft for the target, together: the default
+LOOKUP = "ngram"  # copies from the text; needs nothing else
 HISTORY = "history"  # copies from what was written before, for other requests
 PREDICTION = "prediction"  # drafts the text that the caller expects
 GRAMMAR = "grammar"  # drafts what the grammar of a request forces, and nothing for a request without one
 DRAFT_MODEL = "draft_model"  # a smaller model that the caller names
 TABLE = {
     PLAIN: "outrider.drafters.base:Drafter",
+    AUTO: "outrider.drafters.auto:Auto",
     LOOKUP: "outrider.drafters.ngram:Ngram",
     HISTORY: "outrider.drafters.history.drafter:History",
     DRAFT_MODEL: "outrider.drafters.draft_model:DraftModel",
@@ -36,6 +39,9 @@ TABLE = {
     GRAMMAR: "outrider.drafters.grammar:GrammarDrafter",
     "oracle": "outrider.drafters.oracle:Oracle",
 }
+
+
+MOST_MEMBERS = 8  # drafters that guess together: more than there are kinds of, and few enough to be asked in every step
 
 
 def names() -> list[str]:
@@ -55,27 +61,90 @@ def find(name: str) -> type[Drafter]:
 class DrafterSpec(NamedTuple):
     """A drafter and its options, typed: what `NAME:key=value,...` and the options of a request are read into."""
 
-    name: str
-    options: Any  # of the drafter's class Options
+    name: str  # of several drafters: their names, with + between
+    options: Any  # of the drafter's class Options; of several drafters: CombinedOptions
+
+    @property
+    def members(self) -> tuple[DrafterSpec, ...]:
+        """The drafters that are asked; of most specs one."""
+        return self.options.members if isinstance(self.options, CombinedOptions) else (self,)
 
     def text(self) -> str:
-        """As one writes it: NAME or NAME:key=value,...; read again it is an equal spec."""
+        """As one writes it: NAME or NAME:key=value,..., several with + between; read again it is an equal spec."""
+        if len(self.members) > 1:
+            return "+".join(member.text() for member in self.members)
         fields = dataclasses.fields(self.options)
         values = {field.name: getattr(self.options, field.name) for field in fields}
         changed = {field.name: values[field.name] for field in fields if values[field.name] != field.default}
         return ":".join(filter(None, (self.name, ",".join(f"{key}={_written(key, changed[key])}" for key in changed))))
 
 
+@dataclasses.dataclass(frozen=True)
+class CombinedOptions:
+    """Several drafters that guess together, each with its own options."""
+
+    members: tuple[DrafterSpec, ...]
+
+
 def build(spec: str | DrafterSpec, context: BuildContext) -> Drafter:
-    """The drafter that "NAME" or "NAME:key=value,..." asks for, parsed or not."""
-    name, options = parse(spec) if isinstance(spec, str) else spec
-    return find(name)(options, context)
+    """The drafter that a spec asks for, parsed or not."""
+    spec = parse(spec) if isinstance(spec, str) else spec
+    built = [find(name).build(options, context) for name, options in spec.members]
+    if len(built) == 1:
+        return built[0]
+    from outrider.drafters.combined import Combined
+
+    return Combined(spec.name, [member for each in built for member in each.members])
 
 
 def parse(spec: str) -> DrafterSpec:
-    """ "ngram:max_n=4,length=10" -> ("ngram", Ngram.Options(max_n=4, length=10))"""
+    """ "ngram:max_n=4,length=10" -> ("ngram", Ngram.Options(max_n=4, length=10)); "a+b": both, as one spec."""
+    return combine([_parsed(member) for member in split_members(spec)])
+
+
+def _parsed(spec: str) -> DrafterSpec:
     name, values = split(spec)
     return DrafterSpec(name, read_options(name, find(name).Options, values, convert=True))
+
+
+def combine(members: Sequence[DrafterSpec]) -> DrafterSpec:
+    """The spec of drafters that guess together, or of the only one; an OutriderError says why they cannot."""
+    if len(members) == 1:
+        return members[0]
+    known = [member.name for member in members]
+    for name in known:
+        if known.count(name) > 1:
+            raise OutriderError(f"the drafter {name} is named twice; leave out one of them")
+        if name == PLAIN:
+            raise OutriderError(f"the drafter {PLAIN} drafts nothing, so it goes with no other; leave it out")
+        if name == AUTO:
+            raise OutriderError(f"the drafter {AUTO} takes whatever there is, so it goes with no other; leave it out")
+    return DrafterSpec("+".join(known), CombinedOptions(tuple(members)))
+
+
+def kinds(spec: str | DrafterSpec) -> tuple[type[Drafter], ...]:
+    """The classes of the drafters that a spec, or a name, asks for or may ask for."""
+    if isinstance(spec, str):
+        named = [split(member)[0] for member in split_members(spec)]
+    else:
+        named = [member.name for member in spec.members]
+    found = map(find, named)
+    return tuple(each for kind in found for each in (map(find, kind.parts) if kind.parts else (kind,)))
+
+
+def reads_prediction(spec: str | DrafterSpec) -> bool:
+    """Whether any of its drafters drafts from the answer that the caller expects."""
+    return any(kind.reads_prediction for kind in kinds(spec))
+
+
+def needs_prediction(spec: str | DrafterSpec) -> bool:
+    """Whether it drafts nothing without that answer."""
+    return all(kind.reads_prediction for kind in kinds(spec))
+
+
+def needs_grammar(spec: str | DrafterSpec) -> bool:
+    """Whether it drafts nothing for a request without a grammar."""
+    return all(kind.reads_grammar for kind in kinds(spec))
 
 
 def from_values(name: str, values: Mapping[str, Any]) -> DrafterSpec:
@@ -83,8 +152,21 @@ def from_values(name: str, values: Mapping[str, Any]) -> DrafterSpec:
     return DrafterSpec(name, read_options(name, find(name).Options, values))
 
 
+# A plus sign that begins another drafter: a name follows, and then its options, another drafter or the end. In
+# "eagle:head=a+b/c" none does.
+_PLUS = re.compile(r"\+(?=\s*[\w-]+\s*(?:[:+]|$))")
+
+
+def split_members(spec: str) -> list[str]:
+    """ "eagle:length=5+ngram" -> ["eagle:length=5", "ngram"]"""
+    members = _PLUS.split(spec)
+    if len(members) > MOST_MEMBERS:
+        raise OutriderError(f"at most {MOST_MEMBERS} drafters guess together, not {len(members)}")
+    return members
+
+
 def split(spec: str) -> tuple[str, dict[str, str]]:
-    """ "ngram:max_n=4,length=10" -> ("ngram", {"max_n": "4", "length": "10"})"""
+    """Of one drafter: "ngram:max_n=4,length=10" -> ("ngram", {"max_n": "4", "length": "10"})"""
     name, _, text = spec.strip().partition(":")
     values: dict[str, str] = {}
     for item in filter(None, text.split(",")):
@@ -109,6 +191,18 @@ def read_options(name: str, kind: type, values: Mapping[str, Any], convert: bool
     if missing:
         raise OutriderError(f"drafter {name} needs {missing[0]}: write {name}:{missing[0]}=...")
     return kind(**given)
+
+
+def varied(spec: DrafterSpec, values: Mapping[str, Any]) -> DrafterSpec:
+    """The spec with some options changed, of every member that has them."""
+    known = [{field.name for field in dataclasses.fields(member.options)} for member in spec.members]
+    unknown = next((key for key in values if not any(key in each for each in known)), None)
+    if unknown is not None:
+        raise OutriderError(f"no drafter of {spec.name} has an option {quoted(unknown)}")
+    changed = [{key: value for key, value in values.items() if key in each} for each in known]
+    return combine(
+        [from_values(own.name, vars(own.options) | new) for own, new in zip(spec.members, changed, strict=True)]
+    )
 
 
 def free_text(kind: type) -> set[str]:
@@ -166,4 +260,6 @@ def _written(key: str, value: Any) -> str:
     text = str(value)
     if "," in text or text != text.strip():
         raise OutriderError(f"{key} cannot hold a comma or spaces at its ends: {quoted(value)}; rename the file")
+    if _PLUS.search(text):
+        raise OutriderError(f"{key} cannot hold a plus sign before a word: {quoted(value)}; rename the file")
     return text

@@ -100,6 +100,8 @@ class Drafter:
     cache_share: float = 0.0
     variants: tuple[str, ...] = ()  # "key=value,...": options with which it drafts in another way; audits try each
     for_measurement: bool = False  # it is told the answer: for benchmarks and tests, not for users
+    one_may_write: bool = False  # of several members, whether one may `write` alone, where that is faster
+    parts: tuple[str, ...] = ()  # the drafters that may take part, where it is made of others
 
     def __init_subclass__(cls, **more: object) -> None:
         super().__init_subclass__(**more)
@@ -107,6 +109,28 @@ class Drafter:
 
     def __init__(self, options: Options, context: BuildContext) -> None:
         """Build the drafter; anything wrong with the options is an OutriderError."""
+
+    @classmethod
+    def share(cls, options: Any, target: str) -> float:
+        """Its `cache_share` with these options, beside the target of that name."""
+        return cls.cache_share
+
+    @classmethod
+    def build(cls, options: Any, context: BuildContext) -> Drafter:
+        """The drafter of these options: of this class, or several that guess together."""
+        return cls(options, context)
+
+    @property
+    def members(self) -> tuple[Drafter, ...]:
+        """The drafters that the engine asks, each by itself; of most drafters it is the drafter itself."""
+        return (self,)
+
+    def merge(self, seq: Sequence, found: Seq[tuple[Drafter, Draft]]) -> Draft:
+        """The drafts of its members for one sequence as one."""
+        return found[0][1] if found else EMPTY
+
+    def merged(self, step: Step) -> None:
+        """Learn what became of the draft that `merge` made; the members observe the step by themselves."""
 
     @property
     def takes_prefixes(self) -> bool:
@@ -126,9 +150,9 @@ class Drafter:
         """A draft for each sequence, of at most `budgets[i]` nodes."""
         return [EMPTY] * len(seqs)
 
-    def propose_cheap(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
-        """Asked instead of `propose` while drafts do not pay: only what costs next to nothing."""
-        return [EMPTY] * len(seqs)
+    def unread(self, seq: Sequence) -> int:
+        """How many tokens of a sequence it has to read before it can draft: a draft model's whole prompt, at first."""
+        return 0
 
     def writes(self, seqs: Seq[Sequence], budget: int) -> bool:
         """Whether it can `write` these sequences now, with drafts of up to `budget` nodes."""
@@ -140,7 +164,8 @@ class Drafter:
         return None
 
     def observe(self, step: Step) -> None:
-        """Learn what the target made of a draft."""
+        """Learn what the target made of a draft. The draft may be others' as well, and cut: what it guessed itself, a
+        drafter compares with what was written."""
 
     def forget(self, id: int) -> None:
         """The sequence has ended."""

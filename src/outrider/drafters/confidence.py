@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence as Seq
 
-from outrider.core.draft import ROOT
-
 LONGEST = 16  # tokens: longer matches are counted with this one; few are longer, and they are right about as often
 # What followed the match before the most recent one: there was none, the same token, another token.
 ALONE, AGREED, DIFFERED = 0, 1, 2
@@ -92,14 +90,3 @@ def judged_chain(guessed: Seq[int], written: Seq[int]) -> Iterator[tuple[int, bo
         yield place, guess == token
         if guess != token:
             return
-
-
-def judged_tree(tokens: Seq[int], parents: Seq[int], written: Seq[int]) -> Iterator[tuple[int, bool]]:
-    """The same of a tree: its nodes under the path that was written, and whether each held."""
-    node: int | None = ROOT
-    for token in written:
-        if node is None:
-            return
-        below = [i for i in range(node + 1, len(tokens)) if parents[i] == node]
-        yield from ((i, tokens[i] == token) for i in below)
-        node = next((i for i in below if tokens[i] == token), None)

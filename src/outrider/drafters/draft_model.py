@@ -13,6 +13,7 @@ from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext, Drafter, RetokenizedModel, Step
+from outrider.drafters.confidence import judged_chain
 from outrider.drafters.retokenize import Translation
 from outrider.models.base import Feed, Model, Paged, SharesPrefixes
 
@@ -31,7 +32,8 @@ class ModelDrafter(Drafter):
         # it can share only what it reads as the target does: the target's tokens, all of which it knows
         known = model.vocab_size >= vocab_size
         self._prefixes = model if known and isinstance(model, SharesPrefixes) else None
-        self._committed: dict[int, int] = {}  # tokens that were committed when the sequence was last drafted for
+        # by sequence: tokens that were committed when it was last drafted for, and the draft
+        self._written: dict[int, tuple[int, list[int]]] = {}
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         writers = [
@@ -39,7 +41,7 @@ class ModelDrafter(Drafter):
         ]
         active = [writer for writer in writers if writer.length > 0]
         for writer in active:
-            self._committed[writer.seq.id] = len(writer.seq.tokens)
+            self._written[writer.seq.id] = len(writer.seq.tokens), writer.tokens
         feeds = [Feed(w.seq.id, self._unseen(w.seq)) for w in active]
         if active and isinstance(self._model, Paged) and all(map(self._can_write, active)):
             self._write(self._model, active, feeds)
@@ -68,7 +70,7 @@ class ModelDrafter(Drafter):
             max(writer.length for writer in writers),
         )
         for writer, tokens in zip(writers, written.T.tolist(), strict=True):
-            writer.tokens = tokens[: writer.length]
+            writer.tokens += tokens[: writer.length]
 
     def _count(self, seq: Sequence, budget: int) -> int:
         """How many tokens to write; none past the draft model's own context, which may be shorter than the target's."""
@@ -88,15 +90,21 @@ class ModelDrafter(Drafter):
             tokens = tokens[CHUNK:]
         return tokens
 
+    def unread(self, seq: Sequence) -> int:
+        return max(0, len(seq.tokens) - 1 - self._model.length(seq.id))
+
     def observe(self, step: Step) -> None:
-        committed = self._committed.pop(step.seq.id, None)
-        if committed is not None and step.verdict is not None:
-            self._model.crop(step.seq.id, committed + len(step.verdict.path))
+        committed, written = self._written.pop(step.seq.id, (0, []))
+        if committed and step.verdict is not None:
+            same = sum(kept for _, kept in judged_chain(written, step.seq.tokens[committed:]))
+            # the last token is run again, for what follows it
+            last = min(len(step.seq.tokens) - 1, self._model.length(step.seq.id))
+            self._model.crop(step.seq.id, min(committed + same, last))
             if self._prefixes is not None:
                 self._prefixes.seen(step.seq.id, step.seq.tokens, step.seq.tenant)
 
     def forget(self, id: int) -> None:
-        self._committed.pop(id, None)
+        self._written.pop(id, None)
         self._model.free(id)
 
 

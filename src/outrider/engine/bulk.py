@@ -19,13 +19,8 @@ LARGEST = 1024
 
 
 def possible(running: Seq[Sequence], pool: DrafterPool, drafting: bool) -> bool:
-    """Whether the target can write all of them by itself: nobody drafts, and nobody reads their states."""
-    return len(running) >= FEWEST and all(_alone(seq, pool, drafting) for seq in running)
-
-
-def _alone(seq: Sequence, pool: DrafterPool, drafting: bool) -> bool:
-    drafter = pool.of(seq)
-    return seq.plain and not drafter.layers and not (drafting and drafter.drafts)
+    """Whether the target can write all of them by itself: nobody drafts for them now, or only reads their states."""
+    return len(running) >= FEWEST and all(seq.plain and pool.idle(seq, drafting) for seq in running)
 
 
 def unread(running: Seq[Sequence], length: Callable[[int], int]) -> list[Sequence]:

@@ -20,6 +20,8 @@ LARGEST_CHANGE = 0.3
 AVERAGED = 10
 # Passes: the largest weight of one number of rows in the line, so that plain passes do not outvote all others.
 HEAVIEST = 20
+# Share of the difference by which a measured cost of drafting moves its average. Chosen by hand.
+SMOOTHING = 0.1
 # Squared rows: the weight of the assumed row in the slope of the line, while all passes have the same number of rows.
 SLOPE_WEIGHT = 2.0
 
@@ -46,6 +48,11 @@ class PassCost:
         self._new += 1
         if self._new >= REFIT or count < REFIT:
             self._curve, self._known, self._new = self._fit(), {}, 0
+
+    @property
+    def known(self) -> bool:
+        """Whether any pass was measured; until then a pass takes one unit of time."""
+        return bool(self._seconds)
 
     def beginning(self) -> PassCost:
         """A new curve that begins with these averages, as if each were of few passes."""
@@ -99,6 +106,11 @@ class PassCost:
         assumed = ASSUMED_ROW * min(self._seconds.values())
         slope = max((product + SLOPE_WEIGHT * assumed) / (spread + SLOPE_WEIGHT), CHEAPEST_ROW * assumed)
         return max(mean - slope * rows_mean, 0.0), slope
+
+
+def smoothed(average: float, value: float) -> float:
+    """The average moved towards a new value: by a share of the difference, and by no more than that share of itself."""
+    return average + SMOOTHING * min(value - average, average)
 
 
 def _slope(one: tuple[int, float], other: tuple[int, float]) -> float:

@@ -6,90 +6,157 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, field, replace
 
 from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError, one_line
 from outrider.core.grammar import permitted
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext, Drafter, JudgedSteps, Step
-from outrider.engine.policy import DraftingPolicy, PassSize
+from outrider.engine.judge import of_layers
+from outrider.engine.policy import DraftingPolicy, DraftOutcome, PassSize
 from outrider.engine.scheduler import FeedPlan
 from outrider.models.base import Model
 
 log = logging.getLogger("outrider")
 
 
+@dataclass(eq=False)
+class _Asking:
+    """One sequence of a pass, and what was guessed for it."""
+
+    place: int
+    seq: Sequence
+    budget: int
+    members: Seq[Drafter]
+    found: list[tuple[Drafter, Draft]] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)  # that each of these was needed
+    drawn: bool = False  # one of them was drawn, and goes alone
+
+    @property
+    def drafts(self) -> list[Draft]:
+        return [draft for _, draft in self.found]
+
+
 class DrafterPool:
-    """A drafter that raises, or whose draft the target cannot run, costs the sequences of that call their drafts; they
-    go on plainly, and no other sequence feels it."""
+    """A drafter that raises, or whose draft the target cannot run, costs the sequences of that call its drafts; they
+    go on with the others that draft for them, or plainly, and no other sequence feels it."""
 
     def __init__(self, drafter: Drafter, model: Model) -> None:
         """`drafter` serves the sequences that name no other."""
         self.drafters = {"": drafter}
         self._vocab = model.vocab_size
         self._plain = Drafter(Drafter.Options(), BuildContext(model, _no_model))
-        self._undrafted: set[int] = set()  # ids of running sequences whose drafter has failed
+        self._left_out: dict[int, set[int]] = {}  # by running sequence: the drafters that have failed
         self._failed: set[int] = set()  # ids of drafters whose first failure was logged with its trace
+        self._asked: dict[int, _Asking] = {}  # by sequence, in this pass
 
     def of(self, seq: Sequence) -> Drafter:
-        return self._plain if seq.id in self._undrafted else self.drafters[seq.draft]
+        """The drafter that the sequence names; one that never drafts where all its members have failed."""
+        return self.drafters[seq.draft] if self.members(seq) else self._plain
+
+    def members(self, seq: Sequence) -> Seq[Drafter]:
+        """The drafters that are asked for it."""
+        members = self.drafters[seq.draft].members
+        failed = self._left_out.get(seq.id)
+        return members if not failed else [member for member in members if id(member) not in failed]
+
+    def drafts(self, seq: Sequence) -> bool:
+        return any(member.drafts for member in self.members(seq))
+
+    def idle(self, seq: Sequence, drafting: bool) -> bool:
+        """Whether none of its drafters has anything to do in a step, or reads states without ever drafting."""
+        return all(not drafting if member.drafts else not member.layers for member in self.members(seq))
 
     def layers(self, plans: Seq[FeedPlan]) -> list[int]:
         """The hidden layers that any drafter of this step wants."""
-        return sorted({layer for plan in plans for layer in self.of(plan.seq).layers})
+        return sorted({layer for plan in plans for member in self.members(plan.seq) for layer in member.layers})
 
-    def remove(self, name: str) -> int | None:
-        """Forget a drafter; the key of its records, unless it is still there under another name."""
+    def remove(self, name: str) -> list[int]:
+        """Forget a drafter; the keys of its records, of those that are still there under no other name."""
         drafter = self.drafters.pop(name)
-        if any(other is drafter for other in list(self.drafters.values())):
-            return None
-        self._failed.discard(id(drafter))
-        return id(drafter)
+        left = {id(member) for other in list(self.drafters.values()) for member in other.members}
+        gone = [id(member) for member in drafter.members if id(member) not in left]
+        self._failed.difference_update(gone)
+        return gone
 
     def propose(self, plans: Seq[FeedPlan], policy: DraftingPolicy | None) -> list[Draft]:
-        """A draft for each plan; every drafter is asked once, for all its sequences that have something to judge."""
-        asked: dict[int, list[int]] = {}  # the drafter's key -> places of its sequences
+        """A draft for each plan; every drafter is asked at most once, for all its sequences that have something to
+        judge."""
+        asking = []
         for place, plan in enumerate(plans):
-            drafter = self.of(plan.seq)
-            if plan.last and drafter.drafts:
-                asked.setdefault(id(drafter), []).append(place)
+            members = [member for member in self.members(plan.seq) if member.drafts] if plan.last else ()
+            if members:
+                asking.append(_Asking(place, plan.seq, plan.budget, members))
+        self._asked = {each.seq.id: each for each in asking}
         drafts = [EMPTY] * len(plans)
-        if not asked:
+        if not asking:
             return drafts
-        size = PassSize(sum(len(plan.tokens) for plan in plans), sum(plan.last for plan in plans))
-        found = {key: self._ask([plans[place] for place in places], size, policy) for key, places in asked.items()}
-        if policy is not None:
-            found = policy.trim(found, size)
-        for key, places in asked.items():
-            for place, draft in zip(places, found[key], strict=True):
-                drafts[place] = draft
-        return drafts
-
-    def _ask(self, plans: Seq[FeedPlan], size: PassSize, policy: DraftingPolicy | None) -> list[Draft]:
-        """One drafter's drafts, none if it fails."""
-        seqs, budgets = [plan.seq for plan in plans], [plan.budget for plan in plans]
-        drafter = self.of(seqs[0])
-        try:
-            if policy is None:
-                return self._checked(drafter.propose(seqs, budgets), seqs, budgets)
-            return self._paying(drafter, seqs, budgets, size, policy)
-        except Exception as error:
-            self._leave_out(drafter, seqs, error)
-            return [EMPTY] * len(seqs)
-
-    def _paying(
-        self, drafter: Drafter, seqs: Seq[Sequence], budgets: Seq[int], size: PassSize, policy: DraftingPolicy
-    ) -> list[Draft]:
-        """What the drafter guesses, asked for no more than pays."""
-        key = id(drafter)
-        if not drafter.reports_acceptance:
-            budgets = policy.budgets(key, budgets, size)
-        rests = drafter.reports_acceptance and not drafter.is_free and policy.rests(key)
         begin = time.perf_counter()
-        drafts = drafter.propose_cheap(seqs, budgets) if rests else drafter.propose(seqs, budgets)
-        drafts = self._checked(drafts, seqs, budgets)
-        policy.learn_cost(key, time.perf_counter() - begin, drafts, size)
+        size = PassSize(sum(len(plan.tokens) for plan in plans), sum(plan.last for plan in plans))
+        for member, own in _by_member(asking, free=True):
+            self._ask(member, own, [each.budget for each in own], policy)
+        self._ask_costly(asking, size, policy)
+        merged = [self._merged(each) for each in asking]
+        if policy is not None:
+            merged = policy.trim(merged, size, time.perf_counter() - begin)
+        for each, draft in zip(asking, merged, strict=True):
+            drafts[each.place] = draft
         return drafts
+
+    def _ask_costly(self, asking: Seq[_Asking], size: PassSize, policy: DraftingPolicy | None) -> None:
+        """The drafters whose drafts cost something, each for the sequences for which that pays."""
+        costly = _by_member(asking, free=False)
+        if policy is None:
+            for member, own in costly:
+                self._ask(member, own, [0 if each.drawn else each.budget for each in own], None)
+        elif costly:
+            plan = policy.expected([each.drafts for each in asking], size)
+            for member, own in sorted(costly, key=lambda item: -policy.record(item[0]).tokens):
+                chances = [0.0 if each.drawn else policy.chance(member, each.seq, each.drafts) for each in own]
+                budgets = policy.wanted(member, [e.seq for e in own], [e.budget for e in own], chances, plan)
+                self._ask(member, own, budgets, policy, chances)
+
+    def _ask(
+        self,
+        member: Drafter,
+        own: Seq[_Asking],
+        budgets: Seq[int],
+        policy: DraftingPolicy | None,
+        chances: Seq[float] = (),
+    ) -> None:
+        """One drafter's drafts, none if it fails."""
+        asked = [(each, budget) for each, budget in zip(own, budgets, strict=True) if budget > 0 or member.is_free]
+        if not asked:
+            return
+        seqs, budgets = [each.seq for each, _ in asked], [budget for _, budget in asked]
+        needed = {id(each): chance for each, chance in zip(own, chances, strict=False)}
+        try:
+            unread = 0 if policy is None or member.is_free else sum(map(member.unread, seqs))
+            begin = time.perf_counter()
+            drafts = self._checked(member.propose(seqs, budgets), seqs, budgets)
+            if policy is not None and not member.is_free:
+                policy.learn_cost(member, time.perf_counter() - begin, drafts, unread)
+        except Exception as error:
+            self._leave_out(member, seqs, error)
+            return
+        for (each, _), draft in zip(asked, drafts, strict=True):
+            if draft:
+                if not draft.acceptance and policy is not None:
+                    draft = replace(draft, acceptance=policy.stated(member, draft))
+                each.found.append((member, draft))
+                each.chances.append(needed.get(id(each), 1.0))
+                each.drawn = each.drawn or draft.probs is not None
+
+    def _merged(self, each: _Asking) -> Draft:
+        """The drafts of one sequence as one, within its budget."""
+        drafter = self.drafters[each.seq.draft]
+        try:
+            return drafter.merge(each.seq, each.found).cut(each.budget)
+        except Exception as error:
+            for member in drafter.members:
+                self._leave_out(member, [each.seq], error)
+            return EMPTY
 
     def _checked(self, drafts: Seq[Draft], seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         """What the target can run and the grammar of the sequence does not forbid."""
@@ -97,69 +164,120 @@ class DrafterPool:
         return [_fitting(draft, seq) for draft, seq in zip(whole, seqs, strict=True)]
 
     def writing(self, seqs: Seq[Sequence], budget: int) -> Drafter | None:
-        """The drafter that can write all these sequences together with the target."""
-        drafter = self.of(seqs[0]) if seqs else None
-        if drafter is None or not all(self.of(seq) is drafter for seq in seqs):
+        """The drafter of all these sequences that can write them together with the target. It then drafts alone, so
+        not where others have been asked for by name, or the caller has told what to expect."""
+        if not seqs or any(seq.prediction for seq in seqs):
             return None
-        try:
-            return drafter if drafter.writes(seqs, budget) else None
-        except Exception as error:
-            self._leave_out(drafter, seqs, error)
+        if any(len(self.members(seq)) > 1 and not self.drafters[seq.draft].one_may_write for seq in seqs):
             return None
+        for member in self.members(seqs[0]):
+            try:
+                if all(member in self.members(seq) for seq in seqs) and member.writes(seqs, budget):
+                    return member
+            except Exception as error:
+                self._leave_out(member, seqs, error)
+        return None
 
-    def write(self, drafter: Drafter, seqs: Seq[Sequence], wait: Callable[[], None]) -> list[JudgedSteps] | None:
+    def write(self, member: Drafter, seqs: Seq[Sequence], wait: Callable[[], None]) -> list[JudgedSteps] | None:
         """What it writes; None if it cannot, or fails."""
         try:
-            return drafter.write(seqs, wait)
+            return member.write(seqs, wait)
         except Exception as error:
-            self._leave_out(drafter, seqs, error)
+            self._leave_out(member, seqs, error)
             return None
+
+    def takes_prefixes(self, seq: Sequence) -> bool:
+        return all(member.takes_prefixes for member in self.members(seq))
 
     def prefix(self, seq: Sequence) -> int:
         """How many tokens of its prompt the target may take from its cache."""
-        drafter = self.of(seq)
-        try:
-            return drafter.prefix(seq) if drafter.takes_prefixes else 0
-        except Exception as error:
-            self._leave_out(drafter, [seq], error)
-            return 0
+        most = len(seq.tokens)
+        for member in self.members(seq):
+            try:
+                most = min(most, member.prefix(seq) if member.takes_prefixes else 0)
+            except Exception as error:
+                self._leave_out(member, [seq], error)
+                return 0
+        return most
 
     def begin(self, seq: Sequence, seen: int) -> None:
         """The target has taken them, or some of them."""
-        drafter = self.of(seq)
-        try:
-            drafter.begin(seq, seen)
-        except Exception as error:
-            self._leave_out(drafter, [seq], error)
+        for member in self.members(seq):
+            try:
+                member.begin(seq, seen)
+            except Exception as error:
+                self._leave_out(member, [seq], error)
 
-    def observe(self, step: Step) -> None:
-        """Let the drafter learn from the step."""
-        drafter = self.of(step.seq)
-        try:
-            drafter.observe(step)
-        except Exception as error:
-            self._leave_out(drafter, [step.seq], error)
+    def observe(self, step: Step, layers: Seq[int], drafting: bool) -> None:
+        """Let the drafters learn from the step, which has the states of all `layers`. Where nobody is drafting, only
+        those that read them do."""
+        drafter = self.drafters[step.seq.draft]
+        for member in self.members(step.seq):
+            if not (drafting or member.layers):
+                continue
+            try:
+                hidden = of_layers(step.hidden, layers, member.layers) if member.layers else None
+                member.observe(step if hidden is step.hidden else replace(step, hidden=hidden))
+            except Exception as error:
+                self._leave_out(member, [step.seq], error)
+        if drafting:
+            drafter.merged(step)
+
+    def learn(self, seq: Sequence, draft: Draft, committed: int, kept: int, policy: DraftingPolicy) -> None:
+        """What became of the draft of this pass. `committed`: tokens before it; `kept`: of the draft."""
+        asked = self._asked.pop(seq.id, None)
+        if asked is None or all(member.is_free and member.reports_acceptance for member, _ in asked.found):
+            return
+        found = [
+            DraftOutcome(member, own, chance, draft.named(member.name).count(member.name))
+            for (member, own), chance in zip(asked.found, asked.chances, strict=True)
+        ]
+        policy.learn(found, seq.tokens[committed:], kept)
+
+    def rest(self, seqs: Seq[Sequence]) -> None:
+        """The target goes on by itself, and shows no states meanwhile: who reads them begins anew afterwards."""
+        for seq in seqs:
+            for member in self.members(seq):
+                if member.layers:
+                    self._forget(member, seq)
 
     def end(self, seq: Sequence) -> None:
         """The sequence has ended."""
-        self._forget(seq)
-        self._undrafted.discard(seq.id)
+        self._asked.pop(seq.id, None)
+        drafter = self.drafters.get(seq.draft)
+        if drafter is None:
+            log.error("drafter %s could not forget a sequence: it is gone", seq.draft)
+            return
+        for member in self.members(seq):
+            self._forget(member, seq)
+        drafter.merged(Step(seq, (), EMPTY, None, None))  # it may have been in a pass that failed
+        self._left_out.pop(seq.id, None)
 
-    def _leave_out(self, drafter: Drafter, seqs: Seq[Sequence], error: Exception) -> None:
-        """These sequences go on without drafts. The first failure of a drafter is logged with its trace."""
-        trace = error if id(drafter) not in self._failed else None
-        self._failed.add(id(drafter))
-        message = "drafter %s failed (%s); %d of its sequences go on without drafts"
-        log.error(message, drafter.name, one_line(error, named=True), len(seqs), exc_info=trace)
+    def _leave_out(self, member: Drafter, seqs: Seq[Sequence], error: Exception) -> None:
+        """These sequences go on without its drafts. The first failure of a drafter is logged with its trace."""
+        trace = error if id(member) not in self._failed else None
+        self._failed.add(id(member))
+        message = "drafter %s failed (%s); %d of its sequences go on without drafts of it"
+        log.error(message, member.name, one_line(error, named=True), len(seqs), exc_info=trace)
         for seq in seqs:
-            self._forget(seq)
-            self._undrafted.add(seq.id)
+            self._forget(member, seq)
+            self._left_out.setdefault(seq.id, set()).add(id(member))
 
-    def _forget(self, seq: Sequence) -> None:
+    def _forget(self, member: Drafter, seq: Sequence) -> None:
         try:
-            self.of(seq).forget(seq.id)
+            member.forget(seq.id)
         except Exception as error:
-            log.error("drafter %s could not forget a sequence", seq.draft or self.drafters[""].name, exc_info=error)
+            log.error("drafter %s could not forget a sequence", member.name, exc_info=error)
+
+
+def _by_member(asking: Seq[_Asking], free: bool) -> list[tuple[Drafter, list[_Asking]]]:
+    """Each drafter with the sequences that it drafts for: of the free ones, or of the others."""
+    found: dict[int, tuple[Drafter, list[_Asking]]] = {}
+    for each in asking:
+        for member in each.members:
+            if member.is_free == free:
+                found.setdefault(id(member), (member, []))[1].append(each)
+    return list(found.values())
 
 
 def _no_model(*_: object) -> Model:

@@ -19,7 +19,6 @@ from outrider.engine import bulk, judge
 from outrider.engine.drafting import DrafterPool
 from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import FeedPlan, Limits, Scheduler
-from outrider.engine.throughput import ThroughputTrial
 from outrider.models.base import Feed, Model, Output, Outputs, Paged, SharesPrefixes
 
 # Sequences on a GPU from which on it is measured whether drafts pay at all: for one they do, as its rows are free
@@ -40,7 +39,6 @@ class Engine:
         self._prefixes = model if isinstance(model, SharesPrefixes) else None
         page = 1 if self._prefixes is None else self._prefixes.page
         self.scheduler = Scheduler(limits, model.context, model.capacity, page)
-        self._trial = ThroughputTrial()
         self._passing = False
         self.stats = Stats()  # of every sequence that has ended
         self.meanwhile: Callable[[], None] | None = None  # called while a pass runs, where the host only waits for it
@@ -74,9 +72,9 @@ class Engine:
 
     def drop(self, draft: str) -> None:
         """Forget a drafter that no sequence uses."""
-        key = self._pool.remove(draft)
-        if key is not None and self.policy is not None:
-            self.policy.forget(key)
+        for key in self._pool.remove(draft):
+            if self.policy is not None:
+                self.policy.forget(key)
 
     def step(self) -> list[Sequence]:
         """One pass of the target, or several of a large plain batch; the sequences that ended with it."""
@@ -84,13 +82,14 @@ class Engine:
         running = self.scheduler.running
         if self._prefixes is not None:
             self._take_prefixes(self._prefixes, running)
-        if not self._measures_drafting(running):
+        if self.policy is None or not self._measures_drafting(running):
             return self._advance(drafting=True)
-        settled = all(seq.output for seq in running)  # no prompt is left, which would take longer
-        begin, before, drafting = perf_counter(), _written(running), self._trial.drafts(len(running))
+        trial, settled = self.policy.trial, all(seq.output for seq in running)  # no prompt is left: it takes longer
+        begin, before, drafting = perf_counter(), _progress(running), trial.drafts(len(running))
         ended = self._advance(drafting)
         if settled:
-            self._trial.learn(len(running), drafting, _written(running) - before, perf_counter() - begin)
+            tokens, passes = (after - was for after, was in zip(_progress(running), before, strict=True))
+            trial.learn(len(running), drafting, tokens, perf_counter() - begin, max(1, passes))
         return ended
 
     def _advance(self, drafting: bool) -> list[Sequence]:
@@ -103,6 +102,7 @@ class Engine:
         if unread := bulk.unread(running, self.model.length):
             return self._pass(self._plan(unread), drafting=False)
         begin = perf_counter()
+        self._pool.rest(running)
         bulk.write(running, self.model, paged, self._wait)
         _share([("target", perf_counter() - begin)], running)
         return self.sweep()
@@ -131,7 +131,7 @@ class Engine:
                 self._pool.begin(seq, self.model.length(seq.id))
 
     def _takes_prefix(self, seq: Sequence) -> bool:
-        return self._prefixes is not None and self._pool.of(seq).takes_prefixes
+        return self._prefixes is not None and self._pool.takes_prefixes(seq)
 
     def _plan(self, seqs: Seq[Sequence] | None = None) -> list[FeedPlan]:
         return self.scheduler.plan(self.model.length, seqs, self._takes_prefix)
@@ -156,38 +156,28 @@ class Engine:
             verdicts = judge.verdicts(plans, drafts, outputs)
         self._learn_cost(plans, drafts, outputs, ran - drafted)
         for place, (plan, draft, verdict) in enumerate(zip(plans, drafts, verdicts, strict=True)):
-            step = self._judge(plan, draft, verdict, outputs, place, layers)
-            if drafting or self._pool.of(plan.seq).layers:
-                self._pool.observe(step)
+            step = self._judge(plan, draft, verdict, outputs[place])
+            self._pool.observe(step, layers, drafting)
         phases = [("draft", drafted - begin), ("target", ran - drafted), ("verify", perf_counter() - ran)]
         _share(phases, [plan.seq for plan in plans])
         return self.sweep()
 
-    def _judge(
-        self,
-        plan: FeedPlan,
-        draft: Draft,
-        verdict: Verdict | Exception | None,
-        outputs: Seq[Output],
-        place: int,
-        layers: Seq[int],
-    ) -> Step:
+    def _judge(self, plan: FeedPlan, draft: Draft, verdict: Verdict | Exception | None, output: Output) -> Step:
         """Commit and crop."""
-        seq, drafter = plan.seq, self._pool.of(plan.seq)
-        hidden = judge.of_layers(outputs[place].hidden, layers, drafter.layers) if drafter.layers else None
+        seq = plan.seq
         if isinstance(verdict, Exception):  # of a processor of the caller's: it ends this sequence, not the others
             seq.fail(one_line(verdict, named=True))
             verdict = None
         if verdict is not None:
-            if self.policy is not None:
-                self.policy.learn(id(drafter), draft, verdict)
             seen = len(seq.tokens)
-            logits = None if seq.params.logprobs is None else outputs[place].logits
-            verdict = judge.commit(seq, draft, verdict, logits, drafter.name)
+            logits = None if seq.params.logprobs is None else output.logits
+            verdict = judge.commit(seq, draft, verdict, logits, self._pool.of(seq).name)
             self.model.crop(seq.id, seen, verdict.path)
+            if self.policy is not None:
+                self._pool.learn(seq, draft, seen, len(verdict.path), self.policy)
         if self._prefixes is not None:
             self._prefixes.seen(seq.id, seq.tokens, seq.tenant)
-        return Step(seq, plan.tokens, draft, verdict, hidden)
+        return Step(seq, plan.tokens, draft, verdict, output.hidden)
 
     def _measures_drafting(self, running: Seq[Sequence]) -> bool:
         """Whether this batch may be faster without drafts, so that both ways are tried."""
@@ -195,13 +185,18 @@ class Engine:
             return False
         if len(running) < MEASURED_FROM and self._pool.writing(running, self.scheduler.widest) is None:
             return False
-        return any(self._pool.of(seq).drafts for seq in running)
+        return any(self._pool.drafts(seq) for seq in running)
 
     def _learn_cost(self, plans: Seq[FeedPlan], drafts: Seq[Draft], outputs: Seq[Output], seconds: float) -> None:
         """Passes without a prompt in them show what a row costs; the first of a shape also compiles."""
         first = isinstance(outputs, Outputs) and outputs.first
-        if self.policy is not None and not first and all(len(plan.tokens) == 1 for plan in plans):
-            self.policy.cost.learn(sum(1 + len(draft) for draft in drafts), seconds)
+        if self.policy is None or first:
+            return
+        rows = sum(len(plan.tokens) + len(draft) for plan, draft in zip(plans, drafts, strict=True))
+        if all(len(plan.tokens) == 1 for plan in plans):
+            self.policy.cost.learn(rows, seconds)
+        else:
+            self.policy.learn_prompt(rows, seconds)
 
     def _wait(self) -> None:
         """A pass runs: what else there is to do is done now."""
@@ -219,11 +214,14 @@ class Engine:
             self.model.free(seq.id)
             self.stats += seq.stats
             self._pool.end(seq)
+            if self.policy is not None:
+                self.policy.end(seq)
         return ended
 
 
-def _written(seqs: Seq[Sequence]) -> int:
-    return sum(len(seq.output) for seq in seqs)
+def _progress(seqs: Seq[Sequence]) -> tuple[int, int]:
+    """Tokens that they have written, and passes of the sequence that had most."""
+    return sum(len(seq.output) for seq in seqs), max(seq.stats.steps for seq in seqs)
 
 
 def _share(phases: Seq[tuple[str, float]], seqs: Seq[Sequence]) -> None:

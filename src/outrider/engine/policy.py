@@ -1,39 +1,47 @@
-"""What to draft in a pass: measured cost against measured acceptance.
+"""What to draft in a pass, one answer for all sequences and drafters: which drafters are asked, and which nodes go in.
 
-What a pass costs is learned from the passes themselves, for short sequences and for long ones. A node that is kept with
-probability P pays for its row while it brings tokens faster than the step does without it: P / (seconds of the row) >
-tokens / seconds. The best drafts of a pass are found by adding nodes, likeliest first, until the next one does not pay.
+Everything is weighed in one currency. A step writes `tokens` in `seconds`; whatever would be added to it, a node of a
+draft or the draft of another drafter, pays if it brings tokens faster than the step does without it: (tokens it brings)
+/ (seconds it takes) > tokens / seconds. Costs are measured: of a pass by its rows (`cost.py`), of asking each drafter,
+and of the text that a drafter must read before it can start. So are the tokens: a node's probability is calibrated, and
+what a drafter brings is counted over what the others had guessed anyway.
+
+What does not pay is tried again now and then, for a bounded share of the time of a request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence as Seq
+from collections.abc import Hashable, Sequence as Seq
 from dataclasses import dataclass
-from typing import TypeVar
 
-from outrider.core.draft import ROOT, Draft
-from outrider.core.verify import Verdict
-from outrider.engine.cost import PassCost
+from outrider.core.draft import ROOT, Draft, judged_tree
+from outrider.core.sequence import Sequence
+from outrider.drafters.base import Drafter
+from outrider.engine.cost import PassCost, smoothed
+from outrider.engine.throughput import ThroughputTrial
 
 # Factor by which a record fades with every draft: it is an average over about the last 20. Chosen by hand.
 FADE = 0.95
-# Share of the difference by which a measured cost of drafting moves an average; a cost moves it by no more than itself.
-SMOOTHING = 0.1
+# The same while a drafter is tried that did not pay: tries are few, and are to tell whether that has changed.
+TRIAL_FADE = 0.8
 # Nodes kept and nodes tried that are assumed before any is seen: an acceptance of 0.7, outvoted after a few drafts.
 ASSUMED_KEPT, ASSUMED_TRIED = 2.8, 4.0
-# Steps after which a drafter that does not pay is asked for one node, to see whether it does now. Chosen by hand.
-ASK_AGAIN = 16
+# Tokens that a draft of a head brings, and the drafts that this counts for, before any is seen.
+ASSUMED_TOKENS, ASSUMED_DRAFTS = 1.5, 4.0
+# Tokens that a draft is never expected to bring less of, so that shares of it can be told.
+LEAST_TOKENS = 0.01
+# Share of a plain pass that is assumed until it is measured: of a head's draft, and of each token of a draft model's.
+ASSUMED_DRAFT, ASSUMED_NODE = 0.15, 0.3
+# Share of the target's time for a token of a prompt that a drafter is assumed to take to read it.
+ASSUMED_READ = 0.3
+# Share of a pass that the target is assumed to take for a token of a prompt, until it is measured.
+ASSUMED_PROMPT = 0.05
+# Tokens to be read from which on asking a drafter counts as its start and not as the cost of a draft.
+START = 16
+# Share of a request's time that may go into drafts that are not expected to pay, so that a change is noticed.
+EXPLORATION = 0.015
 # Tokens of a sequence up to which a row costs the same: each doubling of the length has a cost curve of its own.
 SHORT = 256
-# Drafts, faded, after which it is judged whether a drafter earns its cost: fewer say too little. Chosen by hand.
-JUDGED_BY = 12.0
-# Seconds: the most that counts of a drafter's first draft of one sequence, in which a head also reads the prompt.
-# Counted in full it made heads rest nearly always (LOG, 2026-11-15, the trained head on a CPU).
-FIRST_DRAFT = 0.003
-# Steps for which a drafter that does not earn its cost rests, and then drafts again, to be judged anew.
-REST, TRIAL = 32, 4
-
-K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -44,68 +52,90 @@ class PassSize:
     writing: int  # sequences that write a token
 
 
-class DepthRecord:
-    """For a drafter that reports no acceptance: how often its nodes were kept, by depth, and what they cost."""
+@dataclass(frozen=True)
+class PassPlan:
+    """A pass as it is expected so far."""
+
+    tokens: float  # that it writes
+    seconds: float
+    rows: int
+
+
+@dataclass(frozen=True)
+class DraftOutcome:
+    """One drafter's draft for one sequence."""
+
+    drafter: Drafter
+    draft: Draft  # in full
+    chance: float  # that it was needed
+    nodes: int  # of it that went into the pass
+
+
+class DrafterRecord:
+    """What is known of one drafter."""
 
     def __init__(self) -> None:
-        self._tried: dict[int, float] = {}
+        self._tried: dict[int, float] = {}  # by depth
         self._kept: dict[int, float] = {}
-        self.seconds = 0.0  # of drafting one node
-        self.idle = 0  # steps since it was last asked
+        self._tokens, self._drafts = ASSUMED_TOKENS * ASSUMED_DRAFTS, ASSUMED_DRAFTS
+        self._seconds: dict[int, float] = {}  # of asking it for one sequence, by the bits of their number
+        self.read = 0.0  # seconds of reading a token; 0: not measured
+        self.nodes = 1.0  # of a draft that go into the pass, on average
+        self.trial = False  # whether it was last asked only to see whether it pays now
 
     def acceptance(self, depth: int) -> float:
         """The probability that a node at this depth is kept if its parent is."""
-        return (self._kept.get(depth, 0.0) + ASSUMED_KEPT) / (self._tried.get(depth, 0.0) + ASSUMED_TRIED)
+        return self._kept.get(depth, ASSUMED_KEPT) / self._tried.get(depth, ASSUMED_TRIED)
 
-    def learn(self, draft: Draft, verdict: Verdict) -> None:
-        """A node was tried if its parent was kept."""
-        kept, depths = {ROOT, *verdict.path}, draft.depths()
-        for depth in range(1, len(verdict.path) + 2):
-            tried = [n for n, d in enumerate(depths) if d == depth and draft.parents[n] in kept]
-            if tried:
-                self._tried[depth] = FADE * self._tried.get(depth, 0.0) + 1.0
-                self._kept[depth] = FADE * self._kept.get(depth, 0.0) + float(any(n in kept for n in tried))
+    @property
+    def tokens(self) -> float:
+        """Tokens that a draft brings, where nothing else was guessed."""
+        return max(self._tokens / self._drafts, LEAST_TOKENS)
 
-    def learn_cost(self, seconds: float, nodes: int) -> None:
-        if nodes:
-            each = seconds / nodes
-            self.seconds = _smoothed(self.seconds, each) if self.seconds else each
+    def seconds(self, seqs: int) -> float | None:
+        """Of asking it for one of so many sequences; None: not measured."""
+        bits = seqs.bit_length()
+        return self._seconds[min(self._seconds, key=lambda known: abs(known - bits))] if self._seconds else None
 
+    def learn(self, draft: Draft, written: Seq[int]) -> None:
+        """How often its nodes are kept, by depth; a node was tried if its parent was kept."""
+        fade, depths = TRIAL_FADE if self.trial else FADE, draft.depths()
+        tried: dict[int, bool] = {}
+        for node, kept in judged_tree(draft.tokens, draft.parents, written):
+            tried[depths[node]] = tried.get(depths[node], False) or kept
+        for depth, kept in tried.items():
+            self._tried[depth] = fade * self._tried.get(depth, ASSUMED_TRIED) + 1.0
+            self._kept[depth] = fade * self._kept.get(depth, ASSUMED_KEPT) + float(kept)
 
-class EarningsRecord:
-    """Of a drafter whose drafts cost something: the seconds that its kept tokens saved, less the seconds that its
-    drafts and their rows took."""
+    def learn_gain(self, tokens: float, chance: float, nodes: int) -> None:
+        """Tokens that a draft brought over what others had guessed; `chance`: that these were not enough. `nodes`: of
+        it that went into the pass."""
+        fade = TRIAL_FADE if self.trial else FADE
+        self.nodes += (1.0 - fade) * (nodes - self.nodes)
+        self._tokens, self._drafts = fade * self._tokens + tokens, fade * self._drafts + chance
 
-    def __init__(self) -> None:
-        self._earned = self._drafts = 0.0
-        self._steps = 0  # since it has not paid
-        self.seconds = 0.0  # of drafting for one sequence
-        self.size = PassSize(1, 1)  # of the last pass
+    def learn_cost(self, seqs: int, seconds: float, most: float) -> None:
+        """Seconds of asking it for one of so many sequences. `most`: that the first measurement may count."""
+        bits = seqs.bit_length()
+        old = self._seconds.get(bits)
+        self._seconds[bits] = min(seconds, most) if old is None else smoothed(old, seconds)
 
-    def learn_cost(self, seconds: float, seqs: int, size: PassSize) -> None:
-        each, self.size = seconds / seqs, size
-        self.seconds = _smoothed(self.seconds, each) if self.seconds else min(each, FIRST_DRAFT)
-
-    def learn(self, seconds: float) -> None:
-        """What one draft earned; less than 0: what it lost."""
-        self._earned, self._drafts = FADE * self._earned + seconds, FADE * self._drafts + 1.0
-
-    def rests(self) -> bool:
-        """Whether not to draft in this step. Each step asks once."""
-        pays = self._drafts < JUDGED_BY or self._earned > 0.0
-        self._steps = 0 if pays else self._steps % (REST + TRIAL) + 1
-        return 0 < self._steps <= REST
+    def learn_read(self, seconds: float) -> None:
+        self.read = smoothed(self.read, seconds) if self.read else seconds
 
 
 class DraftingPolicy:
-    """Drafters are told apart by any key that stays the same."""
+    """Drafters are told apart by their identity."""
 
     def __init__(self, cost: PassCost | None = None) -> None:
         """`cost`: of short sequences, where it is known."""
         self.cost = cost or PassCost()  # at the length of the sequences that run
+        self.trial = ThroughputTrial()  # whether to draft at all in large batches on a device
         self._costs = {0: self.cost}  # by the bits of that length
-        self._depths: dict[Hashable, DepthRecord] = {}
-        self._earnings: dict[Hashable, EarningsRecord] = {}
+        self._records: dict[Hashable, DrafterRecord] = {}
+        self._explored: dict[int, float] = {}  # by sequence: seconds of drafts that were not expected to pay
+        self._prompt = 0.0  # seconds of the target for a token of a prompt; 0: not measured
+        self._length = 0.0  # tokens that sequences write, on average
 
     def use_length(self, tokens: int) -> None:
         """Sequences of this mean length run now: each row of a pass looks at all tokens before it."""
@@ -115,92 +145,185 @@ class DraftingPolicy:
             self._costs[bits] = self._costs[nearest].beginning()
         self.cost = self._costs[bits]
 
-    def rests(self, drafter: Hashable) -> bool:
-        """Whether a drafter whose drafts cost something should not draft now."""
-        return self._earnings.setdefault(drafter, EarningsRecord()).rests()
+    # Which drafters are asked.
 
-    def budgets(self, drafter: Hashable, budgets: Seq[int], size: PassSize) -> list[int]:
-        """How many nodes to ask a drafter for, no more than pay; `budgets` are the most."""
-        record = self._record(drafter)
-        best = self._length(record, len(budgets), max(budgets, default=0), size)
-        if best == 0 and record.idle < ASK_AGAIN:
-            record.idle += 1
-            return [0] * len(budgets)
-        record.idle = 0
-        return [min(budget, max(best, 1)) for budget in budgets]
+    def expected(self, free: Seq[Seq[Draft]], size: PassSize) -> PassPlan:
+        """The pass with what was guessed for nothing: for each sequence, the drafts of it."""
+        best = [max(drafts, key=lambda draft: sum(_reach(draft))) for drafts in free if drafts]
+        return self._paying(best, size, 0.0)[1]
 
-    def _length(self, record: DepthRecord, seqs: int, most: int, size: PassSize) -> int:
-        tokens, seconds, rows, acceptance = float(size.writing), self.cost.at(size.writing), size.rows, 1.0
+    def chance(self, drafter: Drafter, seq: Sequence, found: Seq[Draft]) -> float:
+        """The probability that a draft of this drafter is needed, because what was found so far misses the next token.
+        Under rejection a drawn draft goes alone: then it is the share of its tokens that is more than would be kept."""
+        if not found:
+            return 1.0
+        if seq.params.greedy or seq.rule != "rejection":
+            return 1.0 - min(1.0, max(map(_first, found)))
+        return 1.0 - min(1.0, max(sum(_reach(draft)) for draft in found) / self.record(drafter).tokens)
+
+    def wanted(
+        self, drafter: Drafter, seqs: Seq[Sequence], budgets: Seq[int], chances: Seq[float], plan: PassPlan
+    ) -> list[int]:
+        """How many nodes to ask a drafter for whose drafts cost something, for each sequence; 0: do not ask.
+        `chances`: that each draft is needed."""
+        record = self.record(drafter)
+        asked, record.trial = self._paid(drafter, seqs, budgets, chances, plan), False
+        if not any(asked):
+            asked = self._tried(drafter, seqs, budgets, chances, plan)
+            record.trial = any(asked)
+        return asked
+
+    def _paid(
+        self, drafter: Drafter, seqs: Seq[Sequence], budgets: Seq[int], chances: Seq[float], plan: PassPlan
+    ) -> list[int]:
+        asked = []
+        for seq, budget, chance in zip(seqs, budgets, chances, strict=True):
+            start = self._start(drafter, seq) / self._steps_left(seq)
+            length, profit = self._best(drafter, len(seqs), budget, chance, plan)
+            asked.append(length if profit > start else 0)
+        return asked
+
+    def _best(self, drafter: Drafter, seqs: int, most: int, chance: float, plan: PassPlan) -> tuple[int, float]:
+        """The number of nodes to ask for, and the seconds that such a draft is expected to save."""
+        record, each = self.record(drafter), self._seconds(drafter, seqs)
+        worth = plan.seconds / plan.tokens  # of a token
+        if drafter.reports_acceptance:
+            rows = self._rows(plan.rows, seqs, record.nodes)
+            return most, chance * record.tokens * worth - each - rows
+        best, profit, reach = 0, 0.0, chance
+        saved = 0.0
         for depth in range(1, most + 1):
-            acceptance *= record.acceptance(depth)
-            more = self.cost.at(rows + seqs) - self.cost.at(rows) + record.seconds * seqs
-            if acceptance * seqs * seconds <= more * tokens:
-                return depth - 1
-            tokens, seconds, rows = tokens + acceptance * seqs, seconds + more, rows + seqs
-        return most
+            reach *= record.acceptance(depth)
+            saved += reach * worth - each
+            if (after := saved - self._rows(plan.rows, seqs, depth)) > profit:
+                best, profit = depth, after
+            if reach * worth < each:
+                break
+        return best, profit
 
-    def trim(self, drafts: Mapping[K, Seq[Draft]], size: PassSize) -> dict[K, list[Draft]]:
-        """The nodes that pay, of all drafters' drafts for one pass.
+    def _rows(self, rows: int, seqs: int, nodes: float) -> float:
+        """Seconds that so many nodes of each of these sequences add, for one of them."""
+        return (self.cost.at(rows + round(seqs * nodes)) - self.cost.at(rows)) / seqs
+
+    def _tried(
+        self, drafter: Drafter, seqs: Seq[Sequence], budgets: Seq[int], chances: Seq[float], plan: PassPlan
+    ) -> list[int]:
+        """Asked although it is not expected to pay, as far as the time of each request allows."""
+        each, asked = self._seconds(drafter, len(seqs)) + self._rows(plan.rows, len(seqs), 1.0), []
+        for seq, budget, chance in zip(seqs, budgets, chances, strict=True):
+            cost = each + self._start(drafter, seq)
+            spent = self._explored.get(seq.id, 0.0) + cost
+            allowed = budget > 0 and chance > 0.0 and spent <= EXPLORATION * sum(seq.stats.seconds.values())
+            if allowed:
+                self._explored[seq.id] = spent
+            asked.append((budget if drafter.reports_acceptance else 1) if allowed else 0)
+        return asked
+
+    def _seconds(self, drafter: Drafter, seqs: int) -> float:
+        """Of asking it for one sequence; of each node where it is asked for a length."""
+        known = self.record(drafter).seconds(seqs)
+        if known is not None:
+            return known
+        return (ASSUMED_DRAFT if drafter.reports_acceptance else ASSUMED_NODE) * self.cost.at(seqs) / seqs
+
+    def _start(self, drafter: Drafter, seq: Sequence) -> float:
+        """Seconds until it can draft for this sequence."""
+        unread = drafter.unread(seq)
+        if unread < START:
+            return 0.0
+        prompt = self._prompt or ASSUMED_PROMPT * self.cost.at(1)
+        return unread * (self.record(drafter).read or ASSUMED_READ * prompt)
+
+    def _steps_left(self, seq: Sequence) -> float:
+        """Steps that a sequence is expected to go on: as long as it has written, or as others have."""
+        written, stats = len(seq.output), seq.stats
+        left = min(seq.left, max(written, self._length - written))
+        return max(1.0, left / max(1.0, stats.tokens_per_step))
+
+    # Which nodes go in.
+
+    def trim(self, drafts: Seq[Draft], size: PassSize, drafting: float = 0.0) -> list[Draft]:
+        """The nodes that pay, of all drafts for one pass. `drafting`: the seconds that it took to draft them.
 
         What a row costs depends on all rows of the pass. What a token is worth does not depend on the prompts in it:
         they are read in any case.
         """
-        flat = [(drafter, draft) for drafter, own in drafts.items() for draft in own]
-        kept = self._paying(flat, size)
-        for (drafter, draft), nodes in zip(flat, kept, strict=True):
-            earnings = self._earnings.get(drafter)
-            if earnings is not None and draft and not nodes and not draft.borrowed:  # drafted for nothing
-                earnings.learn(-earnings.seconds)
-        cut = iter([_keep(draft, nodes) for (_, draft), nodes in zip(flat, kept, strict=True)])
-        return {drafter: [next(cut) for _ in own] for drafter, own in drafts.items()}
+        kept, _ = self._paying(drafts, size, drafting)
+        return [_keep(draft, nodes) for draft, nodes in zip(drafts, kept, strict=True)]
 
-    def _paying(self, flat: Seq[tuple[Hashable, Draft]], size: PassSize) -> list[list[int]]:
+    def _paying(self, drafts: Seq[Draft], size: PassSize, drafting: float) -> tuple[list[list[int]], PassPlan]:
         """The nodes of each draft that pay, likeliest first."""
-        reach = [_reach(draft, self._record(drafter)) for drafter, draft in flat]
-        order = sorted(((-p, i, n) for i, row in enumerate(reach) for n, p in enumerate(row)))
-        tokens, seconds, rows = float(size.writing), self.cost.at(size.writing), size.rows
-        for drafter, _ in flat:
-            if drafter in self._earnings:  # the step takes as long as the drafts took, whatever is kept of them
-                seconds += self._earnings[drafter].seconds
-        kept: list[list[int]] = [[] for _ in flat]
+        order = sorted(((-p, i, n) for i, draft in enumerate(drafts) for n, p in enumerate(_reach(draft))))
+        # the step takes as long as the drafts took, whatever is kept of them
+        tokens, seconds, rows = float(size.writing), self.cost.at(size.writing) + drafting, size.rows
+        kept: list[list[int]] = [[] for _ in drafts]
         before = self.cost.at(rows)
         for negative, index, node in order:
-            rows += 1
-            after = self.cost.at(rows)
+            after = self.cost.at(rows + 1)
             if -negative * seconds <= (after - before) * tokens:
                 break
             kept[index].append(node)
-            tokens, seconds, before = tokens - negative, seconds + after - before, after
-        return kept
+            tokens, seconds, before, rows = tokens - negative, seconds + after - before, after, rows + 1
+        return kept, PassPlan(tokens, seconds, rows)
+
+    def stated(self, drafter: Drafter, draft: Draft) -> tuple[float, ...]:
+        """The probabilities of the nodes of a drafter that does not report them."""
+        return tuple(map(self.record(drafter).acceptance, draft.depths()))
+
+    # What is learned.
+
+    def record(self, drafter: Drafter) -> DrafterRecord:
+        return self._records.setdefault(id(drafter), DrafterRecord())
+
+    def learn(self, found: Seq[DraftOutcome], written: Seq[int], kept: int) -> None:
+        """What became of the drafts for one sequence. `kept`: tokens of them that were committed, of all that were
+        `written`."""
+        depths = [min(_followed(each.draft, written), kept) for each in found]
+        for place, each in enumerate(found):
+            record = self.record(each.drafter)
+            if not each.drafter.reports_acceptance:
+                record.learn(each.draft, written)
+            if not each.drafter.is_free:
+                others = max((depth for other, depth in enumerate(depths) if other != place), default=0)
+                record.learn_gain(max(0, depths[place] - others), each.chance, each.nodes)
+
+    def learn_cost(self, drafter: Drafter, seconds: float, drafts: Seq[Draft], unread: int) -> None:
+        """What asking a drafter took. `unread`: tokens that it has read for it."""
+        asked, record = sum(map(bool, drafts)), self.record(drafter)
+        if not asked:
+            return
+        nodes = sum(map(len, drafts)) / asked
+        per = seconds / asked if drafter.reports_acceptance else seconds / asked / nodes
+        if unread >= START:
+            known = record.seconds(asked) or 0.0
+            usual = known * asked * (1.0 if drafter.reports_acceptance else nodes)
+            record.learn_read(max(0.0, seconds - usual) / unread)
+        else:
+            record.learn_cost(asked, per, self.cost.at(1) if self.cost.known else per)
+
+    def learn_prompt(self, rows: int, seconds: float) -> None:
+        """What a pass took that read so many tokens of prompts."""
+        each = seconds / rows
+        self._prompt = smoothed(self._prompt, each) if self._prompt else each
+
+    def end(self, seq: Sequence) -> None:
+        """The sequence has ended."""
+        self._explored.pop(seq.id, None)
+        self._length += (len(seq.output) - self._length) * 0.1 if self._length else len(seq.output)
 
     def forget(self, drafter: Hashable) -> None:
-        self._depths.pop(drafter, None)
-        self._earnings.pop(drafter, None)
-
-    def learn(self, drafter: Hashable, draft: Draft, verdict: Verdict) -> None:
-        """What became of a draft."""
-        if draft and not draft.acceptance:
-            self._record(drafter).learn(draft, verdict)
-        earnings = self._earnings.get(drafter)
-        if earnings is not None and draft and not draft.borrowed:  # drafts of others cost nothing
-            size = earnings.size
-            token = self.cost.at(size.writing) / size.writing
-            rows = self.cost.at(size.rows + len(draft)) - self.cost.at(size.rows)
-            earnings.learn(len(verdict.path) * token - earnings.seconds - rows)
-
-    def learn_cost(self, drafter: Hashable, seconds: float, drafts: Seq[Draft], size: PassSize) -> None:
-        """What drafting cost; nodes of a drafter that reports their acceptance are counted as free."""
-        self._record(drafter).learn_cost(seconds, sum(len(draft) for draft in drafts if not draft.acceptance))
-        if drafter in self._earnings and drafts:
-            self._earnings[drafter].learn_cost(seconds, len(drafts), size)
-
-    def _record(self, drafter: Hashable) -> DepthRecord:
-        return self._depths.setdefault(drafter, DepthRecord())
+        """A drafter is gone, known by its identity."""
+        self._records.pop(drafter, None)
 
 
-def _smoothed(average: float, value: float) -> float:
-    """The average moved towards a new value, by at most a share of itself."""
-    return average + SMOOTHING * min(value - average, average)
+def _first(draft: Draft) -> float:
+    """The probability that the next token is among the guesses."""
+    return sum(p for parent, p in zip(draft.parents, draft.acceptance, strict=True) if parent == ROOT)
+
+
+def _followed(draft: Draft, written: Seq[int]) -> int:
+    """How many of the tokens that were written stand in the draft, one after the other."""
+    return sum(kept for _, kept in judged_tree(draft.tokens, draft.parents, written))
 
 
 def _keep(draft: Draft, nodes: list[int]) -> Draft:
@@ -208,10 +331,9 @@ def _keep(draft: Draft, nodes: list[int]) -> Draft:
     return draft.cut(len(nodes)) if first else draft.keep(sorted(nodes))
 
 
-def _reach(draft: Draft, record: DepthRecord) -> list[float]:
+def _reach(draft: Draft) -> list[float]:
     """The probability that each node is kept; never more than its parent's."""
-    acceptance = draft.acceptance or tuple(map(record.acceptance, draft.depths()))
     reach: list[float] = []
-    for parent, probability in zip(draft.parents, acceptance, strict=True):
+    for parent, probability in zip(draft.parents, draft.acceptance, strict=True):
         reach.append(probability * (1.0 if parent == ROOT else reach[parent]))
     return reach

@@ -13,8 +13,8 @@ from bisect import bisect
 from collections import deque
 from statistics import median
 
-# Steps of each way before one is chosen.
-FIRST_STEPS = 16
+# Passes of each way before one is chosen.
+FIRST_PASSES = 16
 # Steps with drafts that count: drafts bring many tokens in few steps, so fewer say too little.
 COUNTED_STEPS = 64
 # How many times as long as the lower quartile a step may count: a step that captures a graph takes far longer, and is
@@ -22,10 +22,10 @@ COUNTED_STEPS = 64
 LONGEST_STEP = 1.5
 # Times as fast as plain steps that drafting has to be: measurements are noisy, and not to draft is never far wrong.
 MARGIN = 1.03
-# Steps after which the slower way is tried again: at first, and at most, where it has never been the faster one.
+# Passes after which the slower way is tried again: at first, and at most, where it has never been the faster one.
 TRY_AGAIN, TRY_SELDOM = 64, 1024
-# Steps of one try of the slower way: few, since each loses time where it still is slower.
-TRY_STEPS = 3
+# Passes of one try of the slower way: few, since each loses time where it still is slower.
+TRY_PASSES = 3
 
 
 class ThroughputTrial:
@@ -36,9 +36,9 @@ class ThroughputTrial:
         """Whether a step of this many sequences should draft."""
         return self._size(seqs).drafts()
 
-    def learn(self, seqs: int, drafted: bool, tokens: int, seconds: float) -> None:
-        """What a step wrote."""
-        self._size(seqs).ways[drafted].learn(tokens, seconds)
+    def learn(self, seqs: int, drafted: bool, tokens: int, seconds: float, passes: int = 1) -> None:
+        """What a step wrote, which may be several passes of the target."""
+        self._size(seqs).learn(drafted, tokens, seconds, passes)
 
     def _size(self, seqs: int) -> _BatchSize:
         return self._sizes.setdefault(seqs.bit_length(), _BatchSize())
@@ -48,19 +48,25 @@ class _BatchSize:
     def __init__(self) -> None:
         self.ways: dict[bool, _DraftedSteps | _PlainSteps] = {True: _DraftedSteps(), False: _PlainSteps()}
         self._better, self._again = True, TRY_AGAIN
-        self._steps = 0  # since the other way was tried
+        self._since = 0  # passes since the other way was tried
 
     def drafts(self) -> bool:
         for drafting, way in self.ways.items():
-            if len(way) < FIRST_STEPS:
+            if way.passes < FIRST_PASSES:
+                self._since = 0
                 return drafting
         better = self.ways[True].speed > MARGIN * self.ways[False].speed
-        self._steps += 1
         if better != self._better:
-            self._better, self._again, self._steps = better, TRY_AGAIN, 1
-        elif self._steps == self._again + TRY_STEPS:  # it was tried for nothing
-            self._again, self._steps = min(2 * self._again, TRY_SELDOM), 0
-        return better if self._steps < self._again else not better
+            self._better, self._again, self._since = better, TRY_AGAIN, 0
+        elif self._since >= self._again + TRY_PASSES:  # it was tried for nothing
+            self._again, self._since = min(2 * self._again, TRY_SELDOM), 0
+        return better if self._since < self._again else not better
+
+    def learn(self, drafted: bool, tokens: int, seconds: float, passes: int) -> None:
+        way = self.ways[drafted]
+        way.learn(tokens, seconds)
+        way.passes += passes
+        self._since += passes
 
 
 class _DraftedSteps:
@@ -71,9 +77,7 @@ class _DraftedSteps:
         self._tokens: deque[int] = deque(maxlen=COUNTED_STEPS)
         self._seconds: deque[float] = deque(maxlen=COUNTED_STEPS)
         self.speed = 0.0  # tokens per second
-
-    def __len__(self) -> int:
-        return len(self._tokens)
+        self.passes = 0
 
     def learn(self, tokens: int, seconds: float) -> None:
         self._tokens.append(tokens)
@@ -88,11 +92,9 @@ class _PlainSteps:
     """Every pass brings as many tokens, but a step may be several passes."""
 
     def __init__(self) -> None:
-        self._last: deque[float] = deque(maxlen=FIRST_STEPS)
+        self._last: deque[float] = deque(maxlen=FIRST_PASSES)
         self.speed = 0.0  # tokens per second
-
-    def __len__(self) -> int:
-        return len(self._last)
+        self.passes = 0
 
     def learn(self, tokens: int, seconds: float) -> None:
         self._last.append(tokens / seconds)

@@ -22,6 +22,7 @@ LARGEST_OPTION = 256
 # The exceptions: `vocab` counts tokens of a vocabulary, and today's have up to 262,144.
 LARGEST_OPTIONS = {"vocab": 1 << 20}
 PICKLE = "allow_pickle"  # the option that has a head unpickled
+_EXAMPLE = f"{drafters.LOOKUP}:length=5+{drafters.HISTORY}:width=1"
 NO_PICKLES = "pickles are never opened for a request; convert the head to safetensors"
 
 
@@ -38,8 +39,12 @@ class Access:
         return VllmAccess(self._folders, self._names, self._hub) if backend == "vllm" else self
 
     def expects(self, method: str) -> bool:
-        """Whether a drafter reads what the caller expects."""
-        return drafters.find(method).reads_prediction
+        """Whether a drafter, or any of several, reads what the caller expects."""
+        return drafters.reads_prediction(method)
+
+    def needs(self, method: str) -> bool:
+        """Whether it drafts nothing where the caller says nothing of the kind."""
+        return self.expects(method) and drafters.needs_prediction(method)
 
     def source(self, name: str) -> str:
         """A model, head or adapter that a request names, as it may be opened; Forbidden says why it may not."""
@@ -69,8 +74,10 @@ class Access:
         """The model's own drafter with some options changed."""
 
         def varied() -> DrafterSpec:
-            method, kept = self._from_text(own)
-            return self._from_values(method, vars(kept) | self._scalars(options, own))
+            kept, values = self._from_text(own), self._scalars(options, own)
+            if len(kept.members) > 1:
+                return drafters.varied(kept, values)
+            return self._from_values(kept.name, vars(kept.options) | values)
 
         return self._allowed(varied, own)
 
@@ -82,7 +89,11 @@ class Access:
         return drafters.parse(text)
 
     def _from_values(self, method: str, values: Mapping[str, Any]) -> DrafterSpec:
-        return drafters.from_values(method, values)
+        if len(drafters.split_members(method)) == 1:
+            return drafters.from_values(method, values)
+        if values:
+            raise OutriderError(f"options of several drafters stand in the method: {_EXAMPLE}")
+        return drafters.parse(method)
 
     def _allowed(self, read: Callable[[], DrafterSpec], own: str = "") -> str:
         """The text of the spec that `read` gives, made from the very values that were checked."""
@@ -105,13 +116,17 @@ class Access:
         for key, value in options.items():
             if not isinstance(value, str | int | float):
                 raise Bad(f"speculative: {quoted(key)} must be text, a number, true or false", param="speculative")
-            if kept is None or value != getattr(kept.options, key, None):
+            known = () if kept is None else [getattr(member.options, key, None) for member in kept.members]
+            if value not in known:
                 _check_size(key, value)
         return dict(options)
 
     def _checked(self, spec: DrafterSpec, own: DrafterSpec | None) -> DrafterSpec:
         """The spec with its models and files as they may be opened; a value that `own` has too is allowed."""
-        kept = vars(own.options) if own is not None and own.name == spec.name else {}
+        kept = {} if own is None else {member.name: vars(member.options) for member in own.members}
+        return drafters.combine([self._checked_member(each, kept.get(each.name, {})) for each in spec.members])
+
+    def _checked_member(self, spec: DrafterSpec, kept: Mapping[str, Any]) -> DrafterSpec:
         asked = {key: value for key, value in vars(spec.options).items() if key not in kept or kept[key] != value}
         files = drafters.free_text(type(spec.options))
         if getattr(spec.options, PICKLE, False) and (PICKLE in asked or files & asked.keys()):
@@ -137,7 +152,7 @@ class VllmAccess(Access):
     """vLLM's drafters have options of their own, and none reads a prediction: the engine will say so."""
 
     def expects(self, method: str) -> bool:
-        return method in drafters.names() and super().expects(method)
+        return method in drafters.names() and method != drafters.AUTO and super().expects(method)
 
     def vary(self, own: str, options: Mapping[str, Any]) -> str:
         self._scalars(options, own)

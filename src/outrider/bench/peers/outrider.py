@@ -20,6 +20,7 @@ def load(config: dict[str, Any]) -> Any:
 
     def generate(mode: str, ids: list[int], max_tokens: int) -> dict[str, Any]:
         request = Request(prompt=ids, params=SamplingParams(max_tokens=max_tokens), draft=mode, stream=True)
+        backend.forget_texts()
         begin = time.perf_counter()
         stream = backend.submit(request)
         first, came = 0, begin

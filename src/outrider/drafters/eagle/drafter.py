@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.core.draft import EMPTY, Draft
+from outrider.core.draft import EMPTY, Draft, judged_tree
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
 from outrider.core.verify import Verdict
 from outrider.drafters.base import BuildContext, Drafter, JudgedSteps, Step
-from outrider.drafters.confidence import StatedCalibration, judged_tree
+from outrider.drafters.combined import Combined
+from outrider.drafters.confidence import LONGEST, StatedCalibration
 from outrider.drafters.eagle.head import EagleHead
 from outrider.drafters.eagle.native_runner import PackedRunner
 from outrider.drafters.eagle.runner import (
@@ -34,9 +34,9 @@ from outrider.drafters.eagle.runner import (
 )
 from outrider.drafters.eagle.torch_runner import DenseRunner
 from outrider.drafters.eagle.tree import grow
-from outrider.drafters.eagle.with_lookup import Lookup
 from outrider.drafters.heads.chooser import Chooser
 from outrider.drafters.heads.output import bits
+from outrider.drafters.ngram import Ngram
 from outrider.models.base import Paged, Readable
 from outrider.models.native.packed import packable
 
@@ -103,7 +103,16 @@ class Eagle(Drafter):
         self._ids, self._vocab = head.draft_ids.to(target.device), target.vocab_size
         self._states: dict[int, _EagleState] = {}
         self._guessing, self._drawing = StatedCalibration(), StatedCalibration()
-        self._lookup = Lookup(options.lookup, context) if options.lookup else None
+
+    @classmethod
+    def build(cls, options: Options, context: BuildContext) -> Drafter:
+        """With `lookup` it is two drafters together."""
+        _check(options)
+        head = cls(replace(options, lookup=0), context)
+        if not options.lookup:
+            return head
+        sizes = Ngram.Options(max_n=min(options.lookup + 2, LONGEST), min_n=options.lookup)
+        return Combined(cls.name, [head, Ngram(sizes, context)])
 
     @property
     def takes_prefixes(self) -> bool:
@@ -123,32 +132,25 @@ class Eagle(Drafter):
             self._states[seq.id] = _EagleState(0, seen)
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
-        copies = self.propose_cheap(seqs, budgets)
         self._restart_long()
-        asked = [
-            i for i, copy in enumerate(copies) if budgets[i] > 0 and self._ready(seqs[i]) and self._wants(seqs[i], copy)
-        ]
         most = self._options.tree or self._length
-        choosers = {i: Chooser(seqs[i], min(budgets[i], most), self._options.greedy) for i in asked}
-        begin = time.perf_counter()
+        choosers = {
+            i: Chooser(seq, min(budgets[i], most), self._options.greedy)
+            for i, seq in enumerate(seqs)
+            if budgets[i] > 0 and self._ready(seq)
+        }
         others = self._on_device(list(choosers.values()))
         if others and not self._at_once(others):
             self._write(others, self._catch_up([chooser.seq for chooser in others]))
-        if choosers and self._lookup is not None:
-            self._lookup.spend((time.perf_counter() - begin) / len(choosers))
-        drafts = list(copies)
+        drafts = [EMPTY] * len(seqs)
         for i, chooser in choosers.items():
-            draft = chooser.draft(self._drawing if chooser.draws else self._guessing)
-            # nodes that were drawn come alone: verification has to know the law of every one
-            if self._lookup is not None and draft and copies[i] and draft.probs is None:
-                draft = self._lookup.merge(seqs[i], draft, copies[i])
-            drafts[i] = draft or copies[i]
+            drafts[i] = chooser.draft(self._drawing if chooser.draws else self._guessing)
             state = self._states[chooser.seq.id]
             state.written, state.length = chooser, len(chooser.seq.tokens)
         return drafts
 
     def writes(self, seqs: Seq[Sequence], budget: int) -> bool:
-        if self._loop is None or self._lookup is not None or budget < (self._options.tree or self._length):
+        if self._loop is None or budget < (self._options.tree or self._length):
             return False
         guesses = self._options.greedy  # where the request samples
         if not all(seq.plain and self._ready(seq) and (seq.params.greedy or not guesses) for seq in seqs):
@@ -202,12 +204,7 @@ class Eagle(Drafter):
         for node, kept in judged_tree(grown.tokens, grown.parents, rounds.tokens[0]):
             self._guessing.learn(grown.acceptance[node], kept)
 
-    def propose_cheap(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
-        return [self._looked_up(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
-
     def observe(self, step: Step) -> None:
-        if self._lookup is not None:
-            self._lookup.observe(step)
         if step.hidden is None:
             return
         state = self._states.get(step.seq.id)
@@ -227,8 +224,6 @@ class Eagle(Drafter):
 
     def forget(self, id: int) -> None:
         self._let_go(id)
-        if self._lookup is not None:
-            self._lookup.forget(id)
 
     def _let_go(self, id: int) -> None:
         self._states.pop(id, None)
@@ -241,13 +236,6 @@ class Eagle(Drafter):
         share = self._places // max(len(self._states), 1)
         for id in [id for id, state in self._states.items() if state.taken + state.waiting > share]:
             self._let_go(id)
-
-    def _looked_up(self, seq: Sequence, budget: int) -> Draft:
-        return EMPTY if self._lookup is None else self._lookup.propose(seq, budget)
-
-    def _wants(self, seq: Sequence, copy: Draft) -> bool:
-        """Whether the head is asked as well."""
-        return self._lookup is None or not self._lookup.enough(seq, copy)
 
     def _ready(self, seq: Sequence) -> bool:
         """Whether the target has shown its states up to the last token, and no draft began from there yet."""
@@ -510,5 +498,7 @@ def _check(options: Eagle.Options) -> None:
     for name, least in (("length", 0), ("tree", 0), ("width", 1), ("vocab", 0), ("lookup", 0)):
         if getattr(options, name) < least:
             raise OutriderError(f"eagle:{name} must be at least {least}, not {getattr(options, name)}")
+    if options.lookup > LONGEST:
+        raise OutriderError(f"eagle:lookup must be at most {LONGEST}, not {options.lookup}")
     if not 0.0 <= options.stop < 1.0 and options.stop != -1.0:
         raise OutriderError(f"eagle:stop must be at least 0 and below 1, not {options.stop}")

@@ -31,8 +31,8 @@ def find(kind: str, name: str, target: Readable, target_name: str, allow_pickle:
         if not os.path.isdir(name):  # also False where the name is too long for a path
             raise OutriderError(f"there is no folder {name} with a head for {kind}")
         return read(name, target, allow_pickle)
-    named = SHIPPED / Path(target_name).name / kind
-    if target_name and named.is_dir():
+    named = shipped(kind, target_name)
+    if named is not None:
         return read(named, target)
     for folder in sorted(SHIPPED.glob(f"*/{kind}")):  # the same model under another name
         with contextlib.suppress(OutriderError):
@@ -41,6 +41,12 @@ def find(kind: str, name: str, target: Readable, target_name: str, allow_pickle:
         f"no head for {kind} is shipped for {target_name or 'this target'}; "
         f"train one (outrider train {kind} --model {target_name or 'M'} --out DIR) and write {kind}:head=DIR"
     )
+
+
+def shipped(kind: str, target_name: str) -> Path | None:
+    """The folder of the head that is shipped for a target of that name."""
+    folder = SHIPPED / Path(target_name).name / kind
+    return folder if target_name and os.path.isdir(folder) else None  # False where the name is too long
 
 
 def read(folder: str | Path, target: Readable, allow_pickle: bool = False) -> Head:

@@ -15,11 +15,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from outrider.core.draft import EMPTY, Draft
+from outrider.core.draft import EMPTY, Draft, judged_tree
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext, Drafter, Step
-from outrider.drafters.confidence import StatedCalibration, judged_tree
+from outrider.drafters.confidence import StatedCalibration
 from outrider.drafters.heads.chooser import Chooser
 from outrider.drafters.heads.output import OutputMatrix, bits
 from outrider.drafters.medusa.head import MedusaHead, Paths

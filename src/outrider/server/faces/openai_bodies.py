@@ -223,16 +223,17 @@ class OpenAIBody(SharedFields, StructuredFields):
             raise Bad(f"speculative: at most {MOST_OPTIONS} options are read, not {len(options)}", param="speculative")
         if asked.off:
             return _refuse_off(asked.method, options, expects)
-        method = asked.method or ("prediction" if expects else own.partition(":")[0])
+        own_reads = asked.method is None and access.expects(own)
+        method = asked.method or (own if own_reads or not expects else "prediction")
         reads = access.expects(method)
         if expects and not reads:
             raise Bad(
                 f"a prediction is given, but the method {method} does not read it; leave out one of the two",
                 param="speculative",
             )
-        if reads and not expects:
+        if access.needs(method) and not expects:
             raise Bad(f"the method {method} drafts from `prediction`, and none is given; add it", param="prediction")
-        if asked.method is None and not expects:
+        if asked.method is None and (own_reads or not expects):
             return access.vary(own, options)
         return access.draft(method, options, own)
 
@@ -344,7 +345,7 @@ def _bias(given: dict[str, float] | None) -> dict[int, float]:
 
 def _for_prediction(access: Access, own: str) -> str:
     """The model's own drafter if it reads predictions, else the drafter `prediction`."""
-    return "" if access.expects(own.partition(":")[0]) else "prediction"
+    return "" if access.expects(own) else "prediction"
 
 
 def _refuse_off(method: str | None, options: dict[str, Any], expects: bool) -> str:

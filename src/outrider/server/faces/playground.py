@@ -82,6 +82,8 @@ def _ready(name: str, model: str) -> bool:
     drafters that are given the expected answer only the drafter that takes text."""
     kind = drafters.find(name)
     fields = dataclasses.fields(kind.Options)
+    if kind.parts:
+        return True
     if any(field.default is field.default_factory is dataclasses.MISSING for field in fields):
         return False
     if "head" in (field.name for field in fields):

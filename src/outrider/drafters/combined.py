@@ -1,0 +1,174 @@
+"""Several drafters together: what they guess is one tree, in which guesses that agree stand once.
+
+Where members agree or differ, how likely each is right is learned: of the guess that both have, of the likelier one of
+two that differ, and of the other one (`confidence.py`). Draws come alone, because a law can be stated for all nodes or
+for none: a tree that holds a guess beside a draw only where they differ would have been chosen by the draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+from outrider.core.draft import EMPTY, ROOT, Draft, judged_tree
+from outrider.core.sequence import Sequence
+from outrider.drafters.base import Drafter, Step
+from outrider.drafters.confidence import StatedCalibration
+
+# Probability of a node whose drafter does not say: as believed before any was seen (`engine/policy.py`).
+ASSUMED = 0.7
+HOPELESS = 0.02  # probability: a node that is reached less often than this is worth no row, however cheap
+# How a guess stands to those of the other members: the same, likelier than another, less likely than another.
+AGREED, LIKELIER, OTHER = range(3)
+Note = tuple[int, str, float]  # one of these, the member, and the probability before calibration
+Places = list[tuple[int, int]]  # nodes of the members' drafts that are one node of the tree: member, node
+JudgedGuess = tuple[int, Places, float, Note | None]  # a token, who guesses it, its probability, and how that was found
+
+
+class Combined(Drafter):
+    """The engine asks each member by itself, and those alone that pay; `propose` asks all."""
+
+    reports_acceptance = True
+
+    def __init__(self, name: str, members: Seq[Drafter]) -> None:
+        self.name, self._members = name, tuple(members)
+        self.layers = tuple(sorted({layer for member in members for layer in member.layers}))
+        self.reads_prediction = any(member.reads_prediction for member in members)
+        self.reads_grammar = all(member.reads_grammar for member in members)
+        self.has_weights = any(member.has_weights for member in members)
+        self._calibrations: dict[tuple[int, str], StatedCalibration] = {}
+        # by sequence: the tree of this step, and the tokens that were committed before it
+        self._trees: dict[int, tuple[Draft, list[Note | None], int]] = {}
+
+    @property
+    def members(self) -> tuple[Drafter, ...]:
+        return self._members
+
+    @property
+    def takes_prefixes(self) -> bool:
+        return all(member.takes_prefixes for member in self._members)
+
+    def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        found = [(member, member.propose(seqs, budgets)) for member in self._members]
+        return [
+            self.merge(seq, [(member, drafts[i]) for member, drafts in found]).cut(budgets[i])
+            for i, seq in enumerate(seqs)
+        ]
+
+    def merge(self, seq: Sequence, found: Seq[tuple[Drafter, Draft]]) -> Draft:
+        drawn = next(((member, draft) for member, draft in found if draft.probs is not None), None)
+        found = [(member, draft) for member, draft in ([drawn] if drawn else found) if draft]
+        self._trees.pop(seq.id, None)
+        if len(found) < 2:
+            return _named(*found[0]) if found else EMPTY
+        tree, notes = self._merged([member.name for member, _ in found], [draft for _, draft in found])
+        self._trees[seq.id] = tree, notes, len(seq.tokens)
+        return tree
+
+    def observe(self, step: Step) -> None:
+        for member in self._members:
+            hidden = None
+            if member.layers and step.hidden is not None:
+                hidden = step.hidden[:, [self.layers.index(layer) for layer in member.layers]]
+            member.observe(replace(step, hidden=hidden))
+        self.merged(step)
+
+    def merged(self, step: Step) -> None:
+        tree, notes, length = self._trees.pop(step.seq.id, (EMPTY, [], 0))
+        if step.verdict is None or not tree:
+            return
+        for node, kept in judged_tree(tree.tokens, tree.parents, step.seq.tokens[length:]):
+            if (note := notes[node]) is not None:
+                self._calibration(note).learn(note[2], kept)
+
+    def forget(self, id: int) -> None:
+        for member in self._members:
+            member.forget(id)
+        self._trees.pop(id, None)
+
+    def _calibration(self, note: Note) -> StatedCalibration:
+        return self._calibrations.setdefault(note[:2], StatedCalibration())
+
+    def _merged(self, names: Seq[str], drafts: Seq[Draft]) -> tuple[Draft, list[Note | None]]:
+        """Level by level: a node of the tree stands for the nodes of the drafts that guess the same text."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        reach: list[float] = []
+        acceptance: list[float] = []
+        sources: list[str] = []
+        notes: list[Note | None] = []
+        below = [_children(draft) for draft in drafts]
+        places: list[Places] = [[(member, ROOT) for member in range(len(drafts))]]
+        node = ROOT
+        while node < len(tokens):
+            before = 1.0 if node == ROOT else reach[node]
+            if len(places[node + 1]) == 1:  # nobody else has come here
+                judged = _alone(drafts, below, *places[node + 1][0])
+            else:
+                judged = self._judged(names, _guesses(drafts, below, places[node + 1]))
+            for token, own, probability, note in judged:
+                if before * probability >= HOPELESS:
+                    tokens.append(token)
+                    parents.append(node)
+                    reach.append(before * probability)
+                    acceptance.append(probability)
+                    sources.append(names[min(member for member, _ in own)])
+                    notes.append(note)
+                    places.append(own)
+            node += 1
+        return Draft(tuple(tokens), tuple(parents), None, tuple(sources), tuple(acceptance)), notes
+
+    def _judged(self, names: Seq[str], guesses: dict[int, tuple[Places, float, int]]) -> list[JudgedGuess]:
+        """The guesses after one node, likeliest first, each with its probability beside the others."""
+        if len(guesses) == 1:
+            ((token, (own, stated, leader)),) = guesses.items()
+            if own[0][0] == own[-1][0]:
+                return [(token, own, stated, None)]
+            agreed = AGREED, names[leader], stated
+            return [(token, own, self._calibration(agreed).probability(stated), agreed)]
+        judged: list[JudgedGuess] = []
+        taken: list[tuple[int, float]] = []  # who leads each guess so far, and its probability
+        leaders = {leader for _, _, leader in guesses.values()}
+        for token, (own, stated, leader) in sorted(guesses.items(), key=lambda item: -item[1][1]):
+            others = sum(probability for other, probability in taken if other != leader)
+            kind: int | None = AGREED if len({member for member, _ in own}) > 1 else OTHER if others else LIKELIER
+            if kind == LIKELIER and len(leaders) == 1:
+                kind = None  # nobody differs: siblings of one draft
+            stated *= max(0.0, 1.0 - others)
+            note = None if kind is None else (kind, names[leader], stated)
+            probability = stated if note is None else self._calibration(note).probability(stated)
+            judged.append((token, own, probability, note))
+            taken.append((leader, probability))
+        return judged
+
+
+def _named(member: Drafter, draft: Draft) -> Draft:
+    return replace(draft, sources=draft.named(member.name))
+
+
+def _children(draft: Draft) -> list[list[int]]:
+    """By node, beginning with the root."""
+    below: list[list[int]] = [[] for _ in range(1 + len(draft))]
+    for node, parent in enumerate(draft.parents):
+        below[parent + 1].append(node)
+    return below
+
+
+def _alone(drafts: Seq[Draft], below: Seq[list[list[int]]], member: int, place: int) -> list[JudgedGuess]:
+    """What one member alone guesses after a node."""
+    draft = drafts[member]
+    nodes = below[member][place + 1]
+    return [(draft.tokens[n], [(member, n)], draft.acceptance[n] if draft.acceptance else ASSUMED, None) for n in nodes]
+
+
+def _guesses(drafts: Seq[Draft], below: Seq[list[list[int]]], places: Places) -> dict[int, tuple[Places, float, int]]:
+    """What comes after these nodes: by token, the nodes that guess it, the highest probability and whose it is."""
+    found: dict[int, tuple[Places, float, int]] = {}
+    for member, place in places:
+        draft = drafts[member]
+        for node in below[member][place + 1]:
+            probability = draft.acceptance[node] if draft.acceptance else ASSUMED
+            own, best, leader = found.get(draft.tokens[node], ([], -1.0, member))
+            own.append((member, node))
+            found[draft.tokens[node]] = (own, probability, member) if probability > best else (own, best, leader)
+    return found
