@@ -106,3 +106,20 @@ def test_what_comes_after_the_end_is_not_committed(loops):
     assert seq.finish == "stop"
     assert seq.tokens[seq.prompt :] == reference.tokens[reference.prompt :][:cut]
     assert target().length(seq.id) == 0
+
+
+@pytest.mark.parametrize(
+    ("spec", "prediction", "looped"),
+    [("auto:head=it,length=2", (), True), ("auto:head=it,length=2", (1, 2), False), ("eagle:head=it+ngram", (), False)],
+)
+def test_one_of_several_writes_alone_where_the_others_were_not_asked_for(spec, prediction, looped):
+    context = BuildContext(target(), load=None, heads={"it": head("eagle-3")})
+    made = Engine(target(), drafters.build(spec, context))
+    (seq,) = sequences([SamplingParams(6)])
+    seq.prediction = prediction
+    made.add(seq)
+    made.step()  # the prompt
+    assert not made.stats.steps
+    writing = made._pool.writing([seq], made.scheduler.widest)
+    assert (writing is not None) == looped
+    made.cancel(seq.id)
