@@ -20,8 +20,9 @@ LARGEST_CHANGE = 0.3
 AVERAGED = 10
 # Passes: the largest weight of one number of rows in the line, so that plain passes do not outvote all others.
 HEAVIEST = 20
-# Share of the difference by which a measured cost of drafting moves its average. Chosen by hand.
-SMOOTHING = 0.1
+# Share of the difference by which a measured cost of drafting moves its average, up and down: a draft may take longer
+# for reasons of the machine, never shorter (LOG, 2026-11-17: a head whose first draft took 22 ms was hardly asked).
+SMOOTHING, SMOOTHING_DOWN = 0.1, 0.3
 # Squared rows: the weight of the assumed row in the slope of the line, while all passes have the same number of rows.
 SLOPE_WEIGHT = 2.0
 
@@ -110,7 +111,9 @@ class PassCost:
 
 def smoothed(average: float, value: float) -> float:
     """The average moved towards a new value: by a share of the difference, and by no more than that share of itself."""
-    return average + SMOOTHING * min(value - average, average)
+    return average + (
+        SMOOTHING * min(value - average, average) if value > average else SMOOTHING_DOWN * (value - average)
+    )
 
 
 def _slope(one: tuple[int, float], other: tuple[int, float]) -> float:

@@ -36,6 +36,8 @@ ASSUMED_DRAFT, ASSUMED_NODE = 0.15, 0.3
 ASSUMED_READ = 0.3
 # Share of a pass that the target is assumed to take for a token of a prompt, until it is measured.
 ASSUMED_PROMPT = 0.05
+# Drafts of which the shortest counts: the first ones also fill caches and allocate memory.
+FIRST_DRAFTS = 4
 # Tokens to be read from which on asking a drafter counts as its start and not as the cost of a draft.
 START = 16
 # Share of a request's time that may go into drafts that are not expected to pay, so that a change is noticed.
@@ -79,6 +81,7 @@ class DrafterRecord:
         self._kept: dict[int, float] = {}
         self._tokens, self._drafts = ASSUMED_TOKENS * ASSUMED_DRAFTS, ASSUMED_DRAFTS
         self._seconds: dict[int, float] = {}  # of asking it for one sequence, by the bits of their number
+        self._measured: dict[int, int] = {}  # how often, likewise
         self.read = 0.0  # seconds of reading a token; 0: not measured
         self.nodes = 1.0  # of a draft that go into the pass, on average
         self.trial = False  # whether it was last asked only to see whether it pays now
@@ -117,8 +120,9 @@ class DrafterRecord:
     def learn_cost(self, seqs: int, seconds: float, most: float) -> None:
         """Seconds of asking it for one of so many sequences. `most`: that the first measurement may count."""
         bits = seqs.bit_length()
-        old = self._seconds.get(bits)
-        self._seconds[bits] = min(seconds, most) if old is None else smoothed(old, seconds)
+        count = self._measured[bits] = self._measured.get(bits, 0) + 1
+        old = self._seconds.get(bits, most)
+        self._seconds[bits] = min(old, seconds) if count <= FIRST_DRAFTS else smoothed(old, seconds)
 
     def learn_read(self, seconds: float) -> None:
         self.read = smoothed(self.read, seconds) if self.read else seconds
@@ -208,7 +212,10 @@ class DraftingPolicy:
     def _tried(
         self, drafter: Drafter, seqs: Seq[Sequence], budgets: Seq[int], chances: Seq[float], plan: PassPlan
     ) -> list[int]:
-        """Asked although it is not expected to pay, as far as the time of each request allows."""
+        """Asked although it is not expected to pay, as far as the time of each request allows. Not where it pays in
+        other steps, in which less was guessed for nothing: there it is asked anyway."""
+        if any(self._paid(drafter, seqs, budgets, [1.0] * len(seqs), plan)):
+            return [0] * len(seqs)
         each, asked = self._seconds(drafter, len(seqs)) + self._rows(plan.rows, len(seqs), 1.0), []
         for seq, budget, chance in zip(seqs, budgets, chances, strict=True):
             cost = each + self._start(drafter, seq)

@@ -204,6 +204,10 @@ class Eagle(Drafter):
         for node, kept in judged_tree(grown.tokens, grown.parents, rounds.tokens[0]):
             self._guessing.learn(grown.acceptance[node], kept)
 
+    def unread(self, seq: Sequence) -> int:
+        state = self._states.get(seq.id)
+        return 0 if state is None else max(0, state.waiting - 1)
+
     def observe(self, step: Step) -> None:
         if step.hidden is None:
             return
