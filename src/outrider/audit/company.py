@@ -355,7 +355,7 @@ class _Company:
             details,
             sum(text.stats.drafted for text in texts),
             sum(text.stats.accepted for text in texts),
-            sum(_counted(own.stats) != _counted(other.stats) for own, other in pairs),
+            sum(own.stats.untimed() != other.stats.untimed() for own, other in pairs),
             round(outcome.seconds, 3),
         )
 
@@ -368,11 +368,6 @@ class _Company:
 
 def _variants(name: str) -> list[str]:
     return [f"{name}:{options}" for options in drafters.find(name).variants]
-
-
-def _counted(stats: Stats) -> Stats:
-    """What was drafted and kept, without the time that it took."""
-    return replace(stats, seconds={}, first_seconds=0.0)
 
 
 def _not_covered(

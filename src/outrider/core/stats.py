@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outrider.core.draft import Draft
@@ -60,6 +60,10 @@ class Stats:
                 self.drafted_by_depth[depth] += count
             if reached := sum(each > depth for each in written):
                 self.accepted_by_depth[depth] += reached
+
+    def untimed(self) -> Stats:
+        """Only what was counted: the same, run after run."""
+        return replace(self, seconds={}, first_seconds=0.0, writing_seconds=0.0)
 
     def spend(self, phase: str, seconds: float) -> None:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds

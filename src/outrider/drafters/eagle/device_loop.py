@@ -26,9 +26,6 @@ from outrider.models.cuda.graphs import Shape, event, pinned, reach
 from outrider.models.cuda.looped import LoopedPass
 from outrider.models.cuda.model import PAGE, CudaLlama
 
-# Rows of a pass of the target that drafts may fill: up to there a row is nearly free on an H200, 64 rows take 1.5 times
-# as long as one (docs/benchmarks/gpu-equality). Of more sequences than that each has one node.
-FULL = 64
 MOST_ROWS = 1024  # of a pass: the memory for all their logits stays small
 MOST_ROUNDS = 16  # that the host may wait for
 # Tokens of a sequence up to which its rounds have a graph from the beginning; rounds after which they have one.
@@ -39,7 +36,6 @@ PREPARED, WARM_ROUNDS = (256, 512, 1024), 2
 class _Looped:
     """A number of sequences, and how long they may be."""
 
-    nodes: int  # of a draft, at most
     group: DraftGroup
     target: LoopedPass
     sent: Tensor  # what the host writes before the first round: sequences, texts, kept
@@ -65,8 +61,7 @@ class DeviceLoop:
 
     def can(self, lengths: Seq[int], rounds: int) -> bool:
         count = 1 << (len(lengths) - 1).bit_length()
-        fits = max(lengths) + self._ahead(rounds) <= self._target.context
-        return fits and count * (1 + self._nodes_of(count)) <= MOST_ROWS
+        return count * (1 + self._nodes) <= MOST_ROWS and max(lengths) + self._ahead(rounds) <= self._target.context
 
     @torch.inference_mode()
     def run(self, texts: Seq[LoopedText], rounds: int, wait: Callable[[], None]) -> list[LoopedRounds] | None:
@@ -108,20 +103,14 @@ class DeviceLoop:
         """Places of the target's cache that the rounds of a sequence may take."""
         return rounds * self.wide + self._nodes + 1
 
-    def _nodes_of(self, count: int) -> int:
-        """Nodes of each draft where this number of sequences is written together."""
-        return max(1, min(self._nodes, FULL // count - 1))
-
     def _make(self, count: int, longest: int, sampled: bool) -> _Looped:
-        wide, nodes, device = self.wide, self._nodes_of(count), self._target.device
-        group = self._runner.group(count, nodes)
+        wide, nodes, device = self.wide, self._nodes, self._target.device
         sizes = [len(SequenceField) * count, len(LoopField) * count, (1 + 2 * wide) * count]
         sent = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         sequences, texts, kept = sent.split(sizes)
         out = torch.zeros(MOST_ROUNDS, count, 2 + 2 * wide + 3 * nodes, dtype=torch.int32, device=device)
         return _Looped(
-            nodes,
-            group,
+            self._runner.group(count),
             self._target.looped(count, nodes, wide - 1, longest, self._layers, sampled),
             sent,
             pinned(sum(sizes), device),
@@ -159,7 +148,7 @@ class DeviceLoop:
 
     def _show(self, loop: _Looped, texts: Seq[LoopedText]) -> None:
         """The states that the head takes in first stand where the states of a pass will stand."""
-        hidden, device, each = loop.target.hidden, self._target.device, 1 + loop.nodes
+        hidden, device, each = loop.target.hidden, self._target.device, 1 + self._nodes
         by: dict[int, tuple[Tensor, list[int], list[int]]] = {}  # states; their rows; where these go
         for place, text in enumerate(texts):
             to = place * each
@@ -173,7 +162,7 @@ class DeviceLoop:
             hidden[moved[1]] = states[moved[0]]
 
     def _heat(self, loop: _Looped, texts: Seq[LoopedText]) -> None:
-        each = 1 + loop.nodes
+        each = 1 + self._nodes
         keys = np.array([text.asked.key for text in texts], "uint64").view("int64").repeat(each)
         heat = np.array([text.asked.temperature for text in texts], "float32").repeat(each)
         loop.target.keys[: len(keys)].copy_(torch.from_numpy(keys))
@@ -184,7 +173,7 @@ class DeviceLoop:
         runner, target, growth = self._runner, loop.target, loop.group.growth
         padding = self._target.padding
         rows = loop.table.shape[1]
-        loop_kernels.enter_kept(loop.kept, loop.sequences, loop.table, loop.nodes, runner.block, runner.padding)
+        loop_kernels.enter_kept(loop.kept, loop.sequences, loop.table, self._nodes, runner.block, runner.padding)
         shape = Shape(rows, rows, longest, runner.tile)
         runner.take_in(loop.group, loop.sequences, loop.table, shape, target.hidden)
         runner.grow(loop.group, loop.sequences, longest)
@@ -200,18 +189,18 @@ class DeviceLoop:
 
     def _read(self, loop: _Looped, texts: Seq[LoopedText], rounds: int, hidden: Tensor) -> list[LoopedRounds]:
         found = loop.found[:rounds, : len(texts)].numpy().copy()  # the device writes into the memory again
-        depths = _by_depth(found[:, :, 1 + 2 * self.wide :], loop.nodes, loop.group.growth.stages + 1)
+        depths = _by_depth(found[:, :, 1 + 2 * self.wide :], self._nodes, loop.group.growth.stages + 1)
         every = []
         for place, text in enumerate(texts):
             own = found[:, place]
             tokens = [row[1 : 1 + row[0]] for row in own[:, : 1 + self.wide].tolist()]
             self._target.written(text.id, sum(map(len, tokens)))
             self._runner.written(text.id, len(text.tokens) + sum(map(len, tokens[:-1])))
-            begin = place * (1 + loop.nodes)
+            begin = place * (1 + self._nodes)
             rows = own[-1, 1 + self.wide : 1 + self.wide + len(tokens[-1])]
             drafts = int(np.count_nonzero(own[:, 1 + 2 * self.wide]))
             shown = hidden, (begin + rows).tolist()
-            every.append(LoopedRounds(tokens, depths[place], drafts, shown, partial(self._one, own, loop.nodes)))
+            every.append(LoopedRounds(tokens, depths[place], drafts, shown, partial(self._one, own, self._nodes)))
         return every
 
     def _one(self, rounds: np.ndarray, nodes: int, number: int) -> tuple[Grown, tuple[int, ...]]:

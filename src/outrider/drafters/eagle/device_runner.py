@@ -75,7 +75,7 @@ class DeviceRunner:
         self._sent_table = torch.zeros(fields, dtype=torch.int32, device=self._device)
         self._staging = pinned(fields, self._device)
         self._itself = torch.arange(max(TOGETHER * shape.width, FEW_ROWS), dtype=torch.int32, device=self._device)
-        self._groups: dict[tuple[int, int], DraftGroup] = {}
+        self._groups: dict[int, DraftGroup] = {}
         self._graphs: dict[tuple[Hashable, int], _Launched] = {}
         self._capture = Capture()
         self._sent, self._done = event(self._device), event(self._device)
@@ -347,17 +347,15 @@ class DeviceRunner:
             launched.graph.replay()
         launched.before = True
 
-    def group(self, sequences: int, nodes: int | None = None) -> DraftGroup:
-        """Of drafts of at most `nodes` nodes; None: as many as they have at most."""
-        count, nodes = 1 << (sequences - 1).bit_length(), self.shape.nodes if nodes is None else nodes
-        key = count, nodes
-        if key not in self._groups:
-            depth, width = min(self.shape.depth, nodes), min(self.shape.width, nodes)
-            growth = Growth(count, width, depth - 1, nodes, self._weights.ids)
-            state, normed = torch.zeros(2, count, self.config.hidden_size, dtype=self._dtype, device=self._device)
+    def group(self, sequences: int) -> DraftGroup:
+        count = 1 << (sequences - 1).bit_length()
+        if count not in self._groups:
+            shape, hidden = self.shape, self.config.hidden_size
+            growth = Growth(count, shape.width, self._stages, shape.nodes, self._weights.ids)
+            state, normed = torch.zeros(2, count, hidden, dtype=self._dtype, device=self._device)
             found = pinned(growth.found.numel(), self._device).view(growth.found.shape)
-            self._groups[key] = DraftGroup(growth, state, normed, self._logits(count), found)
-        return self._groups[key]
+            self._groups[count] = DraftGroup(growth, state, normed, self._logits(count), found)
+        return self._groups[count]
 
     def _empty(self, *sizes: int) -> Tensor:
         return torch.empty(sizes, dtype=self._dtype, device=self._device)

@@ -162,9 +162,9 @@ class Eagle(Drafter):
         self._restart_long()
         if not all(map(self._ready, seqs)):
             return None
-        for seq in seqs:
-            if self._states[seq.id].waiting > self._loop.wide:
-                self._take_in([seq], keep=1)
+        late = [seq for seq in seqs if self._states[seq.id].waiting > self._loop.wide]
+        if late:
+            self._take_in(late, keep=1)
         rounds = self._loop.run([self._text(seq) for seq in seqs], self._rounds(seqs), wait)
         if rounds is None:
             return None
