@@ -3,9 +3,10 @@
     PYTHONPATH=src python scripts/schema_proof.py --begin 0 --end 250 --output part.json
     PYTHONPATH=src python scripts/schema_proof.py --summary part*.json
 
-Each schema is decoded plainly under its grammar, in a batch of 16 with neighbours that have none, then with drafters:
-`grammar` for every schema and one of the others in turn, half of the schemas greedily and half with a seed; some alone
-as well. A text that ends by itself must be valid for jsonschema, and the tokens of all must be equal.
+Each schema is decoded plainly under its grammar, in a batch of 16 with neighbours that have none, then with
+drafters, one for each schema in turn (--always: one for every schema beside it), half of the schemas greedily and half
+with a seed; some alone as well. A text that ends by itself must be valid for jsonschema, and the tokens of all must be
+equal.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from schemas import collection  # the collection is the tests' own
 BATCH = 16  # sequences at once
 FREE = 8  # one in so many has no grammar
 ALONE = 16  # one in so many is also decoded by itself
-DRAFTERS = ("ngram", "history", "layer_skip", "eagle", "medusa", "prediction")  # beside `grammar`, each in its turn
+AT_ONCE = 8 * BATCH  # sequences that are handed in together
+DRAFTERS = ("ngram", "history", "layer_skip", "eagle", "medusa", "prediction", "grammar")  # each in its turn
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,9 @@ def invalid(text: str, schema: Any) -> str:
 
 
 class Proof:
-    def __init__(self, llm: LLM, drafters: tuple[str, ...]) -> None:
-        self._llm, self._drafters = llm, drafters
+    def __init__(self, llm: LLM, drafters: tuple[str, ...], always: tuple[str, ...] = ()) -> None:
+        """`drafters` take turns; those of `always` draft for every schema."""
+        self._llm, self._drafters, self._always = llm, drafters, always
         self.counts: Counter[str] = Counter()
         self.drafted: dict[str, Counter[str]] = {}
         self.failures: list[dict[str, Any]] = []
@@ -87,7 +90,8 @@ class Proof:
         for case, result in zip(usable, plain, strict=True):
             self._validate(case, result)
         pairs = list(zip(usable, plain, strict=True))
-        self._compare("grammar", [pair for pair in pairs if pair[0].schema is not None])
+        for drafter in self._always:
+            self._compare(drafter, [pair for pair in pairs if pair[0].schema is not None])
         for place, drafter in enumerate(self._drafters):
             self._compare(drafter, [pair for pair in pairs if pair[0].number % len(self._drafters) == place])
         for case, result in pairs:
@@ -175,6 +179,7 @@ def main() -> int:
     made.add_argument("--seconds", type=float, default=0.0, help="begin no further batch after this long; 0: all")
     made.add_argument("--only", type=int, nargs="+", default=[], help="these schemas alone")
     made.add_argument("--drafters", default=",".join(DRAFTERS))
+    made.add_argument("--always", nargs="+", default=[], help="drafters for every schema")
     made.add_argument("--output", type=Path)
     made.add_argument("--summary", type=Path, nargs="+")
     given = made.parse_args()
@@ -182,15 +187,16 @@ def main() -> int:
         return summary(given.summary)
     begun, asked, done = time.monotonic(), cases(given.begin, given.end, given.tokens, given.only), given.begin
     with LLM(given.model, draft="none", pace=False, max_batch=BATCH) as llm:
-        proof = Proof(llm, tuple(filter(None, given.drafters.split(","))))
+        proof = Proof(llm, tuple(filter(None, given.drafters.split(","))), tuple(given.always))
         while asked and not (given.seconds and time.monotonic() - begun > given.seconds):
-            part, asked = asked[: 4 * BATCH], asked[4 * BATCH :]
+            part, asked = asked[:AT_ONCE], asked[AT_ONCE:]
             proof.check(part)
             done = part[-1].number + 1
             print(f"up to {done}: {dict(proof.counts)}", file=sys.stderr, flush=True)
+            report = {"begin": given.begin, "end": done, **proof.report()}
+            if given.output:  # what is done is kept if the next part is not
+                given.output.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     report = {"begin": given.begin, "end": done, **proof.report()}
-    if given.output:
-        given.output.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     print(json.dumps({**report, "failures": report["failures"][:3]}, ensure_ascii=False))
     return 1 if proof.failures else 0
 

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import foreign
 import pytest
 from serving import outrider_serve
 
@@ -46,6 +47,9 @@ def test_the_commands_and_the_python_of_the_guide_run(capsys):
         answer = json.loads(done.stdout)
         assert "Danube" in answer["generated_text"]
         assert answer["details"]["skipped_tokens"] > 0
-        exec(compile(blocks("python")[0].replace("127.0.0.1:8000", address), "apis.md", "exec"), {})
+        foreign.anthropic()  # the client can then be imported
+        for block in blocks("python"):
+            here = block.replace("127.0.0.1:8000", address).replace("localhost:8000", address)
+            exec(compile(here, "apis.md", "exec"), {})
         assert list(client.list_models()) == ["smollm2-135m"]
     assert len(capsys.readouterr().out.split()) > 20

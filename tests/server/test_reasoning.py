@@ -27,6 +27,7 @@ SPECIAL = ["[THINK]", "[/THINK]"]
 TEXTS = {
     "thought and answer": (MAY, "<think>\nhm, 2 < 3 </th\n</think>\n\nyes\n", "hm, 2 < 3 </th", "yes\n"),
     "answer alone": (MAY, "<thin yes </think>", "", "<thin yes </think>"),
+    "an answer that begins with line breaks": (MAY, "\n\n\nyes", "", "\n\n\nyes"),
     "nothing": (MAY, "", "", ""),
     "an empty thought": (MAY, "<think>\n\n</think>\n\n\n{}", "", "\n{}"),
     "cut off": (MAY, "<think>hm </thi", "hm </thi", ""),

@@ -10,13 +10,16 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.core.errors import OutriderError
 from outrider.core.params import SamplingParams as SamplingParams
 
 MINUS_INF = float("-inf")
+NOTHING_LEFT = "the grammar leaves no token to write; loosen it"
 
 
 def adjust(
@@ -34,6 +37,8 @@ def adjust(
     """
     if params.penalises:
         logits = _penalised(logits, tokens, prompt, params, frozenset() if _only(mask, ends) else ends)
+    elif mask is not None and on_host(logits):  # by numpy, as in `likeliest`: a third of the time
+        return torch.from_numpy(_masked(logits, mask))
     if mask is not None:
         logits = logits.where(mask.to(logits.device), MINUS_INF)
     if params.adjusts and bool((logits == MINUS_INF).all()):
@@ -80,7 +85,7 @@ def likeliest(logits: Tensor) -> list[int]:
     On a CPU by numpy, which needs a tenth of the time, and does not wake torch's threads: they would stay awake for a
     while, on the cores that the kernels' own threads need.
     """
-    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+    if on_host(logits):
         found: list[int] = logits.numpy().argmax(-1).tolist()
         return found
     return logits.argmax(-1).tolist()
@@ -88,12 +93,28 @@ def likeliest(logits: Tensor) -> list[int]:
 
 def likeliest_allowed(logits: Tensor, mask: Tensor) -> int:
     """[vocab] -> the greedy choice among the tokens of the mask [vocab] bool, the first of equals."""
-    if logits.device.type != "cpu" or logits.dtype != torch.float32:
+    if not on_host(logits):
         return int(logits.where(mask.to(logits.device), MINUS_INF).argmax())
-    allowed = mask.numpy().nonzero()[0]
+    values, found = mask.numpy(), int(logits.numpy().argmax())
+    if values[found]:  # mostly: then it is the likeliest of those, too, and the first of equals
+        return found
+    allowed = values.nonzero()[0]
     if not len(allowed):
-        raise OutriderError("the grammar leaves no token to write; loosen it")
+        raise OutriderError(NOTHING_LEFT)
     return int(allowed[logits.numpy()[allowed].argmax()])
+
+
+def _masked(logits: Tensor, mask: Tensor) -> NDArray[np.float32]:
+    """Logits on the host without the tokens that the mask forbids."""
+    allowed = mask.numpy()
+    if not allowed.any():
+        raise OutriderError(NOTHING_LEFT)
+    return np.where(allowed, logits.numpy(), np.float32(MINUS_INF))
+
+
+def on_host(logits: Tensor) -> bool:
+    """Whether numpy can read them as they are."""
+    return logits.device.type == "cpu" and logits.dtype == torch.float32
 
 
 def warp(logits: Tensor, params: SamplingParams) -> Tensor:
