@@ -33,7 +33,7 @@ BATCH = 16  # sequences at once
 FREE = 8  # one in so many has no grammar
 ALONE = 16  # one in so many is also decoded by itself
 AT_ONCE = 8 * BATCH  # sequences that are handed in together
-DRAFTERS = ("ngram", "history", "layer_skip", "eagle", "medusa", "prediction", "grammar")  # each in its turn
+DRAFTERS = ("auto", "ngram", "history", "layer_skip", "eagle", "medusa", "prediction", "grammar")  # each in its turn
 
 
 @dataclass(frozen=True)
