@@ -9,7 +9,7 @@ import pytest
 import torch
 from grammars import END, SMALL, constraint, fits, grammar, greedily, vocabulary
 
-from outrider.core import grammar as module
+from outrider.core import grammar as module, sampling
 from outrider.core.draft import Draft
 from outrider.core.errors import OutriderError
 from outrider.core.grammar import Grammar, Grammars, Vocabulary, permitted
@@ -417,3 +417,21 @@ def test_asking_what_is_forced_before_a_special_token_leaves_no_trace():
         assert matcher.forced([token]) == (text[1:] if token != call else b"c")
         matcher.commit(token)
     assert matcher.mask().nonzero().flatten().tolist() == [END]
+
+
+@pytest.mark.parametrize("count", [1, 5, 400, 1000])
+def test_the_host_masks_logits_as_a_device_would(count):
+    """Bit by bit, and with the first of equals."""
+    luck = torch.Generator().manual_seed(count)
+    held = SamplingParams(json_object=True, temperature=1.0)
+    for _ in range(20):
+        logits = torch.randint(-6, 6, (1000,), generator=luck).float() / 3  # many equals
+        mask = torch.zeros(1000, dtype=torch.bool)
+        mask[torch.randperm(1000, generator=luck)[:count]] = True
+        expected = logits.where(mask, float("-inf"))
+        assert torch.equal(sampling.adjust(logits, [1], 1, held, frozenset(), mask), expected)
+        assert sampling.likeliest_allowed(logits, mask) == int((expected == expected.max()).nonzero()[0])
+    nothing = torch.zeros(1000, dtype=torch.bool)
+    for choose in (sampling.likeliest_allowed, lambda row, mask: sampling.adjust(row, [1], 1, held, frozenset(), mask)):
+        with pytest.raises(OutriderError, match="leaves no token"):
+            choose(logits, nothing)
