@@ -16,6 +16,8 @@ LINE_WEIGHT = 2
 CHEAPEST_ROW = 2e-4
 # Share of an average by which one pass can move it: a pause of the machine is not the cost of a pass. Chosen by hand.
 LARGEST_CHANGE = 0.3
+# Passes of which the shortest counts: on a cold machine the first ones take many times as long as all others.
+FIRST_PASSES = 3
 # Passes over which an average runs: few enough to follow a machine whose other half is used by others. Chosen by hand.
 AVERAGED = 10
 # Passes: the largest weight of one number of rows in the line, so that plain passes do not outvote all others.
@@ -45,7 +47,7 @@ class PassCost:
         count = self._counts[rows] = self._counts.get(rows, 0) + 1
         old = self._seconds.setdefault(rows, seconds)
         change = min(max(seconds - old, -LARGEST_CHANGE * old), LARGEST_CHANGE * old)
-        self._seconds[rows] = old + change / min(count, AVERAGED)
+        self._seconds[rows] = min(old, seconds) if count <= FIRST_PASSES else old + change / min(count, AVERAGED)
         self._new += 1
         if self._new >= REFIT or count < REFIT:
             self._curve, self._known, self._new = self._fit(), {}, 0
