@@ -50,7 +50,7 @@ constexpr float LEAST = 1e-30f;   // blocks with nothing larger are zero: their 
 #define PAIRED 0
 #endif
 #endif
-constexpr int PAIRS = 3;          // of each 4 vectors, those that are multiplied in pairs: so additions take the time of the products
+constexpr int PAIRS = 2;          // of each 4 vectors, those that are multiplied in pairs: so all units have work
 constexpr int LEAST_PAIRED = 5;   // rows from which on that is faster: the weights must be widened to 16 bits for it
 
 constexpr int AHEAD = 4096;       // bytes of weights that are asked for before they are used
