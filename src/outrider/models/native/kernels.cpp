@@ -53,6 +53,7 @@ constexpr float LEAST = 1e-30f;   // blocks with nothing larger are zero: their 
 constexpr int PAIRS = 2;          // of each 4 vectors, those that are multiplied in pairs: so all units have work
 constexpr int LEAST_PAIRED = 5;   // rows from which on that is faster: the weights must be widened to 16 bits for it
 
+constexpr int NEAR = 384 << 10;   // bytes of activations that several tiles are multiplied by before the next: with the tiles in the second cache
 constexpr int AHEAD = 4096;       // bytes of weights that are asked for before they are used
 constexpr int TOGETHER = 12;      // queries that share one reading of keys and values
 constexpr int SERIAL = 4;         // rows whose small work is not worth sharing
@@ -108,6 +109,10 @@ struct Activations {
 };  // in groups of rows that are multiplied in pairs, q is of each block [2][8][2] 16-bit numbers: of each 4 the even ones, the odd ones
 
 bool paired_rows(int64_t rows) { return PAIRED && rows >= LEAST_PAIRED; }
+
+struct Rows {  // [begin, end) of all rows of a pass; a group of 8 is never cut
+    int64_t begin, end, all;
+};
 
 // Rows of the group that begins with row `first`.
 int64_t group_rows(int64_t first, int64_t rows) { return rows - first < ROWS ? rows - first : ROWS; }
@@ -401,12 +406,12 @@ inline void store_sums(const Matrix& w, int64_t tile, int64_t row, int64_t rows,
 }
 
 template <int BITS, int GROUP, bool MINIMUM, bool SUPERS>
-void tile_all(const Matrix& w, int64_t tile, const Activations& x, int64_t rows, float* y, const float* add, int64_t stride) {
+void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, float* y, const float* add, int64_t stride) {
     __m512 sums[ROWS];
-    for (int64_t row = 0; row < rows; row += ROWS) {
-        const int64_t some = group_rows(row, rows);
-        tile_some<BITS, GROUP, MINIMUM, SUPERS>(w, tile, x, row, some, sums);
-        store_sums(w, tile, row, some, sums, y, add, stride);
+    for (int64_t row = some.begin; row < some.end; row += ROWS) {
+        const int64_t count = group_rows(row, some.all);
+        tile_some<BITS, GROUP, MINIMUM, SUPERS>(w, tile, x, row, count, sums);
+        store_sums(w, tile, row, count, sums, y, add, stride);
     }
 }
 
@@ -518,20 +523,20 @@ void tile_rows(const Matrix& w, int64_t tile, int half, const Activations& x, in
 }
 
 template <int BITS, int GROUP, bool MINIMUM, bool SUPERS>
-void tile_all(const Matrix& w, int64_t tile, const Activations& x, int64_t rows, float* y, const float* add, int64_t stride) {
-    for (int64_t row = 0; row < rows; row += FEW) {
-        const int64_t group = row / ROWS * ROWS, step = group_rows(group, rows), begin = group * (w.inputs / BLOCK) + row - group;
-        const int64_t some = rows - row < FEW ? rows - row : FEW;
+void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, float* y, const float* add, int64_t stride) {
+    for (int64_t row = some.begin; row < some.end; row += FEW) {
+        const int64_t group = row / ROWS * ROWS, step = group_rows(group, some.all), begin = group * (w.inputs / BLOCK) + row - group;
+        const int64_t count = some.end - row < FEW ? some.end - row : FEW;
         for (int half = 0; half < 2; half++) {
             __m256 sums[FEW];
-            switch (some) {
+            switch (count) {
                 case 1: tile_rows<BITS, GROUP, MINIMUM, SUPERS, 1>(w, tile, half, x, begin, step, sums); break;
                 case 2: tile_rows<BITS, GROUP, MINIMUM, SUPERS, 2>(w, tile, half, x, begin, step, sums); break;
                 case 3: tile_rows<BITS, GROUP, MINIMUM, SUPERS, 3>(w, tile, half, x, begin, step, sums); break;
                 default: tile_rows<BITS, GROUP, MINIMUM, SUPERS, 4>(w, tile, half, x, begin, step, sums);
             }
             const int64_t output = tile * TILE + 8 * half;
-            for (int64_t r = 0; r < some; r++) {
+            for (int64_t r = 0; r < count; r++) {
                 const int64_t place = (row + r) * stride + output;
                 if (w.bias) sums[r] = _mm256_add_ps(sums[r], _mm256_loadu_ps(w.bias + output));
                 if (add) sums[r] = _mm256_add_ps(sums[r], _mm256_loadu_ps(add + place));
@@ -545,7 +550,7 @@ void tile_all(const Matrix& w, int64_t tile, const Activations& x, int64_t rows,
 
 #if WIDE || HALF_WIDE
 
-using TileFunction = void (*)(const Matrix&, int64_t, const Activations&, int64_t, float*, const float*, int64_t);
+using TileFunction = void (*)(const Matrix&, int64_t, const Activations&, Rows, float*, const float*, int64_t);
 
 // The kinds that files hold: Q4_0, Q4_1, Q4_K; Q8_0, Q5_1, Q5_K; Q6_K.
 TileFunction tile_function(const Matrix& w) {
@@ -560,10 +565,10 @@ TileFunction tile_function(const Matrix& w) {
 
 #else  // any processor: the same numbers, left to the compiler to make fast
 
-void tile_all(const Matrix& w, int64_t tile, const Activations& x, int64_t rows, float* y, const float* add, int64_t stride) {
+void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, float* y, const float* add, int64_t stride) {
     const int64_t blocks = w.inputs / BLOCK, parts = BLOCK / w.group;
-    for (int64_t row = 0; row < rows; row++) {
-        const int64_t group = row / ROWS * ROWS, step = group_rows(group, rows), begin = group * blocks + row - group;
+    for (int64_t row = some.begin; row < some.end; row++) {
+        const int64_t group = row / ROWS * ROWS, step = group_rows(group, some.all), begin = group * blocks + row - group;
         float sums[TILE] = {};
         for (int64_t b = 0; b < blocks; b++) {
             const int64_t at = begin + b * step;
@@ -594,7 +599,7 @@ void tile_all(const Matrix& w, int64_t tile, const Activations& x, int64_t rows,
     }
 }
 
-using TileFunction = void (*)(const Matrix&, int64_t, const Activations&, int64_t, float*, const float*, int64_t);
+using TileFunction = void (*)(const Matrix&, int64_t, const Activations&, Rows, float*, const float*, int64_t);
 TileFunction tile_function(const Matrix&) { return tile_all; }
 
 #endif
@@ -626,18 +631,26 @@ double dots_per_second(double seconds) {
 #endif
 }
 
-void product(const JoinedMatrices& w, const Activations& x, int64_t rows, float* y, const float* add) {
-    pool().run(w.outputs / TILE, 1, [&](int64_t begin, int64_t end, int64_t) {
-        int64_t part = 0, first = 0;  // of the tiles of this part
-        TileFunction tile = tile_function(w.parts[0]);
-        for (int64_t t = begin; t < end; t++) {
-            while (t - first >= w.parts[part].outputs / TILE) {
-                first += w.parts[part].outputs / TILE;
-                tile = tile_function(w.parts[++part]);
-            }
-            const int64_t offset = first * TILE;
-            tile(w.parts[part], t - first, x, rows, y + offset, add ? add + offset : nullptr, w.outputs);
+// Tiles [begin, end) of all parts.
+void product_of_tiles(const JoinedMatrices& w, const Activations& x, Rows rows, int64_t begin, int64_t end, float* y, const float* add) {
+    int64_t part = 0, first = 0;  // of the tiles of this part
+    TileFunction tile = tile_function(w.parts[0]);
+    for (int64_t t = begin; t < end; t++) {
+        while (t - first >= w.parts[part].outputs / TILE) {
+            first += w.parts[part].outputs / TILE;
+            tile = tile_function(w.parts[++part]);
         }
+        const int64_t offset = first * TILE;
+        tile(w.parts[part], t - first, x, rows, y + offset, add ? add + offset : nullptr, w.outputs);
+    }
+}
+
+void product(const JoinedMatrices& w, const Activations& x, int64_t rows, float* y, const float* add) {
+    const int64_t row = w.parts[0].inputs / BLOCK * (2 * BLOCK + sizeof(float) + sizeof(BlockSums));  // bytes
+    const int64_t step = NEAR / row < 2 * ROWS ? 2 * ROWS : NEAR / row / ROWS * ROWS;
+    pool().run(w.outputs / TILE, 1, [&](int64_t begin, int64_t end, int64_t) {
+        for (int64_t from = 0; from < rows; from += step)
+            product_of_tiles(w, x, {from, from + step < rows ? from + step : rows, rows}, begin, end, y, add);
     });
 }
 
