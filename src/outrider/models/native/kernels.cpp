@@ -53,7 +53,7 @@ constexpr float LEAST = 1e-30f;   // blocks with nothing larger are zero: their 
 constexpr int PAIRS = 2;          // of each 4 vectors, those that are multiplied in pairs: so all units have work
 constexpr int LEAST_PAIRED = 5;   // rows from which on that is faster: the weights must be widened to 16 bits for it
 
-constexpr int NEAR = 384 << 10;   // bytes of activations that several tiles are multiplied by before the next: with the tiles in the second cache
+constexpr int NEAR = 384 << 10;   // bytes of activations that are used for several tiles in turn: both fit a second cache of 1 MiB
 constexpr int AHEAD = 4096;       // bytes of weights that are asked for before they are used
 constexpr int TOGETHER = 12;      // queries that share one reading of keys and values
 constexpr int SERIAL = 4;         // rows whose small work is not worth sharing
@@ -103,10 +103,11 @@ struct BlockSums {  // over the first 16 inputs of a block, the last 16, and all
 // Of all rows of a pass. Rows that are multiplied together lie side by side, so that one pointer serves them all: groups of
 // 8 rows, the last of as many as are left, and in each group [inputs / 32][rows of the group].
 struct Activations {
-    int8_t* q;        // of each block [2][32] high parts, then low parts: x = scale * (256 * high + low)
+    int8_t* q;        // of each block [2][32] high parts, then low parts: x = scale * (256 * high + low); or, in groups that
+                      // are multiplied in pairs, [2][16] numbers of 16 bits: those with even places, then those with odd ones
     float* scale;     // of each block
     BlockSums* sums;  // of each block
-};  // in groups of rows that are multiplied in pairs, q is of each block [2][8][2] 16-bit numbers: of each 4 the even ones, the odd ones
+};
 
 bool paired_rows(int64_t rows) { return PAIRED && rows >= LEAST_PAIRED; }
 
@@ -320,7 +321,8 @@ inline void paired_vector(__m512i even, __m512i odd, const int8_t* x, bool paire
     if (paired) {
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-            const __m512i first = _mm512_add_epi16(four(x + r * stride), odd), second = _mm512_add_epi16(four(x + r * stride + BLOCK), even);
+            const __m512i first = _mm512_add_epi16(four(x + r * stride), odd);
+            const __m512i second = _mm512_add_epi16(four(x + r * stride + BLOCK), even);
             dots[r] = _mm512_dpwssd_epi32(dots[r], first, second);
         }
     } else {
@@ -395,7 +397,8 @@ void tile_some(const Matrix& w, int64_t tile, const Activations& x, int64_t row,
     }
 }
 
-inline void store_sums(const Matrix& w, int64_t tile, int64_t row, int64_t rows, const __m512* sums, float* y, const float* add, int64_t stride) {
+inline void store_sums(const Matrix& w, int64_t tile, int64_t row, int64_t rows, const __m512* sums, float* y, const float* add,
+                       int64_t stride) {
     for (int64_t r = 0; r < rows; r++) {
         const int64_t place = (row + r) * stride + tile * TILE;
         __m512 sum = sums[r];
@@ -908,7 +911,9 @@ void attend_together(const Query* queries, int64_t count, const PagedRows& keys,
             if (n + 1 < count && some >= 16 && queries[n + 1].run - i >= 16) {
                 for (int64_t k = 0; k < 16; k += 8) two(queries[n], queries[n + 1], first + k * size, size, factor, i + k);
                 n++;
-            } else if (some > 0) dots16(queries[n].q, [&](int64_t k) { return first + k * size; }, some < 16 ? some : 16, size, factor, queries[n].scores + i);
+            } else if (some > 0)
+                dots16(queries[n].q, [&](int64_t k) { return first + k * size; }, some < 16 ? some : 16, size, factor,
+                       queries[n].scores + i);
         }
     }
     float totals[TOGETHER];
