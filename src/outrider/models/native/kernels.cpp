@@ -949,7 +949,9 @@ void attend_together(const Query* queries, int64_t count, const PagedRows& keys,
 
 void attend_all(const Query* queries, int64_t count, const PagedRows& keys, const PagedRows& values) {
 #if WIDE
-    if (keys.size % 64 == 0) return attend_together(queries, count, keys, values);
+    bool together = keys.size % 64 == 0;  // not where a window hides the first keys: nothing would be shared
+    for (int64_t n = 0; n < count; n++) together &= queries[n].run > 0;
+    if (together) return attend_together(queries, count, keys, values);
 #endif
     for (int64_t n = 0; n < count; n++) attend(queries[n], keys, values);
 }
