@@ -152,6 +152,7 @@ def speeds(checkouts: list[Checkout], calls: list[Call], given: argparse.Namespa
             took = {checkout.name: checkout.ask("chat", *call) for checkout in turn}
             found[call].append({name: said["tokens"] / said["seconds"] for name, said in took.items()})
             texts[call].add(took["now"]["texts"])
+            say({"what": "round", "round": number, **call._asdict(), **found[call][-1]})
     for call, rounds in found.items():
         plain = Call(PLAIN, call.batch)
         said = {"what": "chat", **call._asdict(), **summary(rounds)}
