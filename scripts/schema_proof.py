@@ -63,7 +63,13 @@ def cases(begin: int, end: int, tokens: int, only: list[int]) -> list[Case]:
 
 FORMATS = jsonschema.FormatChecker()
 FORMATS.checks("time", ValueError)(lambda text: dt.time.fromisoformat(text).tzinfo is not None)
-FORMATS.checks("date-time", ValueError)(lambda text: dt.datetime.fromisoformat(text).tzinfo is not None)
+FORMATS.checks("date-time", ValueError)(lambda text: dt.datetime.fromisoformat(known_year(text)).tzinfo is not None)
+FORMATS.checks("date", ValueError)(lambda text: dt.date.fromisoformat(known_year(text)).isoformat()[4:] == text[4:])
+
+
+def known_year(text: str) -> str:
+    """RFC 3339 has a year 0, and Python has none; it would be a leap year."""
+    return f"2000{text[4:]}" if text.startswith("0000-") else text
 
 
 def invalid(text: str, schema: Any) -> str:
@@ -158,7 +164,10 @@ def summary(files: list[Path]) -> int:
     for file in files:
         part = json.loads(file.read_text())
         total.update(part["counts"])
-        failures += part["failures"]
+        again = [each for each in part["failures"] if each["what"] == "invalid"]  # parts may be of an older judge
+        valid = [each for each in again if not invalid(each["text"], each["schema"])]
+        failures += [each for each in part["failures"] if each not in valid]
+        total["invalid"] -= len(valid)
         for name, counts in part["drafters"].items():
             drafted.setdefault(name, Counter()).update(counts)
     for name, count in sorted(total.items()):

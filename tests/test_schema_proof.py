@@ -39,6 +39,8 @@ def test_texts_are_judged(proof):
     assert "less than or equal" in proof.invalid("1000.0", above)
     assert proof.invalid('"12:15:00.798-06:01"', {"format": "time"}) == ""
     assert "not a 'time'" in proof.invalid('"12:15:00"', {"format": "time"})
+    assert proof.invalid('"0000-02-29"', {"format": "date"}) == ""
+    assert "not a 'date'" in proof.invalid('"0000-02-30"', {"format": "date"})
     assert proof.invalid('{"a": ', {}) != ""
 
 

@@ -22,7 +22,7 @@ def measured(results: Sequence[Result], stream: ServerStream, timings: bool) -> 
         return found
     if stats.drafts:
         found["metrics"]["speculative_decoding"] = speculative_decoding(stats)
-    if stats.writing_seconds or stats.tokens == 1:  # vLLM does not tell
+    if stats.writing_seconds:  # vLLM does not tell
         found["timings"] = llama_timings(stats, len(samples[0].prompt_token_ids))
     return found
 
