@@ -32,8 +32,8 @@ def write(cache, id, text, count, nodes=()):
 
 
 def row(slot, place, layer=LAYERS - 1, head=HEADS - 1, values=1):
-    """A row as the kernels find it: by the address of its page."""
-    offset = (((layer * HEADS + head) * 2 + values) * SIZE + place % SIZE) * DIM * 4
+    """A row as the kernels find it: by the address of its page, and the distances from layer to layer and so on."""
+    offset = (((layer * HEADS + head) * 2 + values) * slot.values + place % SIZE * DIM) * 4
     address = ctypes.cast(slot.address, ctypes.POINTER(ctypes.c_int64))[place // SIZE]
     return (ctypes.c_float * DIM).from_address(address + offset)
 
@@ -204,6 +204,13 @@ class TestCrop:
         write(held, 0, own, SIZE - 2, nodes=[1.0, 2.0, 3.0, 4.0, 5.0])  # over the end of a page
         held.crop(0, SIZE - 2, [0, 2, 4])
         assert read(held, 0) == [*expected(own, SIZE - 2), 1.0, 3.0, 5.0]
+
+    def test_the_keys_of_a_head_lie_side_by_side(self):
+        """So a long text is read in runs, not in pieces of one page."""
+        held = cache()
+        slot = held.extend(0, 3 * SIZE)
+        addresses = ctypes.cast(slot.address, ctypes.POINTER(ctypes.c_int64))[:3]
+        assert [place - addresses[0] for place in addresses] == [0, 4 * SIZE * DIM, 8 * SIZE * DIM]
 
     def test_all_of_a_row_is_moved(self):
         held = cache()

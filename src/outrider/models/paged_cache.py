@@ -27,6 +27,7 @@ _COLUMNS = 32  # pages that a sequence's table begins with: about a thousand tok
 class PagedSlot(Holder):
     """One sequence's pages, and the table of their addresses for the kernels."""
 
+    values: int = 0  # floats from the keys of a page to its values; twice as many from a head to the next
     table: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(_COLUMNS, np.int64))
     address: int = 0  # of the table
 
@@ -49,9 +50,11 @@ class PagedCache(Pages[PagedSlot]):
     def __init__(self, layers: int, kv_heads: int, head_dim: int, memory: int, ahead: int = 0) -> None:
         """`memory`: bytes up to which pages of ended sequences are kept. Running sequences get what they need: how much
         that may be is the scheduler's to decide. `ahead`: tokens after a page that its keys depend on, too."""
-        self._shape = (layers, kv_heads, 2, SIZE, head_dim)  # of a page: keys and values of a head side by side
+        self._shape = (layers, kv_heads, 2, SIZE, head_dim)  # of a page
         super().__init__(memory // self._page_bytes, SIZE, ahead=ahead)
-        self._each = max(1, min(BLOCK // self._page_bytes, self.count))  # pages of a block
+        # Pages of a block. The keys of one layer and head lie side by side for all of them, and so do the values: a
+        # long text is then read in long runs (LOG, 2026-11-17: with each page by itself at half the speed).
+        self._each = max(1, min(BLOCK // self._page_bytes, self.count))
         self._blocks: list[Tensor] = []
         self._addresses: list[int] = []  # of the blocks
 
@@ -79,8 +82,11 @@ class PagedCache(Pages[PagedSlot]):
 
     def page(self, slot: PagedSlot, place: int) -> Tensor:
         """[layers, kv_heads, 2, tokens, head_dim]: the keys and values of the sequence's page at `place`."""
-        block, page = divmod(slot.pages[place], self._each)
-        return self._blocks[block][page]
+        return self._page(slot.pages[place])
+
+    def _page(self, page: int) -> Tensor:
+        block, within = divmod(page, self._each)
+        return self._blocks[block][:, :, :, within]
 
     def _row(self, slot: PagedSlot, place: int) -> Tensor:
         return self.page(slot, place // SIZE)[:, :, :, place % SIZE]
@@ -92,8 +98,7 @@ class PagedCache(Pages[PagedSlot]):
         slot.name = self._name_of(slot.pages[-1]) if whole else 0
         if rest:
             self._give(slot, self._new())
-            block, page = divmod(gone[0], self._each)
-            self.page(slot, whole).copy_(self._blocks[block][page])
+            self.page(slot, whole).copy_(self._page(gone[0]))
         for page in reversed(gone):
             self._let_go(page)
 
@@ -101,15 +106,20 @@ class PagedCache(Pages[PagedSlot]):
         """A name of its own where it was forgotten: no other text goes on from there."""
         return self._known[self._keys[page]][1] if page in self._keys else next(self._names)
 
+    @property
+    def _run(self) -> int:
+        """Floats of one page's keys of a layer and head."""
+        return SIZE * self._shape[-1]
+
     def _open(self) -> PagedSlot:
-        return PagedSlot()
+        return PagedSlot(values=self._each * self._run)
 
     def _put(self, holder: PagedSlot, place: int, page: int) -> None:
         block, within = divmod(page, self._each)
         while block >= len(self._blocks):
             self._blocks.append(self._more())
             self._addresses.append(self._blocks[-1].data_ptr())
-        holder.put(place, self._addresses[block] + within * self._page_bytes)
+        holder.put(place, self._addresses[block] + 4 * within * self._run)
 
     def _twice(self, holder: PagedSlot, page: int) -> None:
         """It goes on with the known page, which has the same bits, and lets go of its own."""
@@ -119,7 +129,8 @@ class PagedCache(Pages[PagedSlot]):
         self._let_go(own)
 
     def _more(self) -> Tensor:
-        shape = (self._each, *self._shape)
+        layers, heads, two, tokens, dim = self._shape
+        shape = (layers, heads, two, self._each, tokens, dim)
         size = self._each * self._page_bytes
         if size < LARGE:
             return torch.zeros(shape)

@@ -13,7 +13,7 @@ from outrider.core.errors import OutriderError
 from outrider.models.native import structs
 from outrider.models.native.library import library
 from outrider.models.native.packed import Packed, PackedWorkspace, use_torch_threads
-from outrider.models.paged_cache import SIZE, PagedSlot
+from outrider.models.paged_cache import PagedSlot
 from outrider.models.stack import Layer, Pass, StackConfig
 
 KEYS = 16  # keys whose scores are taken together; the same number as in kernels.cpp
@@ -50,7 +50,6 @@ class NativeStack:
             window=config.sliding_window or 0,
             eps=config.norm_eps,
         )
-        self._values = SIZE * config.head_dim  # floats from the keys of a page to its values, as PagedCache has them
         self._work: PackedWorkspace | None = None
         self._threads = 0  # that its buffers are for
         self._short = 0  # passes in a row with far shorter sequences than the buffers are for
@@ -141,9 +140,9 @@ class NativeStack:
     def place(self, slot: PagedSlot, start: int, rows: slice) -> structs.SpanStruct:
         return structs.SpanStruct(
             pages=slot.address,
-            values=self._values,
-            head_stride=2 * self._values,
-            layer_stride=2 * self._values * self.config.num_kv_heads,
+            values=slot.values,
+            head_stride=2 * slot.values,
+            layer_stride=2 * slot.values * self.config.num_kv_heads,
             start=start,
             first=rows.start,
             rows=rows.stop - rows.start,
