@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 
 ADD: dict[str, Any] = {
@@ -39,6 +40,7 @@ def save_dialect(
     model = transformers.AutoModelForCausalLM.from_pretrained(original)
     tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
     tokenizer.add_tokens(list(added))
+    torch.manual_seed(4)  # of the new tokens' weights: what the model writes must not depend on the tests before
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     tokenizer.chat_template = template or tokenizer.chat_template
     model.config.max_position_embeddings = CONTEXT

@@ -41,7 +41,8 @@ def test_both_have_the_drafters_that_are_asked_for(tmp_path):
 
 def test_vllm_alone_and_by_default_with_ngrams(tmp_path):
     plan = make(tmp_path, backends=["vllm"])
-    assert [(peer.name, peer.modes) for peer in plan.peers] == [("vllm", ("ngram",))]
+    assert [(peer.name, peer.modes) for peer in plan.peers] == [("vllm", ("auto",))]
+    assert plan.speculation["auto"]["method"] == "ngram"
 
 
 @pytest.mark.parametrize(

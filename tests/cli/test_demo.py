@@ -4,7 +4,7 @@ from outrider import LLM
 def test_the_demo_says_how_fast_and_that_nothing_changed(outrider, tiny_folder):
     done = outrider("demo", "-m", tiny_folder, "--max-tokens", 24, "--rounds", 2)
     assert done.code == 0, done.err
-    for said in ("came from drafts", "tokens/step", "plain", "ngram", "ratio", "identical, token by token"):
+    for said in ("came from drafts", "tokens/step", "plain", "auto", "ratio", "identical, token by token"):
         assert said in done.out
 
 

@@ -42,7 +42,7 @@ def test_chat_and_demo_refuse_it(outrider, tiny_folder):
     for command in ("chat", "demo"):
         refused(outrider(command, "-m", tiny_folder, "--draft", "grammar"), NONE_HERE)
     done = outrider("chat", "-m", tiny_folder, "--max-tokens", 4, stdin="/draft grammar\n/draft\n")
-    assert (done.code, done.out) == (0, "draft: ngram\n")
+    assert (done.code, done.out) == (0, "draft: auto\n")
     assert NONE_HERE in done.err
 
 

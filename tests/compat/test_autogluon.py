@@ -116,7 +116,7 @@ def test_names_of_earlier_versions():
 @pytest.mark.parametrize(
     ("generate", "draft"),
     [
-        ({}, "ngram"),
+        ({}, "auto"),
         ({"assistant_model": "d", "num_assistant_tokens": 7}, "draft_model:model=d,length=7"),
         ({"assistant_model": "d", "assistant_tokenizer": "d", "tokenizer": "m"}, "draft_model:model=d"),
         ({"assistant_model": "d", "assistant_tokenizer": "t"}, "draft_model:model=d,tokenizer=t"),

@@ -159,6 +159,9 @@ SIZES = [
     (*launch(gpu_idx=[0] * 2000), 400, "gpu_idx"),
 ]
 # D9 and lists and texts of any length, in every API
+SAYS = {"role": "user", "content": "x"}
+LONG_TEXT = "ab" * 2_000_000  # that no context of a tiny model holds
+THOUGHT = {"role": "assistant", "content": [{"type": "thinking", "thinking": LONG_TEXT, "signature": ""}]}
 LENGTHS = [
     (*ask(logit_bias={"9" * 5000: 1}), 400, "logit_bias maps token ids"),
     (*ask(logit_bias={str(id): 1 for id in range(2000)}), 400, "logit_bias"),
@@ -182,6 +185,10 @@ LENGTHS = [
     (*speculate("draft_model", model="x" * 100_000), 403, "--allow-folder"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * 20_000}, 400, "at most 10000"),
     ("/v1/chat/completions", {"messages": [{"role": "x" * 300, "content": ""}]}, 400, "at most 256"),
+    ("/v1/messages", {"max_tokens": 4, "system": LONG_TEXT, "messages": [SAYS]}, 400, "characters"),
+    ("/v1/messages", {"max_tokens": 4, "messages": [SAYS, THOUGHT, SAYS]}, 400, "characters"),
+    ("/v1/responses", {"max_output_tokens": 4, "instructions": LONG_TEXT, "input": "x"}, 400, "characters"),
+    ("/v1/responses", {"max_output_tokens": 4, "input": LONG_TEXT}, 400, "characters"),
     (*generate(stop=["x"] * 100), 422, "at most 64"),
     (*generate(stop=["x" * 2000]), 422, "at most 1000"),
     (*generate(adapter_id="x" * 5000), 422, "at most 4096"),
@@ -259,8 +266,9 @@ GROUPS = {
 
 # Fields whose texts have no length of their own in the schema, by what bounds them: a check of the field as a whole.
 BOUNDED = {
-    "the characters that a context holds": {"prompt", "inputs", "content", "text", "arguments", "description"},
-    "the characters of a grammar": {"schema", "json", "regex", "choice", "grammar", "parameters"}
+    "the characters that a context holds": {"prompt", "inputs", "content", "text", "arguments", "description"}
+    | {"reasoning_content", "system", "thinking", "instructions", "input", "output"},
+    "the characters of a grammar": {"schema", "json", "regex", "choice", "grammar", "parameters", "input_schema"}
     | {f"guided_{name}" for name in ("json", "regex", "choice", "grammar")},
     "refused, whatever it is": {"merged_adapters"},
 }

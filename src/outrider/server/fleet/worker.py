@@ -232,7 +232,10 @@ class Session:
 def _characters(request: wire.Json) -> int:
     """Of the texts that have to be tokenised, and of a grammar by the time that it takes to compile."""
     messages = request["messages"] or ()
-    texts = [*request.values(), *(message.get("content") for message in messages)]
+    texts = [
+        *request.values(),
+        *(message.get(name) for message in messages for name in ("content", "reasoning_content")),
+    ]
     called = [message["tool_calls"] for message in messages if message.get("tool_calls")]
     texts += [json.dumps(each) for each in (*(request["tools"] or ()), *called)]
     grammars = [request["params"][name] for name in ("json_schema", "regex", "grammar")]
