@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from outrider.core.errors import OutriderError
+from outrider.drafters.history import LEAST
 
 START_TIMEOUT = 900.0  # seconds: a model may have to be downloaded first
 STOP_TIMEOUT = 20.0  # seconds, far more than the grace of 1 s that it is given
@@ -27,6 +28,7 @@ class OwnServer:
         command = [sys.executable, "-c", _MAIN, "serve", "--model-id", model, "--draft", draft, "--port", "0"]
         command += ["--threads", str(threads), "--max-batch", str(streams), "--max-queue", str(2 * streams)]
         command += ["--grace", "1", "--log-level", "warning"]
+        command += ["--history-tokens", str(LEAST)]  # rounds repeat the prompts: a history would answer them
         env = {key: value for key, value in os.environ.items() if key not in KEYS}
         self.url, self._log = "", log
         with log.open("wb") as file:  # a session of its own: Ctrl-C is ours to handle

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from outrider import prompts
+from outrider.backends.local import Local
 from outrider.cli import options
 from outrider.cli.fields import command
 from outrider.cli.screen import Painter, bar, coloured, paint
@@ -56,7 +57,10 @@ def demo(
 
 
 def _run(llm: LLM, params: SamplingParams, draft: str, painter: Painter | None = None) -> DemoRun:
-    """One answer. The clock starts when the prompt has been read and the first tokens are out."""
+    """One answer. The clock starts when the prompt has been read and the first tokens are out. Nothing is copied from
+    the answers before, which are the same."""
+    if isinstance(llm.backend, Local):
+        llm.backend.forget_texts()
     stream = llm.stream([{"role": "user", "content": prompts.DEMO.text}], params, draft=draft)
     begin, early = 0.0, 0
     for chunk in stream:
