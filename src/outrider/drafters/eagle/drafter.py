@@ -56,8 +56,8 @@ STOP = 0.4  # beside a packed target: probability to be reached below which a st
 NARROW = 8192  # vocabulary of a head beside a packed target: the output matrix is most of what a draft step reads
 # Vocabulary of a chain for one sequence there; the tokens of the text itself come with it (`vocabulary.py`).
 COMMON = 4096
-# Drafts that a GPU writes and judges before the host looks: some 10 ms of a small model, so that what the host does for
-# each look is a tenth of the time, and a stream still comes in small pieces.
+# Drafts that a GPU writes and judges before the host looks: some 10 ms of a small model, so that the host looks
+# seldom, and a stream still comes in small pieces. Chosen by hand; other numbers were not tried.
 ROUNDS = 8
 
 
