@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parents[1]
-SINGLE = 4  # prompts that are answered one after the other where the batch is 1
 WARM = 2  # calls before the first that counts: a shape that comes a second time is captured as a graph
 ROWS = 2048
 HIDDEN, INNER, QKV, EPS = 4096, 14336, 6144, 1e-5  # sizes of an 8B Llama
@@ -67,6 +66,8 @@ class Checkout:
             str(given.tokens),
             "--cache-memory",
             str(given.cache_memory),
+            "--single",
+            str(given.single),
         ]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), *given.also])}
         self._process = subprocess.Popen(
@@ -105,14 +106,23 @@ def work(given: argparse.Namespace) -> int:
     params = SamplingParams(max_tokens=given.tokens, ignore_eos=True)
 
     def chat(draft: str, batch: int) -> dict[str, Any]:
-        chats = [[{"role": "user", "content": texts[n % len(texts)]}] for n in range(SINGLE if batch == 1 else batch)]
-        calls = [[each] for each in chats] if batch == 1 else [chats]
-        begin = time.perf_counter()
-        results = [result for call in calls for result in llm.chat(call, params, draft=draft, progress=False)]
-        seconds = time.perf_counter() - begin
-        written = [list(result.token_ids) for result in results]
+        count = given.single if batch == 1 else batch
+        chats = [[{"role": "user", "content": texts[n * len(texts) // count % len(texts)]}] for n in range(count)]
+        written, each = [], []
+        for call in [[chat] for chat in chats] if batch == 1 else [chats]:
+            begin = time.perf_counter()
+            results = llm.chat(call, params, draft=draft, progress=False)
+            each.append(time.perf_counter() - begin)
+            written += [list(result.token_ids) for result in results]
+        stats = [result.stats for result in results]
         digest = hashlib.sha256(json.dumps(written).encode()).hexdigest()
-        return {"seconds": seconds, "tokens": sum(map(len, written)), "texts": digest}
+        return {
+            "seconds": sum(each),
+            "tokens": sum(map(len, written)),
+            "texts": digest,
+            "each": each,
+            "tokens_per_step": sum(one.tokens for one in stats) / sum(one.steps for one in stats),
+        }
 
     def bulk() -> dict[str, Any]:
         from outrider.bench.gpu_speeds import bulk as measure
@@ -126,23 +136,36 @@ def work(given: argparse.Namespace) -> int:
     return 0
 
 
-def warm_up(checkout: Checkout, calls: list[Call]) -> None:
-    """All checkouts at the same time: nothing counts yet."""
+def warm_up(checkout: Checkout, calls: list[Call], say: Say) -> None:
+    """All checkouts at the same time: nothing counts yet, but how long the very first calls take is told."""
     for call in calls:
-        for _ in range(WARM):
-            checkout.ask("chat", *call)
+        for number in range(WARM):
+            said = checkout.ask("chat", *call)
+            each = [round(seconds, 4) for seconds in said["each"][:3]]
+            speed = round(said["tokens"] / said["seconds"])
+            say(
+                {
+                    "what": "warm",
+                    "checkout": checkout.name,
+                    **call._asdict(),
+                    "call": number,
+                    "tokens_s": speed,
+                    "each": each,
+                }
+            )
 
 
 def speeds(checkouts: list[Checkout], calls: list[Call], given: argparse.Namespace, say: Say) -> None:
     """Rounds over all calls until their number or the time is reached."""
     until = time.monotonic() + given.seconds
-    threads = [threading.Thread(target=warm_up, args=(checkout, calls)) for checkout in checkouts]
+    threads = [threading.Thread(target=warm_up, args=(checkout, calls, say)) for checkout in checkouts]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     found: dict[Call, list[dict[str, float]]] = {call: [] for call in calls}
     texts: dict[Call, set[str]] = {call: set() for call in calls}  # digests of this checkout's, over all rounds
+    each: dict[Call, list[list[float]]] = {call: [] for call in calls}  # seconds of each call of a round
     for number in range(given.rounds):
         if number and time.monotonic() > until:
             say({"what": "note", "text": f"{number} of {given.rounds} rounds: the time was up"})
@@ -152,13 +175,21 @@ def speeds(checkouts: list[Checkout], calls: list[Call], given: argparse.Namespa
             took = {checkout.name: checkout.ask("chat", *call) for checkout in turn}
             found[call].append({name: said["tokens"] / said["seconds"] for name, said in took.items()})
             texts[call].add(took["now"]["texts"])
-            say({"what": "round", "round": number, **call._asdict(), **found[call][-1]})
+            each[call].append(took["now"]["each"])
+            steps = round(took["now"]["tokens_per_step"], 3)
+            say({"what": "round", "round": number, **call._asdict(), **found[call][-1], "tokens_per_step": steps})
     for call, rounds in found.items():
         plain = Call(PLAIN, call.batch)
         said = {"what": "chat", **call._asdict(), **summary(rounds)}
         if call != plain and plain in found:
             said |= {"same_texts": len(texts[call] | texts[plain]) == 1, **gain(rounds, found[plain])}
+            by_prompt = [median_of(each[plain], n) / median_of(each[call], n) for n in range(len(each[call][0]))]
+            said |= {"least_prompt": round(min(by_prompt), 3), "prompts_below_098": sum(r < 0.98 for r in by_prompt)}
         say(said)
+
+
+def median_of(rounds: list[list[float]], place: int) -> float:
+    return statistics.median(each[place] for each in rounds)
 
 
 def summary(rounds: list[dict[str, float]]) -> dict[str, Any]:
@@ -226,6 +257,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--batches", default="1,4,16,64,256")
     made.add_argument("--drafts", default="none,ngram")
     made.add_argument("--tokens", type=int, default=128)
+    made.add_argument("--single", type=int, default=24, help="prompts, one after the other, where the batch is 1")
     made.add_argument("--rounds", type=int, default=7)
     made.add_argument("--seconds", type=float, default=100, help="no round begins later")
     made.add_argument("--device", default="cuda")

@@ -15,5 +15,7 @@ def test_steps_at_once_count_as_steps_one_by_one():
     for draft, path in steps:
         one.record(draft, path, len(path) + 1, "eagle")
     by_depth = [sum(draft.depths().count(depth) for draft, _ in steps) for depth in (1, 2, 3)]
-    other.record_steps([len(path) + 1 for _, path in steps], sum(bool(draft) for draft, _ in steps), by_depth, "eagle")
+    kept = [["eagle"] * len(path) for _, path in steps]
+    nodes = {"eagle": sum(len(draft) for draft, _ in steps)}
+    other.record_steps(kept, sum(bool(draft) for draft, _ in steps), by_depth, nodes)
     assert one == other

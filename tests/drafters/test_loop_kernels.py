@@ -9,7 +9,9 @@ from outrider.core.draft import Draft
 from outrider.core.verify import coupled
 from outrider.drafters.eagle import loop_kernels
 from outrider.drafters.eagle.device_kernels import SequenceField
-from outrider.drafters.eagle.loop_kernels import LoopField
+from outrider.drafters.ngram import Recent
+from outrider.drafters.rounds import kernels
+from outrider.drafters.rounds.kernels import DRAFT_HEADER, TextField
 from outrider.models.base import Feed
 from outrider.models.cuda.batch import Batch, Field
 from outrider.models.cuda.pages import PageTable
@@ -33,13 +35,13 @@ def tree(nodes, seed):
     return Draft(tuple(10 + each for each in siblings), tuple(parents))
 
 
-def found(drafts):
-    """As Growth has them."""
-    table = torch.zeros(len(drafts), 1 + 3 * NODES, dtype=torch.int32)
+def found(drafts, header=DRAFT_HEADER, nodes=NODES):
+    """As `join` has them; with a header of 1: as guessers have them."""
+    table = torch.zeros(len(drafts), header + 3 * nodes, dtype=torch.int32)
     for row, draft in zip(table, drafts, strict=True):
-        row[0] = len(draft)
-        row[1 : 1 + len(draft)] = torch.tensor(draft.tokens)
-        row[1 + NODES : 1 + NODES + len(draft)] = torch.tensor(draft.parents)
+        row[:header] = len(draft)
+        row[header : header + len(draft)] = torch.tensor(draft.tokens)
+        row[header + nodes : header + nodes + len(draft)] = torch.tensor(draft.parents)
     return table
 
 
@@ -51,12 +53,12 @@ def pages(sequences):
 
 
 def texts(made, sequences, count):
-    table = torch.zeros(len(LoopField), count, dtype=torch.int32)
-    table[LoopField.SLOT] = made.padding
+    table = torch.zeros(len(TextField), count, dtype=torch.int32)
+    table[TextField.SLOT] = made.padding
     for id in range(sequences):
-        table[LoopField.SLOT, id] = made.extend(id, 0).slot
-        table[LoopField.LENGTH, id] = LENGTHS[id]
-        table[LoopField.LAST, id] = 3 + id
+        table[TextField.SLOT, id] = made.extend(id, 0).slot
+        table[TextField.LENGTH, id] = LENGTHS[id]
+        table[TextField.LAST, id] = 3 + id
     return table
 
 
@@ -69,9 +71,7 @@ def test_the_table_of_a_pass_is_the_one_that_the_host_writes():
     wanted = torch.zeros(len(Field), rows, dtype=torch.int32)
     batch.write(wanted.numpy(), theirs.padding)
     table, positions = torch.full((len(Field), rows), -7, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
-    loop_kernels.enter_draft(
-        found(drafts), texts(ours, 3, 3), table, positions, DEPTH, batch.tile // GROUP, ours.padding
-    )
+    kernels.enter_draft(found(drafts), texts(ours, 3, 3), table, positions, DEPTH, batch.tile // GROUP, ours.padding)
     for field in Field:
         assert table[field].tolist() == wanted[field].tolist(), field.name
     assert positions.tolist() == (wanted[Field.POSITION] + 1).tolist()
@@ -82,7 +82,7 @@ def test_rows_that_no_node_has_belong_to_nobody():
     made = pages(2)
     drafts = [tree(3, 5), Draft(), Draft()]
     table, positions = torch.full((len(Field), 3 * (1 + NODES)), -7, dtype=torch.int32), torch.zeros(3 * (1 + NODES))
-    loop_kernels.enter_draft(found(drafts), texts(made, 2, 3), table, positions.long(), DEPTH, BLOCK, made.padding)
+    kernels.enter_draft(found(drafts), texts(made, 2, 3), table, positions.long(), DEPTH, BLOCK, made.padding)
     by_sequence = table.view(len(Field), 3, 1 + NODES)
     for place, live in enumerate((4, 1, 0)):
         assert (by_sequence[Field.SLOT, place, live:] == made.padding).all()
@@ -99,12 +99,11 @@ def test_a_verdict_is_that_of_the_coupled_rule(seed):
     drafts = [tree(NODES, 10 * seed + n) for n in range(3)]
     chosen = torch.tensor([luck.choice((10, 10, 11, 12)) for _ in range(4 * (1 + NODES))])
     table, pairs = texts(made, 3, 4), torch.zeros(4, DEPTH, 2, dtype=torch.int32)
-    sequences = torch.zeros(len(SequenceField), 4, dtype=torch.int32)
-    kept = torch.zeros(4, 1 + 2 * WIDE, dtype=torch.int32)
-    out = torch.zeros(2, 4, 2 + 2 * WIDE + 3 * NODES, dtype=torch.int32)
-    table[LoopField.ROUND] = 1
+    kept, written = torch.zeros(4, 1 + 2 * WIDE, dtype=torch.int32), torch.zeros(4, 128, dtype=torch.int32)
+    out = torch.zeros(2, 4, 1 + 2 * WIDE + DRAFT_HEADER + 3 * NODES, dtype=torch.int32)
+    table[TextField.ROUND] = 1
     where = torch.from_numpy(made.table)
-    loop_kernels.judge(chosen, found([*drafts, Draft()]), table, sequences, kept, where, pairs, out, PAGE, made.padding)
+    kernels.judge(chosen, found([*drafts, Draft()]), table, kept, written, where, pairs, out, PAGE, made.padding)
     paths = []
     for place, draft in enumerate(drafts):
         base = place * (1 + NODES)
@@ -117,7 +116,7 @@ def test_a_verdict_is_that_of_the_coupled_rule(seed):
             assert record[: 1 + taken].tolist() == [taken, *tokens]
             assert record[1 + WIDE : 1 + WIDE + taken].tolist() == rows
         assert table[:, place].tolist() == [int(table[0, place]), length + taken, verdict.token, 2]
-        assert sequences[SequenceField.TOKENS, place] == length + taken + 1
+        assert written[place, length + 1 : length + 2 + taken].tolist() == [*tokens, 0]
         moves = [(made.flat(place, length + 1 + n), made.flat(place, length + 1 + k)) for k, n in enumerate(path)]
         assert [tuple(pair) for pair in pairs[place].tolist()] == moves + [(0, 0)] * (DEPTH - len(path))
         assert out[1, place, 1 + 2 * WIDE :].tolist() == found([draft])[0].tolist()
@@ -139,7 +138,72 @@ def test_the_head_takes_in_what_was_kept():
     batch = Batch([Feed(0, [20, 21, 22])], theirs, GROUP)
     wanted = torch.zeros(len(Field), 2 * WIDE, dtype=torch.int32)
     batch.write(wanted.numpy(), theirs.padding)
-    loop_kernels.enter_kept(kept, sequences, table, NODES, BLOCK, made.padding)
+    loop_kernels.enter_kept(kept, texts(made, 1, 2), sequences, table, NODES, BLOCK, made.padding)
     assert table[: len(Field)].tolist() == wanted.tolist()
     assert table[len(Field)].tolist() == [0, 1, 5] + [0] * (2 * WIDE - 3)
     assert sequences[[SequenceField.LENGTH, SequenceField.LAST]].tolist() == [[12, 0], [2, WIDE]]
+    assert sequences[SequenceField.TOKENS, 0] == LENGTHS[0] + 1
+
+
+def paths(draft):
+    return {tuple(draft.tokens[node] for node in draft.path(node)) for node in range(len(draft))}
+
+
+def joined(table, place):
+    count, own = table[place, :DRAFT_HEADER].tolist()
+    tokens, parents, _ = table[place, DRAFT_HEADER:].view(3, NODES)[:, :count].tolist()
+    return Draft(tuple(tokens), tuple(parents)), own
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_chain_joins_a_tree_where_they_part(seed):
+    """One that the tree has, one that follows it for a while, one of its own, an empty one, and no tree at all."""
+    trees = [tree(20, seed), tree(20, seed + 50), tree(20, seed + 70), tree(20, seed + 90), Draft()]
+    deepest = max(range(20), key=lambda node: len(trees[0].path(node)))
+    inside = [trees[0].tokens[node] for node in trees[0].path(deepest)]
+    chains = [inside, [10, 10, 99, 98], [77, 76], [], [5, 6, 7]]
+    made = found([Draft.chain(chain) for chain in chains], 1, 8)
+    table = torch.full((5, DRAFT_HEADER + 3 * NODES), -7, dtype=torch.int32)
+    kernels.join(found(trees, 1, 20), made, table)
+    for place, (own, chain) in enumerate(zip(trees, chains, strict=True)):
+        draft, first = joined(table, place)
+        assert first == len(own)
+        assert draft.tokens[:first] == own.tokens
+        assert paths(draft) == paths(own) | {tuple(chain[: n + 1]) for n in range(len(chain))}
+        assert len(paths(draft)) == len(draft)
+
+
+def test_a_draft_alone_stays_as_it_is():
+    trees = [tree(NODES, 3), Draft()]
+    table = torch.full((2, DRAFT_HEADER + 3 * NODES), -7, dtype=torch.int32)
+    kernels.join(found(trees, 1), None, table)
+    assert table.tolist() == found(trees).tolist()
+
+
+@pytest.mark.parametrize("sizes", [(1, 4), (2, 3)])
+def test_lookup_copies_what_the_host_copies(sizes):
+    luck, length, places = random.Random(4), 6, 1500
+    texts_of = [
+        [luck.randrange(least) for _ in range(count)] for least, count in ((3, 30), (40, 1400), (9, 2), (500, 60))
+    ]
+    texts_of += [[7] * 5, [1]]
+    count = len(texts_of) + 1
+    table = torch.zeros(len(TextField), count, dtype=torch.int32)
+    table[TextField.SLOT] = 99
+    written = torch.full((count, places), -3, dtype=torch.int32)
+    for place, text in enumerate(texts_of):
+        table[TextField.SLOT, place], table[TextField.LENGTH, place] = place, len(text) - 1
+        written[place, : len(text)] = torch.tensor(text)
+    out = torch.full((count, 1 + 3 * length), -7, dtype=torch.int32)
+    kernels.look_up(written, table, out, sizes, padding=99)
+    copied = 0
+    for place, text in enumerate(texts_of):
+        store = Recent(*sizes)
+        store.learn(text)
+        wanted = [token for token, _ in store.guess(text, length)]
+        found_here = int(out[place, 0])
+        assert out[place, 1 : 1 + found_here].tolist() == wanted
+        assert out[place, 1 + length : 1 + length + found_here].tolist() == list(range(-1, found_here - 1))
+        copied += bool(wanted)
+    assert copied >= 2
+    assert out[-1, 0] == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,21 +44,27 @@ class Stats:
             self.accepted_by_depth[depths[node]] += 1
             self.accepted_by_drafter[sources[node]] += 1
 
-    def record_steps(self, written: Sequence[int], drafts: int, drafted_by_depth: Sequence[int], drafter: str) -> None:
-        """Several steps of one drafter: the tokens that each wrote, the last of which is the target's own; how many had
-        a draft; the nodes of all by depth, from 1."""
-        self.steps += len(written)
-        self.tokens += sum(written)
+    def record_steps(
+        self,
+        kept: Sequence[Sequence[str]],
+        drafts: int,
+        drafted_by_depth: Sequence[int],
+        drafted_by_drafter: Mapping[str, int],
+    ) -> None:
+        """Several steps: the drafters of the nodes that each kept, which one token of the target's own follows; how
+        many had a draft; the nodes of all by depth, from 1, and by drafter."""
+        depths = list(map(len, kept))
+        self.steps += len(kept)
+        self.tokens += sum(depths) + len(kept)
         self.drafts += drafts
-        nodes, kept = sum(drafted_by_depth), sum(written) - len(written)
-        self.drafted += nodes
-        self.accepted += kept
-        self.drafted_by_drafter[drafter] += nodes
-        self.accepted_by_drafter[drafter] += kept
+        self.drafted += sum(drafted_by_depth)
+        self.accepted += sum(depths)
+        self.drafted_by_drafter += Counter(drafted_by_drafter)
+        self.accepted_by_drafter.update(source for sources in kept for source in sources)
         for depth, count in enumerate(drafted_by_depth, 1):
             if count:
                 self.drafted_by_depth[depth] += count
-            if reached := sum(each > depth for each in written):
+            if reached := sum(each >= depth for each in depths):
                 self.accepted_by_depth[depth] += reached
 
     def untimed(self) -> Stats:

@@ -89,12 +89,14 @@ class CombinedOptions:
 def build(spec: str | DrafterSpec, context: BuildContext) -> Drafter:
     """The drafter that a spec asks for, parsed or not."""
     spec = parse(spec) if isinstance(spec, str) else spec
-    built = [find(name).build(options, context) for name, options in spec.members]
-    if len(built) == 1:
-        return built[0]
     from outrider.drafters.combined import Combined
+    from outrider.drafters.rounds.writer import round_writer
 
-    return Combined(spec.name, [member for each in built for member in each.members])
+    built = [find(name).build(options, context) for name, options in spec.members]
+    members = [member for each in built for member in each.members]
+    drafter = built[0] if len(built) == 1 else Combined(spec.name, members)
+    drafter.writer = round_writer(context.target, drafter.guessers)
+    return drafter
 
 
 def parse(spec: str) -> DrafterSpec:

@@ -16,14 +16,14 @@ from outrider.drafters.heads import files
 from outrider.drafters.heads.kinds import EAGLE
 from outrider.models.base import Paged
 
-# Nodes of the head's tree on a GPU, where rows are nearly free: with 16 it writes 2.0 times as fast as plain decoding,
-# as a chain 1.6 times (LOG, 2026-11-17). On a CPU every node costs, and a chain is best.
-TREE_ON_GPU = 16
+# Nodes of the head's tree on a GPU, where rows are nearly free: with a copy of 7 tokens beside it and the last token
+# they are 32 rows (drafters/rounds/base.py). On a CPU every node costs, and a chain is best.
+TREE_ON_GPU = 24
 
 
 class Auto(Combined):
     name = AUTO
-    has_weights = one_may_write = True
+    has_weights = some_may_write = True
     parts = (PREDICTION, GRAMMAR, EAGLE, HISTORY, LOOKUP)  # in this order: the first that guessed a node is named
 
     @dataclass(frozen=True)

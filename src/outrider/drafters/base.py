@@ -18,6 +18,7 @@ from outrider.core.sequence import Sequence
 from outrider.core.verify import Verdict
 from outrider.drafters.heads import files
 from outrider.drafters.history.store import HistoryStore
+from outrider.drafters.rounds.base import JudgedSteps as JudgedSteps, RoundGuesser, WritesRounds
 from outrider.models.base import Anatomy, Model, Readable
 from outrider.models.tokenizer import Tokenizer
 
@@ -60,16 +61,6 @@ class BuildContext:
 
 
 @dataclass(frozen=True, eq=False)
-class JudgedSteps:
-    """Steps of one sequence that a drafter and the target took without the host."""
-
-    tokens: list[list[int]]  # that each step wrote: the nodes that were kept, and the target's own token
-    drafts: int  # steps with a draft
-    drafted_by_depth: Seq[int]  # nodes of all steps; the first number is of depth 1
-    step: Callable[[int], tuple[Draft, Verdict]]  # the draft of one of them, and what the target made of it
-
-
-@dataclass(frozen=True, eq=False)
 class Step:
     """What happened to one sequence in one pass of the target."""
 
@@ -100,7 +91,8 @@ class Drafter:
     cache_share: float = 0.0
     variants: tuple[str, ...] = ()  # "key=value,...": options with which it drafts in another way; audits try each
     for_measurement: bool = False  # it is told the answer: for benchmarks and tests, not for users
-    one_may_write: bool = False  # of several members, whether one may `write` alone, where that is faster
+    some_may_write: bool = False  # of several members, whether those that can `write` may do so without the others
+    writer: WritesRounds | None = None  # on a device: what writes with its `guessers`
     parts: tuple[str, ...] = ()  # the drafters that may take part, where it is made of others
 
     def __init_subclass__(cls, **more: object) -> None:
@@ -154,14 +146,19 @@ class Drafter:
         """How many tokens of a sequence it has to read before it can draft: a draft model's whole prompt, at first."""
         return 0
 
+    @property
+    def guessers(self) -> tuple[RoundGuesser, ...]:
+        """What drafts on the target's device without the host, where it can."""
+        return ()
+
     def writes(self, seqs: Seq[Sequence], budget: int) -> bool:
         """Whether it can `write` these sequences now, with drafts of up to `budget` nodes."""
-        return False
+        return self.writer is not None and self.writer.can(seqs, budget)
 
     def write(self, seqs: Seq[Sequence], wait: Callable[[], None]) -> list[JudgedSteps] | None:
         """Several steps of each sequence on the target's device, without the host: drafts, passes and verdicts. The
         target's cache then has what was kept. `wait` is called while the device works. None: not now."""
-        return None
+        return None if self.writer is None else self.writer.write(seqs, wait)
 
     def observe(self, step: Step) -> None:
         """Learn what the target made of a draft. The draft may be others' as well, and cut: what it guessed itself, a

@@ -14,6 +14,7 @@ from outrider.core.draft import EMPTY, ROOT, Draft, judged_tree
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Drafter, Step
 from outrider.drafters.confidence import StatedCalibration
+from outrider.drafters.rounds.base import RoundGuesser
 
 # Probability of a node whose drafter does not say: as believed before any was seen (`engine/policy.py`).
 ASSUMED = 0.7
@@ -47,6 +48,15 @@ class Combined(Drafter):
     @property
     def takes_prefixes(self) -> bool:
         return all(member.takes_prefixes for member in self._members)
+
+    @property
+    def guessers(self) -> tuple[RoundGuesser, ...]:
+        """Of all members that draft, or of those that can if these may go without the others: a tree, a chain, or a
+        chain beside a tree."""
+        own = [member.guessers for member in self._members if member.drafts]
+        guessers = sorted((guesser for each in own for guesser in each), key=lambda guesser: guesser.is_chain)
+        joined = len(guessers) == 1 or [guesser.is_chain for guesser in guessers] == [False, True]
+        return tuple(guessers) if joined and (self.some_may_write or all(own)) else ()
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         found = [(member, member.propose(seqs, budgets)) for member in self._members]

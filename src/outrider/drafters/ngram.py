@@ -21,6 +21,8 @@ from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext, Drafter, Step
 from outrider.drafters.confidence import AGREED, ALONE, DIFFERED, LONGEST, MatchCalibration, judged_chain, match_kind
+from outrider.drafters.rounds.base import RoundGuesser
+from outrider.models.base import Model, Paged
 
 HOPELESS = 0.02  # probability: a node that is reached less often than this is worth no row, however cheap
 FEW = 16  # new tokens up to which n-grams are cut out one by one; for more (a prompt) zipped columns are faster
@@ -48,6 +50,11 @@ class Ngram(Drafter):
         self._options = options
         self._calibration = MatchCalibration()  # over all sequences
         self._states: dict[int, _NgramState] = {}
+        self._guesser = None if options.store == "adaptive" else _on_device(self.name, options, context.target)
+
+    @property
+    def guessers(self) -> tuple[RoundGuesser, ...]:
+        return () if self._guesser is None else (self._guesser,)
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         return [self._propose(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
@@ -80,6 +87,18 @@ class Ngram(Drafter):
 
     def forget(self, id: int) -> None:
         self._states.pop(id, None)
+
+
+def _on_device(name: str, options: Ngram.Options, target: Model) -> RoundGuesser | None:
+    """Lookup beside a target that writes in rounds."""
+    if not isinstance(target, Paged):
+        return None
+    from outrider.drafters.rounds.lookup import LookupGuesser  # needs Triton, as such a target does
+    from outrider.models.cuda.model import CudaLlama
+
+    if not isinstance(target, CudaLlama):
+        return None
+    return LookupGuesser(name, target, (options.min_n, options.max_n), options.length)
 
 
 @dataclass(eq=False)

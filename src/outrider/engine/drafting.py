@@ -154,8 +154,7 @@ class DrafterPool:
         try:
             return drafter.merge(each.seq, each.found).cut(each.budget)
         except Exception as error:
-            for member in drafter.members:
-                self._leave_out(member, [each.seq], error)
+            self._fail(drafter, [each.seq], error)
             return EMPTY
 
     def _checked(self, drafts: Seq[Draft], seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
@@ -164,27 +163,30 @@ class DrafterPool:
         return [_fitting(draft, seq) for draft, seq in zip(whole, seqs, strict=True)]
 
     def writing(self, seqs: Seq[Sequence], budget: int) -> Drafter | None:
-        """The drafter of all these sequences that can write them together with the target. It then drafts alone, so
-        not where others have been asked for by name, or the caller has told what to expect."""
-        if not seqs or any(seq.prediction for seq in seqs):
+        """The drafter of all these sequences, if it can write them together with the target. Not where the caller has
+        told what to expect, or one of its members has failed."""
+        if not seqs or any(seq.prediction or seq.id in self._left_out for seq in seqs):
             return None
-        if any(len(self.members(seq)) > 1 and not self.drafters[seq.draft].one_may_write for seq in seqs):
+        drafter = self.drafters[seqs[0].draft]
+        if any(self.drafters[seq.draft] is not drafter for seq in seqs):
             return None
-        for member in self.members(seqs[0]):
-            try:
-                if all(member in self.members(seq) for seq in seqs) and member.writes(seqs, budget):
-                    return member
-            except Exception as error:
-                self._leave_out(member, seqs, error)
-        return None
+        try:
+            return drafter if drafter.writes(seqs, budget) else None
+        except Exception as error:
+            self._fail(drafter, seqs, error)
+            return None
 
-    def write(self, member: Drafter, seqs: Seq[Sequence], wait: Callable[[], None]) -> list[JudgedSteps] | None:
+    def write(self, drafter: Drafter, seqs: Seq[Sequence], wait: Callable[[], None]) -> list[JudgedSteps] | None:
         """What it writes; None if it cannot, or fails."""
         try:
-            return member.write(seqs, wait)
+            return drafter.write(seqs, wait)
         except Exception as error:
-            self._leave_out(member, seqs, error)
+            self._fail(drafter, seqs, error)
             return None
+
+    def _fail(self, drafter: Drafter, seqs: Seq[Sequence], error: Exception) -> None:
+        for member in drafter.members:
+            self._leave_out(member, seqs, error)
 
     def takes_prefixes(self, seq: Sequence) -> bool:
         return all(member.takes_prefixes for member in self.members(seq))

@@ -70,11 +70,11 @@ def commit_steps(seq: Sequence, steps: JudgedSteps, drafter: str) -> None:
     ids = list(chain.from_iterable(steps.tokens))
     if seq.watch is None and len(ids) <= seq.left and seq.ends.isdisjoint(ids):
         seq.tokens += ids
-        for written in steps.tokens:
-            kept = len(written) - 1
-            seq.output += [plain_token(token, drafter, depth) for depth, token in enumerate(written[:kept], 1)]
-            seq.output.append(plain_token(written[kept]))
-        seq.stats.record_steps(list(map(len, steps.tokens)), steps.drafts, steps.drafted_by_depth, drafter)
+        for written, sources in zip(steps.tokens, steps.sources, strict=True):
+            for depth, (token, source) in enumerate(zip(written, sources, strict=False), 1):
+                seq.output.append(plain_token(token, source, depth))
+            seq.output.append(plain_token(written[-1]))
+        seq.stats.record_steps(steps.sources, steps.drafts, steps.drafted_by_depth, steps.drafted_by_source)
         if seq.left == 0:
             seq.finish = "length"
         return

@@ -251,7 +251,7 @@ def _collect(seen_ptr, seen_score_ptr, sequences_ptr, stride, rank_ptr, out_ptr,
     reached = tl.load(seen_score_ptr + seq * SEEN + node, mask=inside, other=float("-inf"))
     score = tl.where(reached >= least, reached, float("-inf"))
     chosen = tl.zeros([SP], tl.int32)
-    for _ in range(tl.load(sequences_ptr + _SIZE * stride + seq)):
+    for _ in range(tl.minimum(tl.load(sequences_ptr + _SIZE * stride + seq), MOST)):
         high = tl.max(score, 0)
         best = tl.where(high > float("-inf"), tl.min(tl.where(score == high, node, SP), 0), SP)  # SP: none is left
         chosen = tl.where(node == best, 1, chosen)

@@ -51,36 +51,36 @@ class DeviceRunner:
     def __init__(self, head: EagleHead, target: CudaLlama, places: int, shape: DraftShape) -> None:
         """`places`: committed rows that it may hold."""
         config = self.config = head.config
-        self._device, self._dtype, self._context = target.device, target.dtype, target.context
-        self.shape, self._stages = shape, shape.depth - 1
+        self.device, self._dtype, self._context = target.device, target.dtype, target.context
+        self.shape = shape
         group = config.num_heads // config.num_kv_heads
         self.tile = max(SMALL_TILE, 1 << (group - 1).bit_length())  # of passes with few rows of each sequence
         self.block = self.tile // group  # rows of one sequence that the attention takes at once
-        self.ahead = self._stages * shape.width  # places after the committed rows in which a draft grows
-        head.to(self._device, self._dtype)
+        self.ahead = (shape.depth - 1) * shape.width  # places after the committed rows in which a draft grows
+        head.to(self.device, self._dtype)
         self._weights = DeviceHead(head, target)
         count = places // PAGE + 2 + SPARE * TOGETHER
         self._pages = PageTable(count, PAGE, SLOTS, target.context + NODES, ahead=1)
-        self._table = DeviceTable(self._pages, self._device)
+        self._table = DeviceTable(self._pages, self.device)
         sizes = (config.depth, 2, count, config.num_kv_heads, PAGE, config.head_dim)
         # zeros: what lies past the end of a sequence is multiplied by 0, and 0 * nan is nan
-        self._cache = torch.zeros(sizes, dtype=self._dtype, device=self._device)
-        self._parts = PartSums(config.num_heads, config.head_dim, self._device, PARTS_BYTES)
+        self._cache = torch.zeros(sizes, dtype=self._dtype, device=self.device)
+        self._parts = PartSums(config.num_heads, config.head_dim, self.device, PARTS_BYTES)
         self._work = Workspace(
-            TOGETHER * shape.width, config.hidden_size, self._weights.widest, self._dtype, self._device
+            TOGETHER * shape.width, config.hidden_size, self._weights.widest, self._dtype, self.device
         )
         layers = len(config.layers)
-        self._shown = torch.zeros(SHOWN, layers, config.hidden_size, dtype=self._dtype, device=self._device)
+        self._shown = torch.zeros(SHOWN, layers, config.hidden_size, dtype=self._dtype, device=self.device)
         fields = len(SequenceField) * TOGETHER + (len(Field) + 1) * FEW_ROWS
-        self._sent_table = torch.zeros(fields, dtype=torch.int32, device=self._device)
-        self._staging = pinned(fields, self._device)
-        self._itself = torch.arange(max(TOGETHER * shape.width, FEW_ROWS), dtype=torch.int32, device=self._device)
-        self._groups: dict[int, DraftGroup] = {}
+        self._sent_table = torch.zeros(fields, dtype=torch.int32, device=self.device)
+        self._staging = pinned(fields, self.device)
+        self._itself = torch.arange(max(TOGETHER * shape.width, FEW_ROWS), dtype=torch.int32, device=self.device)
+        self._groups: dict[tuple[int, DraftShape], DraftGroup] = {}
         self._graphs: dict[tuple[Hashable, int], _Launched] = {}
         self._capture = Capture()
-        self._sent, self._done = event(self._device), event(self._device)
+        self._sent, self._done = event(self.device), event(self.device)
         self._drafted: dict[int, int] = {}  # rows after those committed, of drafts that the host looks on
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             self._warm_up()
 
     @property
@@ -164,7 +164,7 @@ class DeviceRunner:
         self, tokens: Tensor, trails: Tensor, slots: list[int], lengths: list[int], drafted: int
     ) -> Tensor:
         """The table of rows whose ancestors among the drafted rows are `trails`."""
-        device, rows, count = self._device, len(tokens), len(tokens) // len(slots)
+        device, rows, count = self.device, len(tokens), len(tokens) // len(slots)
         slot, base = (torch.tensor(each, device=device).repeat_interleave(count) for each in (slots, lengths))
         node = torch.arange(drafted, drafted + count, device=device).repeat(len(slots))
         one = torch.ones(1, dtype=torch.int64, device=device)
@@ -329,7 +329,7 @@ class DeviceRunner:
         chunk = chunk_keys(config.head_dim, self._dtype)
         shared = config.num_kv_heads, config.num_heads // config.num_kv_heads
         attention = Attention(rows, shape.blocks, shape.tile, shape.longest, chunk, shared, self._parts)
-        itself = self._itself if rows <= len(self._itself) else torch.arange(rows, device=self._device)
+        itself = self._itself if rows <= len(self._itself) else torch.arange(rows, device=self.device)
         x = self._run(table, itself, state, attention, work)
         device_kernels.finish(
             x, weights.norm, group.state, group.normed, config.norm_eps, config.norm_output, sequences
@@ -339,7 +339,7 @@ class DeviceRunner:
     def launch(self, key: tuple[Hashable, int], compute: Callable[[], None]) -> None:
         """Kernel by kernel the first time, which also compiles what is new; then as a graph."""
         launched = self._graphs.setdefault(key, _Launched())
-        if launched.graph is None and launched.before and self._device.type == "cuda":
+        if launched.graph is None and launched.before and self.device.type == "cuda":
             launched.graph = self._capture(compute)
         if launched.graph is None:
             compute()
@@ -347,21 +347,22 @@ class DeviceRunner:
             launched.graph.replay()
         launched.before = True
 
-    def group(self, sequences: int) -> DraftGroup:
-        count = 1 << (sequences - 1).bit_length()
-        if count not in self._groups:
-            shape, hidden = self.shape, self.config.hidden_size
-            growth = Growth(count, shape.width, self._stages, shape.nodes, self._weights.ids)
-            state, normed = torch.zeros(2, count, hidden, dtype=self._dtype, device=self._device)
-            found = pinned(growth.found.numel(), self._device).view(growth.found.shape)
-            self._groups[count] = DraftGroup(growth, state, normed, self._logits(count), found)
-        return self._groups[count]
+    def group(self, sequences: int, shape: DraftShape | None = None) -> DraftGroup:
+        """`shape`: of drafts no larger than the runner's own."""
+        count, shape = 1 << (sequences - 1).bit_length(), shape or self.shape
+        if (count, shape) not in self._groups:
+            hidden = self.config.hidden_size
+            growth = Growth(count, shape.width, shape.depth - 1, shape.nodes, self._weights.ids)
+            state, normed = torch.zeros(2, count, hidden, dtype=self._dtype, device=self.device)
+            found = pinned(growth.found.numel(), self.device).view(growth.found.shape)
+            self._groups[count, shape] = DraftGroup(growth, state, normed, self._logits(count), found)
+        return self._groups[count, shape]
 
     def _empty(self, *sizes: int) -> Tensor:
-        return torch.empty(sizes, dtype=self._dtype, device=self._device)
+        return torch.empty(sizes, dtype=self._dtype, device=self.device)
 
     def _logits(self, rows: int) -> Tensor:
-        return torch.empty(rows, len(self._weights.ids), device=self._device)
+        return torch.empty(rows, len(self._weights.ids), device=self.device)
 
     def _sequences(self, count: int) -> Tensor:
         return self._sent_table[: len(SequenceField) * count].view(len(SequenceField), count)
@@ -376,11 +377,11 @@ class DeviceRunner:
         return self._work if rows <= len(self._work.next) else self._new_workspace(rows)
 
     def _new_workspace(self, rows: int) -> Workspace:
-        return Workspace(rows, self.config.hidden_size, self._weights.widest, self._dtype, self._device)
+        return Workspace(rows, self.config.hidden_size, self._weights.widest, self._dtype, self.device)
 
     def _larger(self, fields: int) -> tuple[Tensor, Tensor]:
         """Tables of a pass over a prompt."""
-        return torch.zeros(fields, dtype=torch.int32, device=self._device), pinned(fields, self._device)
+        return torch.zeros(fields, dtype=torch.int32, device=self.device), pinned(fields, self.device)
 
     def _warm_up(self) -> None:
         """A first draft now, so that the first request does not wait for kernels to be compiled and captured."""

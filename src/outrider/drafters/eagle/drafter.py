@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -13,8 +13,7 @@ from torch import Tensor
 from outrider.core.draft import EMPTY, Draft, judged_tree
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
-from outrider.core.verify import Verdict
-from outrider.drafters.base import BuildContext, Drafter, JudgedSteps, Step
+from outrider.drafters.base import BuildContext, Drafter, Step
 from outrider.drafters.combined import Combined
 from outrider.drafters.confidence import LONGEST, StatedCalibration
 from outrider.drafters.eagle.head import EagleHead
@@ -24,12 +23,9 @@ from outrider.drafters.eagle.runner import (
     DraftShape,
     HeadOutput,
     KeepsPrefixes,
-    LoopedRounds,
-    LoopedText,
     Runner,
     ShownStates,
     WritesDrafts,
-    WritesRounds,
     gathered,
 )
 from outrider.drafters.eagle.torch_runner import DenseRunner
@@ -37,6 +33,7 @@ from outrider.drafters.eagle.tree import grow
 from outrider.drafters.heads.chooser import Chooser
 from outrider.drafters.heads.output import bits
 from outrider.drafters.ngram import Ngram
+from outrider.drafters.rounds.base import LoopedRounds, RoundGuesser
 from outrider.models.base import Paged, Readable
 from outrider.models.native.packed import packable
 
@@ -56,9 +53,6 @@ STOP = 0.4  # beside a packed target: probability to be reached below which a st
 NARROW = 8192  # vocabulary of a head beside a packed target: the output matrix is most of what a draft step reads
 # Vocabulary of a chain for one sequence there; the tokens of the text itself come with it (`vocabulary.py`).
 COMMON = 4096
-# Drafts that a GPU writes and judges before the host looks: some 10 ms of a small model, so that the host looks
-# seldom, and a stream still comes in small pieces. Chosen by hand; other numbers were not tried.
-ROUNDS = 8
 
 
 class Eagle(Drafter):
@@ -98,7 +92,7 @@ class Eagle(Drafter):
         common = options.vocab or (COMMON if target.packed else 0)
         self._places = _places(head, target, options.quantize, shape, context.cache_bytes)
         self._runner = start(head, target, options.quantize, common, self._places, shape)
-        self._loop = loop(self._runner, target, self.layers)
+        self._guesser = _in_rounds(self, self._runner)
         self._stop = shape.stop
         self._ids, self._vocab = head.draft_ids.to(target.device), target.vocab_size
         self._states: dict[int, _EagleState] = {}
@@ -149,60 +143,39 @@ class Eagle(Drafter):
             state.written, state.length = chooser, len(chooser.seq.tokens)
         return drafts
 
-    def writes(self, seqs: Seq[Sequence], budget: int) -> bool:
-        if self._loop is None or budget < (self._options.tree or self._length):
-            return False
-        guesses = self._options.greedy  # where the request samples
-        if not all(seq.plain and self._ready(seq) and (seq.params.greedy or not guesses) for seq in seqs):
-            return False
-        return self._loop.can([len(seq.tokens) for seq in seqs], self._rounds(seqs))
+    @property
+    def guessers(self) -> tuple[RoundGuesser, ...]:
+        return () if self._guesser is None else (self._guesser,)
 
-    def write(self, seqs: Seq[Sequence], wait: Callable[[], None]) -> list[JudgedSteps] | None:
-        assert self._loop is not None
+    def follows(self, seq: Sequence) -> bool:
+        """Whether rounds can begin: the target has shown all up to the last token."""
+        return self._ready(seq) and (seq.params.greedy or not self._options.greedy)
+
+    def catch_up(self, seqs: Seq[Sequence], most: int) -> bool:
+        """Take in what was shown, until no more than `most` rows wait; False: some text begins anew in the head."""
         self._restart_long()
         if not all(map(self._ready, seqs)):
-            return None
-        late = [seq for seq in seqs if self._states[seq.id].waiting > self._loop.wide]
+            return False
+        late = [seq for seq in seqs if self._states[seq.id].waiting > most]
         if late:
             self._take_in(late, keep=1)
-        rounds = self._loop.run([self._text(seq) for seq in seqs], self._rounds(seqs), wait)
-        if rounds is None:
-            return None
-        self._calibrate(rounds[0])
-        return [self._judged(seq, own) for seq, own in zip(seqs, rounds, strict=True)]
+        return True
 
-    def _rounds(self, seqs: Seq[Sequence]) -> int:
-        """Rounds that the host does not look at, fewer where all sequences end soon."""
-        return max(1, min(ROUNDS, max(seq.left for seq in seqs) // 2))
-
-    def _text(self, seq: Sequence) -> LoopedText:
+    def waiting(self, seq: Sequence) -> tuple[list[int], list[ShownStates]]:
+        """The tokens that the head has not taken in, and the states before them."""
         state = self._states[seq.id]
-        first = state.first + state.taken + 1
-        asked = DraftRequest(
-            self._options.tree or self._length, len(seq.tokens), 0.0 if seq.params.greedy else seq.params.temperature,
-            seq.dice.key,
-        )  # fmt: skip
-        return LoopedText(
-            seq.id, len(seq.tokens) - 1, seq.tokens[-1], seq.tokens[first:], list(state.pending), asked
-        )  # fmt: skip
+        return seq.tokens[state.first + state.taken + 1 :], list(state.pending)
 
-    def _judged(self, seq: Sequence, rounds: LoopedRounds) -> JudgedSteps:
-        """What the host has to know of rounds that the device judged."""
+    def took(self, seq: Sequence, rounds: LoopedRounds) -> None:
+        """The head has taken in all but the tokens of the last round; how sure it was in the first."""
         state = self._states[seq.id]
         state.taken += state.waiting + sum(map(len, rounds.tokens[:-1]))
-        state.pending, state.waiting, state.written = [rounds.shown], len(rounds.tokens[-1]), None
-
-        def step(number: int) -> tuple[Draft, Verdict]:
-            grown, path = rounds.round(number)
-            return Draft(tuple(grown.tokens), tuple(grown.parents)), Verdict(path, rounds.tokens[number][-1])
-
-        return JudgedSteps(rounds.tokens, rounds.drafts, rounds.drafted_by_depth, step)
-
-    def _calibrate(self, rounds: LoopedRounds) -> None:
-        """How sure the head was in the first round, and what was kept: one round tells enough."""
-        grown, _ = rounds.round(0)
-        for node, kept in judged_tree(grown.tokens, grown.parents, rounds.tokens[0]):
-            self._guessing.learn(grown.acceptance[node], kept)
+        assert rounds.states is not None
+        state.pending, state.waiting, state.written = [(rounds.states, rounds.rows)], len(rounds.tokens[-1]), None
+        first = rounds.round(0)
+        own = first.sources.count(self.name)  # its nodes come first
+        for node, kept in judged_tree(first.tokens[:own], first.parents[:own], rounds.tokens[0]):
+            self._guessing.learn(first.acceptance[node], kept)
 
     def unread(self, seq: Sequence) -> int:
         state = self._states.get(seq.id)
@@ -449,16 +422,14 @@ def start(
     return DenseRunner(head, target)
 
 
-def loop(runner: Runner, target: Readable, layers: Seq[int]) -> WritesRounds | None:
-    """What writes and judges drafts without the host, where that can be."""
-    if isinstance(runner, WritesDrafts) and isinstance(target, Paged):
-        from outrider.drafters.eagle.device_loop import DeviceLoop
-        from outrider.drafters.eagle.device_runner import DeviceRunner
-        from outrider.models.cuda.model import CudaLlama
+def _in_rounds(texts: Eagle, runner: Runner) -> RoundGuesser | None:
+    """The head without the host, where that can be."""
+    if not isinstance(runner, WritesDrafts):
+        return None
+    from outrider.drafters.eagle.device_guesser import HeadGuesser
+    from outrider.drafters.eagle.device_runner import DeviceRunner
 
-        if isinstance(runner, DeviceRunner) and isinstance(target, CudaLlama):
-            return DeviceLoop(runner, target, layers)
-    return None
+    return HeadGuesser(texts, runner) if isinstance(runner, DeviceRunner) else None
 
 
 def _fits_device(head: EagleHead, shape: DraftShape) -> bool:

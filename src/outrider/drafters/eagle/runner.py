@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -57,29 +57,6 @@ class DraftShape:
 ShownStates = tuple[Tensor, Seq[int]]  # [n, layers, hidden] states of the target, and which rows of them
 
 
-@dataclass(frozen=True, eq=False)
-class LoopedText:
-    """One sequence as rounds begin."""
-
-    id: int
-    length: int  # tokens that the target's cache has seen
-    last: int  # the token after them
-    tokens: Seq[int]  # that the head has not taken in yet
-    shown: Seq[ShownStates]  # the target's states before them
-    asked: DraftRequest
-
-
-@dataclass(frozen=True, eq=False)
-class LoopedRounds:
-    """Drafts of one sequence that the device wrote and judged by itself."""
-
-    tokens: list[list[int]]  # of each round: the nodes that were kept, and the target's own token
-    drafted_by_depth: list[int]  # nodes of all rounds, from depth 1 on
-    drafts: int  # rounds with a draft
-    shown: ShownStates  # after which the tokens of the last round come: the head has not taken them in
-    round: Callable[[int], tuple[Grown, tuple[int, ...]]]  # one of the drafts, and the path that was kept
-
-
 def gathered(shown: Seq[ShownStates]) -> Tensor:
     """[rows, layers, hidden] in one copy, however many there are."""
     if len(shown) == 1 and len(shown[0][1]) == len(shown[0][0]):
@@ -131,18 +108,4 @@ class WritesDrafts(Protocol):
         self, ids: Seq[int], tokens: Seq[Seq[int]], shown: Seq[Seq[ShownStates]], asked: Seq[DraftRequest]
     ) -> list[Grown]:
         """Take in what was committed, as `extend`, and draft for each sequence."""
-        ...
-
-
-class WritesRounds(Protocol):
-    """What drafts, runs the target and judges, round after round, without the host."""
-
-    wide: int  # tokens that a round can write; also the most that the head may still have to take in before the first
-
-    def can(self, lengths: Seq[int], rounds: int) -> bool:
-        """Whether the rounds of texts of these lengths fit."""
-        ...
-
-    def run(self, texts: Seq[LoopedText], rounds: int, wait: Callable[[], None]) -> list[LoopedRounds] | None:
-        """Some rounds of each text; None: there is no memory for as many. `wait` is called while the device works."""
         ...

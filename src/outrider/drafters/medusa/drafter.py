@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -23,7 +23,8 @@ from outrider.drafters.confidence import StatedCalibration
 from outrider.drafters.heads.chooser import Chooser
 from outrider.drafters.heads.output import OutputMatrix, bits
 from outrider.drafters.medusa.head import MedusaHead, Paths
-from outrider.models.base import Readable
+from outrider.drafters.rounds.base import RoundGuesser
+from outrider.models.base import Paged, Readable
 
 RANKS = 10  # likeliest tokens of each head that a tree may use, as many as in the trees of the Medusa paper
 
@@ -82,6 +83,23 @@ class Medusa(Drafter):
         self._last: dict[int, Tensor] = {}  # [hidden] the target's final state before each sequence's last token
         self._drafted: dict[int, tuple[Draft, int]] = {}  # the last draft, and how many tokens were committed then
         self._calibrations = [StatedCalibration() for _ in self._blocks]  # by depth
+        self._guesser = _in_rounds(self, self._best, self._tree[: self._nodes], target)
+
+    @property
+    def guessers(self) -> tuple[RoundGuesser, ...]:
+        return () if self._guesser is None else (self._guesser,)
+
+    def follows(self, seq: Sequence) -> bool:
+        """Whether rounds can begin: the state before its last token is known."""
+        return seq.id in self._last
+
+    def state(self, seq: Sequence) -> Tensor:
+        return self._last[seq.id]
+
+    def took(self, seq: Sequence, state: Tensor) -> None:
+        """Rounds are over: the state before its last token is this one now."""
+        self._last[seq.id] = state.clone()
+        self._drafted.pop(seq.id, None)
 
     @property
     def takes_prefixes(self) -> bool:
@@ -112,16 +130,26 @@ class Medusa(Drafter):
     @torch.inference_mode()
     def _offers(self, seqs: Seq[Sequence]) -> tuple[list[list[list[int]]], list[list[list[float]]]]:
         """Per sequence and head: the likeliest tokens, and the probabilities that the head states."""
-        last = self._normed(torch.stack([self._last[seq.id] for seq in seqs])).to(self._dtype)
-        logits = torch.stack(
-            [output(block(last)) for block, output in zip(self._blocks, self._outputs, strict=False)], 1
-        )
+        logits = self._logits(torch.stack([self._last[seq.id] for seq in seqs]))
         best = torch.softmax(logits, -1).topk(self._ranks)
         tokens, stated = self._ids[best.indices].tolist(), best.values.tolist()
         for row, seq in enumerate(seqs):
             if not (seq.params.greedy or seq.rule == "rejection"):
                 tokens[row], stated[row] = self._with_noise(seq, logits[row])
         return tokens, stated
+
+    def _logits(self, last: Tensor) -> Tensor:
+        """[n, hidden] -> [n, heads, draft vocabulary]"""
+        normed = self._normed(last).to(self._dtype)
+        return torch.stack(
+            [output(block(normed)) for block, output in zip(self._blocks, self._outputs, strict=False)], 1
+        )
+
+    def _best(self, last: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest tokens of each head and their probabilities, [n, heads, ranks]; nothing waits for a device."""
+        logits = self._logits(last).float()
+        values, places = logits.topk(self._ranks)
+        return self._ids[places], torch.exp(values - logits.logsumexp(-1, keepdim=True))
 
     def _with_noise(self, seq: Sequence, logits: Tensor) -> tuple[list[list[int]], list[list[float]]]:
         """Under the coupled rule the target's own noise is known: [heads, draft vocabulary] -> tokens and stated
@@ -163,6 +191,17 @@ class Medusa(Drafter):
         depths = draft.depths()
         for node, kept in judged_tree(draft.tokens, draft.parents, step.seq.tokens[length:] if draft else ()):
             self._calibrations[depths[node] - 1].learn(draft.acceptance[node], kept)
+
+
+def _in_rounds(
+    states: Medusa, offers: Callable[[Tensor], tuple[Tensor, Tensor]], tree: Paths, target: Readable
+) -> RoundGuesser | None:
+    """The heads without the host: beside a target that writes in rounds, with a tree that was measured."""
+    if not tree or not isinstance(target, Paged):
+        return None
+    from outrider.drafters.medusa.device_guesser import MedusaGuesser
+
+    return MedusaGuesser(states, offers, tree, target.device)
 
 
 def _outputs(head: MedusaHead, target: Readable, bits: int, dtype: torch.dtype) -> list[OutputMatrix]:

@@ -1,4 +1,4 @@
-"""EAGLE on a GPU without the host: rounds of drafts, passes and verdicts write what plain decoding writes.
+"""Drafters on a GPU without the host: rounds of drafts, passes and verdicts write what plain decoding writes.
 
 The kernels are interpreted on a CPU."""
 
@@ -7,14 +7,15 @@ import functools
 import pytest
 import torch
 from eagle_forms import FORMS
-from tiny import VOCAB, eagle_head, family, outputs, plainly, prompts
+from tiny import VOCAB, eagle_head, family, medusa_head, outputs, plainly, prompts
 
 from outrider import drafters
 from outrider.core.dice import Dice
 from outrider.core.params import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext
-from outrider.drafters.eagle.device_loop import DeviceLoop
+from outrider.drafters.rounds import base
+from outrider.drafters.rounds.loop import DeviceLoop
 from outrider.engine.engine import Engine
 from outrider.models.cuda.model import CudaLlama
 
@@ -50,20 +51,27 @@ def plain(params, ends=frozenset()):
 
 @pytest.fixture
 def loops(monkeypatch):
-    """How many sequences each call of the device's loop has, and for how many rounds."""
+    """How many sequences each call of the device's loop has, and the nodes of their drafts in each round."""
     calls, run = [], DeviceLoop.run
 
-    def counted(self, texts, rounds, wait):
-        calls.append((len(texts), rounds))
-        return run(self, texts, rounds, wait)
+    def counted(self, seqs, rounds, wait):
+        found = run(self, seqs, rounds, wait)
+        calls.append((len(seqs), [[len(each.round(n).tokens) for n in range(rounds)] for each in found]))
+        return found
 
     monkeypatch.setattr(DeviceLoop, "run", counted)
     return calls
 
 
-def engine(options="tree=6,width=3,length=3", form="eagle-3"):
-    context = BuildContext(target(), load=None, heads={"it": head(form)})
-    return Engine(target(), drafters.build(f"eagle:head=it,{options}", context))
+@functools.cache
+def heads():
+    medusa = medusa_head(target()).requires_grad_(False)
+    medusa.tree = ((0,), (1,), (0, 0), (0, 1), (0, 0, 0))
+    return {"it": head("eagle-3"), "three": medusa}
+
+
+def engine(spec="eagle:head=it,tree=6,width=3,length=3"):
+    return Engine(target(), drafters.build(spec, BuildContext(target(), load=None, heads=heads())))
 
 
 def drain(made, seqs):
@@ -74,20 +82,45 @@ def drain(made, seqs):
     return seqs
 
 
-def test_rounds_write_what_plain_decoding_writes(loops):
-    """A tree, greedy and under a seed's own noise, of different lengths."""
-    params = [SamplingParams(8), SamplingParams(5, 0.9, seed=3)]
-    seqs = drain(engine(), sequences(params))
+SEEDED = SamplingParams(5, 0.9, seed=3)
+GUESSERS = {
+    "eagle:head=it,tree=6,width=3,length=3": (SEEDED, {"eagle"}),
+    "ngram:length=3": (SEEDED, {"ngram"}),
+    "medusa:head=three": (SamplingParams(5), {"medusa"}),
+    "ngram:length=3+eagle:head=it,tree=6,width=3,length=3": (SEEDED, {"ngram", "eagle"}),
+}
+
+
+@pytest.mark.parametrize("spec", GUESSERS)
+def test_rounds_write_what_plain_decoding_writes(loops, spec):
+    """Greedy, and under a seed's own noise, of different lengths; the draft of each is counted as its own."""
+    other, names = GUESSERS[spec]
+    params = [SamplingParams(12), other]
+    seqs = drain(engine(spec), sequences(params))
     assert outputs(seqs) == outputs(plain(params))
-    assert loops[0] == (2, 3)
-    assert all(seq.stats.drafted > 0 for seq in seqs)
+    assert (loops[0][0], len(loops[0][1][0])) == (2, 5)
+    assert set(seqs[0].stats.drafted_by_drafter) == names
+    assert {token.drafter for token in seqs[0].output} <= {*names, None}
+    for seq in seqs:
+        kept = sum(token.drafter is not None for token in seq.output)
+        assert seq.stats.accepted == kept == sum(seq.stats.accepted_by_drafter.values())
+        assert seq.stats.drafted == sum(seq.stats.drafted_by_drafter.values())
+
+
+def test_a_batch_has_smaller_drafts(monkeypatch, loops):
+    """Their rows are shared out, and a sequence's draft never outgrows its own."""
+    monkeypatch.setattr(base, "ROW_BUDGETS", ((2, 16), (1 << 30, 8)))
+    params = [SamplingParams(6)] * 3
+    seqs = drain(engine("eagle:head=it,tree=16,width=3,length=3+ngram:length=4"), sequences(params))
+    assert outputs(seqs) == outputs(plain(params))
+    assert all(count == 3 and max(map(max, nodes)) == 1 for count, nodes in loops)
 
 
 def test_a_chain_that_a_loop_wrote_goes_on_outside_of_it(loops):
     """Half of the text in rounds, then another request asks for log-probabilities, which the host must see."""
     params = [SamplingParams(9), SamplingParams(2, logprobs=1)]
     first, other = sequences(params)
-    made = engine("length=2")
+    made = engine("eagle:head=it,length=2")
     made.add(first)
     while not loops:
         made.step()
@@ -101,7 +134,7 @@ def test_what_comes_after_the_end_is_not_committed(loops):
     (reference,) = plain([SamplingParams(8)])
     end = reference.tokens[-3]
     cut = reference.tokens[reference.prompt :].index(end) + 1
-    (seq,) = drain(engine("length=2"), sequences([SamplingParams(8)], ends=frozenset({end})))
+    (seq,) = drain(engine("eagle:head=it,length=2"), sequences([SamplingParams(8)], ends=frozenset({end})))
     assert loops
     assert seq.finish == "stop"
     assert seq.tokens[seq.prompt :] == reference.tokens[reference.prompt :][:cut]
@@ -110,9 +143,13 @@ def test_what_comes_after_the_end_is_not_committed(loops):
 
 @pytest.mark.parametrize(
     ("spec", "prediction", "looped"),
-    [("auto:head=it,length=2", (), True), ("auto:head=it,length=2", (1, 2), False), ("eagle:head=it+ngram", (), False)],
+    [
+        ("auto:head=it,length=2", (), True),
+        ("auto:head=it,length=2", (1, 2), False),
+        ("eagle:head=it+history", (), False),
+    ],
 )
-def test_one_of_several_writes_alone_where_the_others_were_not_asked_for(spec, prediction, looped):
+def test_some_write_without_the_others_where_these_were_not_asked_for(spec, prediction, looped):
     context = BuildContext(target(), load=None, heads={"it": head("eagle-3")})
     made = Engine(target(), drafters.build(spec, context))
     (seq,) = sequences([SamplingParams(6)])

@@ -1,0 +1,148 @@
+"""Rounds without the host: what a drafter has to have so that it can draft in them.
+
+In a round the drafters of a batch guess, the target runs their guesses, and the device walks down each draft along the
+tokens that the target chose. The host launches some rounds, and reads all their tokens at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from outrider.core.draft import Draft
+from outrider.core.sequence import Sequence
+from outrider.core.verify import Verdict
+
+if TYPE_CHECKING:  # needs Triton, as a target on a device does
+    from outrider.models.cuda.looped import LoopedPass
+
+# (sequences up to which, rows of a pass that they and their drafts share). Kernels take 16, 32, 64 or 128 rows at once,
+# so a pass costs in steps: SmolLM2 on an H200 takes 0.75 ms for 32 rows, 1.0 for 64, 1.3 for 128 (docs/benchmarks/
+# gpu-h200), and a head keeps about 3.0, 2.6, 2.1 and 1.7 tokens of 15, 7, 3 nodes and 1.
+ROW_BUDGETS = ((4, 32), (32, 64), (1 << 30, 128))
+
+
+def node_budget(sequences: int) -> int:
+    """Nodes that the draft of each of some sequences may have."""
+    rows = next(rows for most, rows in ROW_BUDGETS if sequences <= most)
+    return max(1, rows // sequences - 1)
+
+
+@dataclass(frozen=True)
+class DraftSize:
+    """Of the largest draft."""
+
+    nodes: int
+    depth: int
+
+
+@dataclass(eq=False)
+class RoundTables:
+    """What the kernels of a round share, for a number of sequences."""
+
+    target: LoopedPass
+    texts: Tensor  # [len(TextField), sequences] int32
+    kept: Tensor  # [sequences, 1 + 2 wide] int32: how many tokens, the tokens, and the row of each one's state
+    written: Tensor  # [sequences, places] int32: the tokens of each text
+    longest: int  # tokens of a text, at most
+
+    @property
+    def sequences(self) -> int:
+        return len(self.kept)
+
+    @property
+    def wide(self) -> int:
+        """Tokens that a round can write."""
+        return (self.kept.shape[1] - 1) // 2
+
+    @property
+    def nodes(self) -> int:
+        return self.target.table.shape[1] // self.sequences - 1
+
+
+class Guesses(Protocol):
+    """The drafts of a number of sequences, made by kernels alone."""
+
+    found: Tensor  # [sequences, 1 + 3 nodes] int32: how many nodes; tokens, parents, probabilities (as bits)
+    size: DraftSize
+
+    def send(self, seqs: Seq[Sequence], tables: RoundTables) -> None:
+        """What the first round reads; the rounds before it are over."""
+        ...
+
+    def guess(self, tables: RoundTables) -> None:
+        """Launch the kernels of one round."""
+        ...
+
+
+class RoundGuesser(Protocol):
+    """A drafter that can guess in rounds."""
+
+    name: str
+    layers: tuple[int, ...]  # of the target whose states it reads
+    reads_texts: bool  # whether its kernels read the tokens of the texts
+    is_chain: bool  # whether its drafts are chains
+
+    def follows(self, seq: Sequence) -> bool:
+        """Whether it can guess for the sequence as it stands."""
+        ...
+
+    def begin(self, seqs: Seq[Sequence], ahead: int, wide: int) -> bool:
+        """Make ready for rounds that write up to `ahead` tokens, `wide` at a time; False: there is no memory."""
+        ...
+
+    def guesses(self, sequences: int, budget: int) -> Guesses | None:
+        """Its drafts of up to `budget` nodes for a number of sequences; None: it has none for as many."""
+        ...
+
+    def end(self, seqs: Seq[Sequence], rounds: Seq[LoopedRounds]) -> None:
+        """The rounds are over."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class JudgedSteps:
+    """Steps of one sequence that a drafter and the target took without the host."""
+
+    tokens: list[list[int]]  # that each step wrote: the nodes that were kept, and the target's own token
+    sources: list[list[str]]  # of each step: the drafters of the nodes that were kept
+    drafts: int  # steps with a draft
+    drafted_by_depth: Seq[int]  # nodes of all steps; the first number is of depth 1
+    drafted_by_source: Mapping[str, int]  # by drafter
+    step: Callable[[int], tuple[Draft, Verdict]]  # the draft of one of them, and what the target made of it
+
+
+class WritesRounds(Protocol):
+    """What writes several steps of a batch without the host (`writer.py`)."""
+
+    def can(self, seqs: Seq[Sequence], budget: int) -> bool: ...
+
+    def write(self, seqs: Seq[Sequence], wait: Callable[[], None]) -> list[JudgedSteps] | None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class RoundDraft:
+    """The draft of one round and what was kept of it."""
+
+    tokens: list[int]
+    parents: list[int]
+    acceptance: list[float]  # as its guesser states it
+    sources: list[str]
+    path: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class LoopedRounds:
+    """Drafts of one sequence that the device wrote and judged by itself."""
+
+    tokens: list[list[int]]  # of each round: the nodes that were kept, and the target's own token
+    sources: list[list[str]]  # of each round: who guessed the nodes that were kept
+    drafts: int  # rounds with a draft
+    drafted_by_depth: list[int]  # nodes of all rounds, from depth 1 on
+    drafted_by_source: dict[str, int]
+    states: Tensor | None  # [rows, layers, hidden] of the pass of the last round
+    rows: list[int]  # of these, after which the tokens of the last round come
+    round: Callable[[int], RoundDraft]

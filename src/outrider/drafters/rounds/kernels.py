@@ -1,0 +1,255 @@
+"""The kernels between drafts and the target's passes where the host does not look: drafts are joined and become the
+tables of passes, are judged, and texts are searched, on the device.
+
+A program has one sequence. Of each sequence the pass has 1 + `most` rows: its last token, then the nodes of its draft.
+A draft of the pass is a row [2 + 3 most]: how many nodes; how many of them the first guesser had; tokens, parents and
+probabilities (as bits).
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.models.cuda.batch import Field
+
+
+class TextField(IntEnum):
+    """The rows of the table of texts, int32: where the target stands in each sequence."""
+
+    SLOT = 0  # its row of the target's page table
+    LENGTH = 1  # tokens that the target's cache has seen
+    LAST = 2  # the token after them
+    ROUND = 3  # rounds that are done
+
+
+DRAFT_HEADER = 2  # numbers before the tokens of a draft
+# Nodes and rows that a program looks at: those of the largest draft (cuda/batch.py, NODES) and its last token. One
+# compiled kernel then serves drafts of every size.
+POWER = 64
+SEARCHED = 1024  # places of a text that one step of a search looks at
+
+_TOKEN = tl.constexpr(int(Field.TOKEN))
+_POSITION = tl.constexpr(int(Field.POSITION))
+_PLACE = tl.constexpr(int(Field.PLACE))
+_ROW_SLOT = tl.constexpr(int(Field.SLOT))
+_BASE = tl.constexpr(int(Field.BASE))
+_END = tl.constexpr(int(Field.END))
+_LOW = tl.constexpr(int(Field.LOW))
+_HIGH = tl.constexpr(int(Field.HIGH))
+_BLOCK_ROW = tl.constexpr(int(Field.BLOCK_ROW))
+_BLOCK_COUNT = tl.constexpr(int(Field.BLOCK_COUNT))
+_BLOCK_TREE = tl.constexpr(int(Field.BLOCK_TREE))
+_SLOT = tl.constexpr(int(TextField.SLOT))
+_LENGTH = tl.constexpr(int(TextField.LENGTH))
+_LAST = tl.constexpr(int(TextField.LAST))
+_ROUND = tl.constexpr(int(TextField.ROUND))
+_HEADER = tl.constexpr(DRAFT_HEADER)
+
+
+@triton.jit(do_not_specialize=["first", "second", "nodes"])
+def _join(first_ptr, second_ptr, out_ptr, first, second, nodes, NP: tl.constexpr):
+    """A draft of up to `first` nodes and a chain of up to `second` as one draft: tokens of the chain that the draft has
+    on the same path stand there once, the others come after its nodes."""
+    seq, node = tl.program_id(0), tl.arange(0, NP)
+    draft = first_ptr + seq * (1 + 3 * first)
+    own = tl.minimum(tl.load(draft), first)
+    inside = node < own
+    tokens = tl.load(draft + 1 + node, mask=inside, other=-1)
+    parents = tl.load(draft + 1 + first + node, mask=inside, other=-2)
+    bits = tl.load(draft + 1 + 2 * first + node, mask=inside, other=0)
+    chain = second_ptr + seq * (1 + 3 * second)
+    count, at = own, -1
+    for place in range(tl.minimum(tl.load(chain, mask=second > 0, other=0), second)):
+        token = tl.load(chain + 1 + place)
+        child = tl.min(tl.where((parents == at) & (tokens == token) & (node < count), node, NP), 0)
+        here = (node == count) & (child == NP)
+        tokens = tl.where(here, token, tokens)
+        parents = tl.where(here, at, parents)
+        bits = tl.where(here, tl.load(chain + 1 + 2 * second + place), bits)
+        at = tl.where(child < NP, child, count)
+        count += tl.where(child < NP, 0, 1)
+    out = out_ptr + seq * (_HEADER + 3 * nodes)
+    tl.store(out, count)
+    tl.store(out + 1, own)
+    inside, live = node < nodes, node < count
+    tl.store(out + _HEADER + node, tl.where(live, tokens, 0), mask=inside)
+    tl.store(out + _HEADER + nodes + node, tl.where(live, parents, 0), mask=inside)
+    tl.store(out + _HEADER + 2 * nodes + node, tl.where(live, bits, 0), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count", "padding", "most", "deepest"])
+def _enter_draft(
+    found_ptr, texts_ptr, table_ptr, positions_ptr, count, padding, most, deepest,
+    BLOCK: tl.constexpr, RP: tl.constexpr,
+):  # fmt: skip
+    """The target's table: the last token of each sequence and the nodes of its draft, as Batch.write has it."""
+    seq = tl.program_id(0)
+    row, other = tl.arange(0, RP), tl.arange(0, RP)
+    stride = count * (1 + most)
+    slot = tl.load(texts_ptr + _SLOT * count + seq)
+    length = tl.load(texts_ptr + _LENGTH * count + seq)
+    draft = found_ptr + seq * (_HEADER + 3 * most)
+    nodes = tl.where(slot == padding, 0, tl.load(draft))
+    is_node = (row > 0) & (row <= nodes)
+    node = row - 1
+    parent = tl.load(draft + _HEADER + most + node, mask=is_node, other=-1) + 1  # as a row; 0: the last token
+    above = (parent[:, None] == other[None, :]) & is_node[:, None]
+    bit = 1 << (tl.maximum(node, 0) % 32)
+    low, high = tl.where(is_node & (node < 32), bit, 0), tl.where(is_node & (node >= 32), bit, 0)
+    depth = tl.where(is_node, 1, 0)
+    own_low, own_high = low, high
+    for _ in range(deepest):  # each time what is known reaches one level further down
+        low = own_low | tl.sum(tl.where(above, low[None, :], 0), 1)
+        high = own_high | tl.sum(tl.where(above, high[None, :], 0), 1)
+        depth = tl.where(is_node, 1 + tl.sum(tl.where(above, depth[None, :], 0), 1), 0)
+    inside, live = row <= most, (row <= nodes) & (slot != padding)
+    token = tl.load(draft + _HEADER + node, mask=is_node, other=0)
+    token = tl.where(row == 0, tl.load(texts_ptr + _LAST * count + seq), token)
+    to = table_ptr + seq * (1 + most) + row
+    tl.store(to + _TOKEN * stride, tl.where(live, token, 0), mask=inside)
+    tl.store(to + _POSITION * stride, tl.where(live, length + depth, 0), mask=inside)
+    tl.store(to + _PLACE * stride, tl.where(live, length + row, 0), mask=inside)
+    tl.store(to + _ROW_SLOT * stride, tl.where(live, slot, padding), mask=inside)
+    tl.store(to + _BASE * stride, tl.where(live, length + 1, 0), mask=inside)
+    tl.store(to + _END * stride, tl.where(live, length + 1 + nodes, 0), mask=inside)
+    tl.store(to + _LOW * stride, low, mask=inside)
+    tl.store(to + _HIGH * stride, high, mask=inside)
+    leads = live & (row % BLOCK == 0)
+    tl.store(to + _BLOCK_ROW * stride, tl.where(live, seq * (1 + most) + row, 0), mask=inside)
+    tl.store(to + _BLOCK_COUNT * stride, tl.where(leads, tl.minimum(1 + nodes - row, BLOCK), 0), mask=inside)
+    tl.store(to + _BLOCK_TREE * stride, tl.where(live & (nodes > 0), 1, 0), mask=inside)
+    tl.store(positions_ptr + seq * (1 + most) + row, (length + depth + 1).to(tl.int64), mask=inside)
+
+
+@triton.jit(do_not_specialize=["places", "count", "padding", "most", "wide"])
+def _judge(
+    chosen_ptr, found_ptr, texts_ptr, kept_ptr, written_ptr, places, pages_ptr, pages_stride, pairs_ptr, out_ptr,
+    count, padding, most, wide,
+    PAGED: tl.constexpr, NP: tl.constexpr, FP: tl.constexpr,
+):  # fmt: skip
+    """Walk down each draft along the tokens that the target chose. What is kept goes into `kept` and to the end of its
+    text, which the guessers read, and with the draft into `out` [rounds, sequences, 1 + 2 wide + HEADER + 3 most],
+    which the host reads; `pairs` says what has to move in the target's cache."""
+    seq, node = tl.program_id(0), tl.arange(0, NP)
+    slot = tl.load(texts_ptr + _SLOT * count + seq)
+    length = tl.load(texts_ptr + _LENGTH * count + seq)
+    turn = tl.load(texts_ptr + _ROUND * count + seq)
+    draft = found_ptr + seq * (_HEADER + 3 * most)
+    real = slot != padding
+    nodes = tl.where(real, tl.load(draft), 0)
+    inside = node < nodes
+    tokens = tl.load(draft + _HEADER + node, mask=inside, other=-1)
+    parents = tl.load(draft + _HEADER + most + node, mask=inside, other=-2)
+    record = kept_ptr + seq * (1 + 2 * wide)
+    size = 1 + 2 * wide + _HEADER + 3 * most
+    out = out_ptr + (turn * count + seq) * size
+    text = written_ptr + seq.to(tl.int64) * places + length + 1
+    pages = pages_ptr + slot.to(tl.int64) * pages_stride
+    at, taken, own = -1, 0, 0
+    going = real
+    for place in range(wide):
+        chosen = tl.load(chosen_ptr + seq * (1 + most) + 1 + at).to(tl.int32)
+        child = tl.min(tl.where((parents == at) & (tokens == chosen) & inside, node, NP), 0)
+        tl.store(record + 1 + place, chosen, mask=going)
+        tl.store(record + 1 + wide + place, at + 1, mask=going)
+        tl.store(text + place, chosen, mask=going)
+        tl.store(out + 1 + place, chosen, mask=going)
+        tl.store(out + 1 + wide + place, at + 1, mask=going)
+        taken += tl.where(going, 1, 0)
+        own = tl.where(going, chosen, own)
+        going = going & (child < NP)
+        at = tl.where(going, child, at)
+        if place + 1 < wide:  # a node that is kept goes to the place after those kept before it
+            origin, goal = length + 1 + tl.maximum(at, 0), length + 1 + place
+            from_page = tl.load(pages + origin // PAGED, mask=going, other=0)
+            to_page = tl.load(pages + goal // PAGED, mask=going, other=0)
+            pair = pairs_ptr + (seq * (wide - 1) + place) * 2
+            tl.store(pair, tl.where(going, from_page * PAGED + origin % PAGED, 0))
+            tl.store(pair + 1, tl.where(going, to_page * PAGED + goal % PAGED, 0))
+    tl.store(record, taken)
+    tl.store(out, taken)
+    field = tl.arange(0, FP)
+    copied = field < _HEADER + 3 * most
+    tl.store(out + 1 + 2 * wide + field, tl.load(draft + field, mask=copied, other=0), mask=copied)
+    tl.store(texts_ptr + _LENGTH * count + seq, length + taken)
+    tl.store(texts_ptr + _LAST * count + seq, own)
+    tl.store(texts_ptr + _ROUND * count + seq, turn + 1)
+
+
+@triton.jit(do_not_specialize=["places", "count", "padding", "length"])
+def _look_up(
+    written_ptr, places, texts_ptr, count, padding, found_ptr, length,
+    MIN_N: tl.constexpr, MAX_N: tl.constexpr, LP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What followed the last tokens of each text where they stood before: of the longest match of up to MAX_N tokens
+    the most recent one, copied for `length` tokens; past the end it goes on with what it has copied."""
+    seq = tl.program_id(0)
+    slot = tl.load(texts_ptr + _SLOT * count + seq)
+    last = tl.load(texts_ptr + _LENGTH * count + seq)  # the place of the last token
+    text = written_ptr + seq.to(tl.int64) * places
+    best = tl.zeros([BLOCK], tl.int64)
+    for begin in range(0, last, BLOCK):
+        end = begin + 1 + tl.arange(0, BLOCK)  # the place of the token that follows a match
+        matched = tl.zeros([BLOCK], tl.int32)
+        for n in tl.static_range(MAX_N):  # as far as all before matched too
+            here = (matched == n) & (end <= last) & (end > n)
+            earlier = tl.load(text + end - 1 - n, mask=here, other=-1)
+            matched += tl.where(here & (earlier == tl.load(text + tl.maximum(last - n, 0))), 1, 0)
+        value = matched.to(tl.int64) * 2147483648 + end
+        best = tl.maximum(best, tl.where((matched >= MIN_N) & (end <= last), value, 0))
+    most = tl.max(best, 0)
+    found = (most > 0) & (slot != padding)
+    end = tl.where(found, (most % 2147483648).to(tl.int32), 0)
+    period = last + 1 - end
+    place = tl.arange(0, LP)
+    inside = place < length
+    token = tl.load(text + end + place % period, mask=inside, other=0)
+    out = found_ptr + seq * (1 + 3 * length)
+    tl.store(out, tl.where(found, length, 0))
+    tl.store(out + 1 + place, token, mask=inside)
+    tl.store(out + 1 + length + place, place - 1, mask=inside)
+
+
+def join(first: Tensor, second: Tensor | None, out: Tensor) -> None:
+    """`first` [sequences, 1 + 3 nodes]: trees; `second`: chains; `out` [sequences, HEADER + 3 nodes]."""
+    sizes = [0 if each is None else (each.shape[1] - 1) // 3 for each in (first, second)]
+    nodes = (out.shape[1] - DRAFT_HEADER) // 3
+    _join[(len(out),)](
+        first, out if second is None else second, out, *sizes, nodes, POWER, num_warps=1
+    )  # fmt: skip
+
+
+def enter_draft(
+    found: Tensor, texts: Tensor, table: Tensor, positions: Tensor, depth: int, block: int, padding: int
+) -> None:
+    """`found`: drafts as `join` has them. `table` [len(Field), sequences * (1 + nodes)]; `positions`: in its text, of
+    the token that each row chooses."""
+    count, nodes = len(found), (found.shape[1] - DRAFT_HEADER) // 3
+    _enter_draft[(count,)](
+        found, texts, table, positions, count, padding, nodes, depth, block, POWER, num_warps=4
+    )  # fmt: skip
+
+
+def judge(
+    chosen: Tensor, found: Tensor, texts: Tensor, kept: Tensor, written: Tensor, pages: Tensor, pairs: Tensor,
+    out: Tensor, page: int, padding: int,
+) -> None:  # fmt: skip
+    """`chosen`: the target's token after each row. `written` [sequences, places]: the texts. `pages`: the target's
+    page table."""
+    count, nodes, wide = len(found), (found.shape[1] - DRAFT_HEADER) // 3, (kept.shape[1] - 1) // 2
+    _judge[(count,)](
+        chosen, found, texts, kept, written, written.stride(0), pages, pages.stride(0), pairs, out, count, padding,
+        nodes, wide, page, POWER, 4 * POWER, num_warps=1,
+    )  # fmt: skip
+
+
+def look_up(written: Tensor, texts: Tensor, found: Tensor, sizes: tuple[int, int], padding: int) -> None:
+    """`sizes`: of the shortest and the longest match. `found` [sequences, 1 + 3 length]; no probability is stated."""
+    count, length = len(found), (found.shape[1] - 1) // 3
+    _look_up[(count,)](
+        written, written.stride(0), texts, count, padding, found, length, *sizes, POWER, SEARCHED, num_warps=4
+    )

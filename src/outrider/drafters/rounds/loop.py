@@ -1,0 +1,270 @@
+"""Rounds on a GPU: drafters guess, the target runs the guesses and judges them, round after round, without the host.
+
+A round is one graph. The host launches some rounds and reads all their tokens at once. So a text may be written past
+its end: what comes after the end is never committed, and its memory is the sequence's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence as Seq
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.core.sequence import Sequence
+from outrider.drafters.rounds import kernels
+from outrider.drafters.rounds.base import (
+    Guesses,
+    LoopedRounds,
+    RoundDraft,
+    RoundGuesser,
+    RoundTables,
+    node_budget,
+)
+from outrider.drafters.rounds.kernels import DRAFT_HEADER, TextField
+from outrider.models.cuda.graphs import Capture, event, pinned, reach
+from outrider.models.cuda.model import PAGE, CudaLlama
+
+MOST_ROWS = 1024  # of a pass: the memory for all their logits stays small
+MOST_ROUNDS = 16  # that the host may wait for
+WARM_ROUNDS = 2  # rounds after which a graph is captured
+# Tokens of a text up to which one graph serves: its keys have one program, however many there are.
+SHORT = 1024
+
+
+@dataclass(eq=False)
+class _Looped:
+    """A number of sequences, and how long they may be."""
+
+    guesses: list[Guesses]
+    tables: RoundTables
+    depth: int
+    found: Tensor  # [sequences, HEADER + 3 nodes] the drafts
+    sent: Tensor  # what the host writes before the first round: texts, kept
+    staging: Tensor
+    out: Tensor  # [rounds, sequences, 1 + 2 wide + HEADER + 3 nodes]
+    read: Tensor  # the same on the host
+    resident: list[tuple[int, int]] = field(default_factory=list)  # whose tokens the tables have: id, how many
+    launched: int = 0
+    graph: torch.cuda.CUDAGraph | None = None
+
+
+class DeviceLoop:
+    def __init__(self, target: CudaLlama, guessers: Seq[RoundGuesser]) -> None:
+        """At most two guessers: the drafts of the second one are chains."""
+        self.guessers, self._target = tuple(guessers), target
+        self.layers = next((guesser.layers for guesser in guessers if guesser.layers), ())
+        self._made: dict[Hashable, _Looped] = {}
+        self._guesses: dict[int, list[Guesses]] = {}  # by the number of sequences
+        self._capture, self._done = Capture(), event(target.device)
+
+    @property
+    def nodes(self) -> int:
+        """Of the largest draft of one sequence."""
+        return sum(each.size.nodes for each in self._of(1))
+
+    def can(self, seqs: Seq[Sequence], rounds: int) -> bool:
+        """Whether the target has run all of their tokens but the last, and the rounds fit."""
+        if any(self._target.length(seq.id) != len(seq.tokens) - 1 for seq in seqs):
+            return False
+        of = self._of(_places(len(seqs)))
+        fits = max(len(seq.tokens) for seq in seqs) + self._ahead(of, rounds) <= self._target.context
+        return fits and self._rows(_places(len(seqs))) <= MOST_ROWS
+
+    @torch.inference_mode()
+    def run(self, seqs: Seq[Sequence], rounds: int, wait: Callable[[], None]) -> list[LoopedRounds] | None:
+        """Some rounds of each; None: there is no memory for as many. `wait` is called while the device works."""
+        count = _places(len(seqs))
+        of = self._of(count)
+        ids, ahead, wide = [seq.id for seq in seqs], self._ahead(of, rounds), _wide(of)
+        slots = self._target.reserve(ids, ahead)
+        if slots is None or not all(guesser.begin(seqs, ahead, wide) for guesser in self.guessers):
+            return None
+        sampled = any(not seq.params.greedy for seq in seqs)
+        loop = self._looped(count, max(len(seq.tokens) for seq in seqs) + ahead, sampled)
+        self._send(loop, seqs, slots)
+        for _ in range(rounds):
+            self._launch(loop)
+        loop.read[:rounds].copy_(loop.out[:rounds], non_blocking=True)
+        states = loop.tables.target.hidden.clone() if self.layers else None
+        self._done.record()
+        wait()
+        self._done.synchronize()
+        read = self._read(loop, seqs, rounds, states)
+        for guesser in self.guessers:
+            guesser.end(seqs, read)
+        return read
+
+    @torch.inference_mode()
+    def prepare(self, count: int) -> None:
+        """Capture the graph of short texts of as many sequences now, so that no request waits for it."""
+        if self._target.device.type != "cuda" or self._rows(count) > MOST_ROWS:
+            return
+        loop = self._looped(count, 1, sampled=False)
+        self._send(loop, (), ())
+        for _ in range(WARM_ROUNDS):
+            self._launch(loop)
+        torch.cuda.synchronize()
+
+    def _of(self, count: int) -> list[Guesses]:
+        """The guesses of each guesser that has any for as many sequences."""
+        if count not in self._guesses:
+            budget, found = node_budget(count), list[Guesses]()
+            # a chain beside a tree has a quarter of the nodes: it repeats what the tree guesses more often than not
+            second = budget // 4 if len(self.guessers) > 1 else 0
+            for guesser, own in zip(self.guessers, (budget - second, second), strict=False):
+                guesses = guesser.guesses(count, own) if own else None
+                found += [] if guesses is None else [guesses]
+            self._guesses[count] = found
+        return self._guesses[count]
+
+    def _rows(self, count: int) -> int:
+        """Of a pass."""
+        return count * (1 + sum(each.size.nodes for each in self._of(count)))
+
+    def _ahead(self, of: Seq[Guesses], rounds: int) -> int:
+        """Places of the target's cache that the rounds of a sequence may take."""
+        return rounds * _wide(of) + sum(each.size.nodes for each in of) + 1
+
+    def _looped(self, count: int, longest: int, sampled: bool) -> _Looped:
+        key = count, reach(max(longest, SHORT), self._target.context), sampled
+        if key not in self._made:
+            self._made[key] = self._make(*key)
+        return self._made[key]
+
+    def _make(self, count: int, longest: int, sampled: bool) -> _Looped:
+        of, device = self._of(count), self._target.device
+        nodes, depth, wide = sum(each.size.nodes for each in of), max(each.size.depth for each in of), _wide(of)
+        sizes = [len(TextField) * count, (1 + 2 * wide) * count]
+        sent = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        texts, kept = sent.split(sizes)
+        size = DRAFT_HEADER + 3 * nodes
+        out = torch.zeros(MOST_ROUNDS, count, 1 + 2 * wide + size, dtype=torch.int32, device=device)
+        tables = RoundTables(
+            self._target.looped(count, nodes, wide - 1, longest, self.layers, sampled),
+            texts.view(len(TextField), count),
+            kept.view(count, 1 + 2 * wide),
+            torch.zeros(count, longest + wide, dtype=torch.int32, device=device),
+            longest,
+        )
+        found = torch.zeros(count, size, dtype=torch.int32, device=device)
+        staging, read = pinned(sum(sizes), device), pinned(out.numel(), device).view(out.shape)
+        return _Looped(of, tables, depth, found, sent, staging, out, read)
+
+    def _send(self, loop: _Looped, seqs: Seq[Sequence], slots: Seq[int]) -> None:
+        """What the first round reads; the rounds before it are over."""
+        host, count, some = loop.staging.numpy(), loop.tables.sequences, slice(len(seqs))
+        host[:] = 0
+        table = host[: len(TextField) * count].reshape(-1, count)
+        table[TextField.SLOT] = self._target.padding
+        table[TextField.SLOT, some] = slots
+        table[TextField.LENGTH, some] = [len(seq.tokens) - 1 for seq in seqs]
+        table[TextField.LAST, some] = [seq.tokens[-1] for seq in seqs]
+        loop.sent.copy_(loop.staging, non_blocking=True)
+        if any(guesser.reads_texts for guesser in self.guessers):
+            self._send_texts(loop, seqs)
+        for guesses in loop.guesses:
+            guesses.send(seqs, loop.tables)
+        if loop.tables.target.sampled:
+            self._heat(loop, seqs)
+
+    def _send_texts(self, loop: _Looped, seqs: Seq[Sequence]) -> None:
+        """The tokens of the texts that are not there yet: those of the rounds before the device wrote itself."""
+        held = dict(enumerate(loop.resident))
+        for place, seq in enumerate(seqs):
+            if held.get(place) != (seq.id, len(seq.tokens)):
+                tokens = torch.tensor(seq.tokens, dtype=torch.int32)
+                loop.tables.written[place, : len(seq.tokens)].copy_(tokens)
+        loop.resident = [(seq.id, len(seq.tokens)) for seq in seqs]
+
+    def _heat(self, loop: _Looped, seqs: Seq[Sequence]) -> None:
+        each, target = 1 + loop.tables.nodes, loop.tables.target
+        keys = np.array([seq.dice.key for seq in seqs], "uint64").view("int64").repeat(each)
+        heat = [0.0 if seq.params.greedy else seq.params.temperature for seq in seqs]
+        target.keys[: len(keys)].copy_(torch.from_numpy(keys))
+        target.temperatures[: len(keys)].copy_(torch.from_numpy(np.array(heat, "float32").repeat(each)))
+
+    def _launch(self, loop: _Looped) -> None:
+        """Kernel by kernel the first time, which also compiles what is new; then as a graph."""
+        if loop.graph is None and loop.launched and self._target.device.type == "cuda":
+            loop.graph = self._capture(partial(self._round, loop))
+        if loop.graph is None:
+            self._round(loop)
+        else:
+            loop.graph.replay()
+        loop.launched += 1
+
+    def _round(self, loop: _Looped) -> None:
+        tables, target, padding = loop.tables, loop.tables.target, self._target.padding
+        for guesses in loop.guesses:
+            guesses.guess(tables)
+        first, *others = [guesses.found for guesses in loop.guesses]
+        kernels.join(first, others[0] if others else None, loop.found)
+        kernels.enter_draft(loop.found, tables.texts, target.table, target.positions, loop.depth, target.block, padding)
+        target.choose()
+        kernels.judge(
+            target.chosen, loop.found, tables.texts, tables.kept, tables.written, target.page_table, target.pairs,
+            loop.out, PAGE, padding,
+        )  # fmt: skip
+        target.move()
+
+    def _read(self, loop: _Looped, seqs: Seq[Sequence], rounds: int, states: Tensor | None) -> list[LoopedRounds]:
+        wide, nodes = loop.tables.wide, loop.tables.nodes
+        found = loop.read[:rounds, : len(seqs)].numpy().copy()  # the device writes into the memory again
+        drafts = found[:, :, 1 + 2 * wide :]
+        depths = by_depth(drafts, nodes, loop.depth)
+        counts, firsts = drafts[:, :, 0].sum(0).tolist(), drafts[:, :, 1].sum(0).tolist()
+        every, names = [], [guesser.name for guesser in self.guessers]
+        for place, seq in enumerate(seqs):
+            own = found[:, place]
+            tokens = [row[1 : 1 + row[0]] for row in own[:, : 1 + wide].tolist()]
+            rows, first = own[:, 1 + wide : 1 + 2 * wide].tolist(), own[:, 2 + 2 * wide].tolist()
+            sources = [
+                [names[row > limit] for row in path[1 : len(kept)]]
+                for path, kept, limit in zip(rows, tokens, first, strict=True)
+            ]
+            total = sum(map(len, tokens))
+            self._target.written(seq.id, total)
+            if loop.resident:
+                loop.resident[place] = seq.id, len(seq.tokens) + total
+            by_source = dict(zip(names, (firsts[place], counts[place] - firsts[place]), strict=False))
+            begin = place * (1 + nodes)
+            last = [begin + row for row in rows[-1][: len(tokens[-1])]]
+            one, drafted = partial(_one, own, wide, nodes, names), int(np.count_nonzero(own[:, 1 + 2 * wide]))
+            every.append(LoopedRounds(tokens, sources, drafted, depths[place], by_source, states, last, one))
+        return every
+
+
+def _places(count: int) -> int:
+    """For how many sequences a loop is made that has as many."""
+    return 1 << (count - 1).bit_length()
+
+
+def _wide(of: Seq[Guesses]) -> int:
+    """Tokens that a round can write."""
+    return 1 + max((min(each.size.depth, each.size.nodes) for each in of), default=0)
+
+
+def _one(rounds: np.ndarray, wide: int, nodes: int, names: Seq[str], number: int) -> RoundDraft:
+    row = rounds[number]
+    draft = row[1 + 2 * wide :]
+    count, first = int(draft[0]), int(draft[1])
+    tokens, parents, stated = draft[DRAFT_HEADER:].reshape(3, nodes)[:, :count]
+    sources = [names[0]] * first + [names[-1]] * (count - first)
+    path = tuple((row[2 + wide : 1 + wide + int(row[0])] - 1).tolist())
+    return RoundDraft(tokens.tolist(), parents.tolist(), stated.view("float32").tolist(), sources, path)
+
+
+def by_depth(drafts: np.ndarray, nodes: int, deepest: int) -> list[list[int]]:
+    """Of each sequence, over all rounds: how many nodes its drafts had at each depth, from 1 on. `drafts` [rounds,
+    sequences, HEADER + 3 nodes]."""
+    count, parents = drafts[:, :, 0], drafts[:, :, DRAFT_HEADER + nodes : DRAFT_HEADER + 2 * nodes]
+    depths = np.zeros(parents.shape, dtype=np.int32)
+    for node in range(nodes):
+        parent = parents[:, :, node]
+        above = np.take_along_axis(depths, np.maximum(parent, 0)[:, :, None], 2)[:, :, 0]
+        depths[:, :, node] = np.where(node < count, np.where(parent < 0, 1, above + 1), 0)
+    return [[int(n) for n in row] for row in np.stack([(depths == d).sum((0, 2)) for d in range(1, deepest + 1)], 1)]

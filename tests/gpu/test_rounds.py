@@ -1,0 +1,169 @@
+"""Rounds on a GPU without the host: the text of plain decoding whatever ends a sequence, and all memory comes back."""
+
+import random
+
+import pytest
+import torch
+from cuda_models import cuda_model
+from tiny import eagle_head, medusa_head
+
+from outrider import drafters
+from outrider.core.dice import Dice
+from outrider.core.params import SamplingParams
+from outrider.core.sequence import Sequence
+from outrider.drafters.base import BuildContext
+from outrider.engine.engine import Engine
+from outrider.engine.scheduler import Limits
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+SPECS = {
+    "eagle:head=it": True,
+    "eagle:head=it,tree=24": True,
+    "ngram": True,
+    "medusa:head=three": False,  # where a request samples, the host looks
+    "eagle:head=it,tree=16+ngram": True,
+    "auto:head=it": True,
+}
+VOCAB, TOKENS = 300, 60
+
+
+@pytest.fixture(scope="module")
+def model():
+    return cuda_model(vocab=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def heads(model):
+    torch.manual_seed(7)
+    three = medusa_head(model).requires_grad_(False)
+    three.tree = ((0,), (1,), (0, 0), (2,), (0, 1), (0, 0, 0), (1, 0))
+    return {"it": eagle_head(model).requires_grad_(False), "three": three}
+
+
+def sequences(count, sampled, **more):
+    """Texts that repeat themselves, so that something is kept; every third one under a seed."""
+    luck = random.Random(9)
+    made = []
+    for id in range(count):
+        prompt = [luck.randrange(12) for _ in range(2 + luck.randrange(70))] * 2
+        params = (
+            SamplingParams(TOKENS - id % 7, 0.7, seed=id)
+            if sampled and id % 3 == 0
+            else SamplingParams(TOKENS - id % 7)
+        )
+        made.append(Sequence(id, prompt, params, dice=Dice(id), **more))
+    return made
+
+
+def engine(spec, model, heads):
+    return Engine(model, drafters.build(spec, BuildContext(model, load=None, heads=heads)), Limits(128, 4096))
+
+
+def drain(run, seqs, between=lambda step: None):
+    for seq in seqs:
+        run.add(seq)
+    step = 0
+    while run.busy:
+        run.step()
+        step += 1
+        between(step)
+    assert run.model.free_pages == run.model._pages.count - 1, "pages were lost"
+
+
+def texts(seqs):
+    return [[token.id for token in seq.output] for seq in seqs]
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    kept = {}
+
+    def of(count, sampled):
+        if (count, sampled) not in kept:
+            seqs = sequences(count, sampled)
+            drain(engine("none", model, {}), seqs)
+            kept[count, sampled] = texts(seqs)
+        return kept[count, sampled]
+
+    return of
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 16, 70])
+@pytest.mark.parametrize("spec", SPECS)
+def test_rounds_write_what_plain_decoding_writes(spec, count, model, heads, plain):
+    run = engine(spec, model, heads)
+    writer, calls = run.drafters[""].writer, []
+    write = writer.write
+    writer.write = lambda seqs, wait: (calls.append(len(seqs)), write(seqs, wait))[1]
+    for _ in range(2):  # kernel by kernel and captured; prompts fresh and cached
+        seqs = sequences(count, SPECS[spec])
+        drain(run, seqs)
+        assert texts(seqs) == plain(count, SPECS[spec])
+    assert count in calls
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_ends_inside_drafts_and_stops_are_those_of_plain_decoding(spec, model, heads, plain):
+    """The end comes at another place in each sequence: a token, a watcher's word, or the length."""
+    wanted = plain(16, SPECS[spec])
+    for place in (0, 3, 9, 20, 41):
+        seqs = sequences(16, SPECS[spec])
+        cut = []
+        for seq, tokens in zip(seqs, wanted, strict=True):
+            end = tokens[min(place + seq.id % 4, len(tokens) - 1)]
+            cut.append(tokens[: tokens.index(end) + 1])
+            if seq.id % 2:
+                seq.ends = frozenset({end})
+            else:
+                seq.watch = lambda token, end=end: token == end
+        drain(engine(spec, model, heads), seqs)
+        assert texts(seqs) == cut
+        assert all(seq.finish == "stop" for seq in seqs)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 5])
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_cancel_at_any_step_leaves_the_others_alone(spec, at, model, heads, plain):
+    """Also while the device works, and with new sequences that come in between."""
+    wanted, run, seqs = plain(16, SPECS[spec]), engine(spec, model, heads), sequences(16, SPECS[spec])
+    late = seqs[12:]
+
+    def between(step):
+        if step == at:
+            run.cancel(3)
+            for seq in late:
+                run.add(seq)
+
+    def meanwhile():
+        if seqs[5].finish is None and len(seqs[5].output) >= at:
+            run.cancel(5)
+
+    run.meanwhile = meanwhile
+    drain(run, seqs[:12], between)
+    for seq, tokens in zip(seqs, wanted, strict=True):
+        own = [token.id for token in seq.output]
+        assert own == tokens[: len(own)]
+        assert (own == tokens) == (seq.finish != "cancelled")
+    assert {seq.id for seq in seqs if seq.finish == "cancelled"} <= {3, 5}
+
+
+def test_a_drafter_that_fails_in_the_midst_costs_nobody_a_text(model, heads, plain):
+    """A fault is raised in every place of a round in turn."""
+    from outrider.drafters.rounds import kernels, loop
+
+    for name in ("join", "enter_draft", "judge"):
+        whole = getattr(kernels, name)
+        run, seqs = engine("eagle:head=it,length=4", model, heads), sequences(5, True)
+        made = run.drafters[""].writer._loop
+
+        def broken(*values, **more):
+            raise RuntimeError("a fault")
+
+        made._made.clear()  # so that the kernels are launched one by one again
+        setattr(loop.kernels, name, broken)
+        try:
+            drain(run, seqs)
+        finally:
+            setattr(loop.kernels, name, whole)
+        assert texts(seqs) == plain(5, True)
