@@ -157,6 +157,5 @@ def test_some_write_without_the_others_where_these_were_not_asked_for(spec, pred
     made.add(seq)
     made.step()  # the prompt
     assert not made.stats.steps
-    writing = made._pool.writing([seq], made.scheduler.widest)
-    assert (writing is not None) == looped
+    assert (made._pool.writer([seq], made.scheduler.widest) is not None) == looped
     made.cancel(seq.id)

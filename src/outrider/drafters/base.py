@@ -151,9 +151,13 @@ class Drafter:
         """What drafts on the target's device without the host, where it can."""
         return ()
 
-    def writes(self, seqs: Seq[Sequence], budget: int) -> bool:
-        """Whether it can `write` these sequences now, with drafts of up to `budget` nodes."""
-        return self.writer is not None and self.writer.can(seqs, budget)
+    def serves(self, seqs: Seq[Sequence], budget: int) -> bool:
+        """Whether it can `write` these sequences once their prompts are read, with drafts of up to `budget` nodes."""
+        return self.writer is not None and self.writer.serves(seqs, budget)
+
+    def writes(self, seqs: Seq[Sequence]) -> bool:
+        """Whether it can `write` sequences that it serves now."""
+        return self.writer is not None and self.writer.can(seqs)
 
     def write(self, seqs: Seq[Sequence], wait: Callable[[], None]) -> list[JudgedSteps] | None:
         """Several steps of each sequence on the target's device, without the host: drafts, passes and verdicts. The

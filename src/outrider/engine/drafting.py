@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError, one_line
@@ -19,6 +20,7 @@ from outrider.engine.scheduler import FeedPlan
 from outrider.models.base import Model
 
 log = logging.getLogger("outrider")
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -162,24 +164,28 @@ class DrafterPool:
         whole = [_checked(draft, self._vocab).cut(budget) for draft, budget in zip(drafts, budgets, strict=True)]
         return [_fitting(draft, seq) for draft, seq in zip(whole, seqs, strict=True)]
 
-    def writing(self, seqs: Seq[Sequence], budget: int) -> Drafter | None:
-        """The drafter of all these sequences, if it can write them together with the target. Not where the caller has
-        told what to expect, or one of its members has failed."""
+    def writer(self, seqs: Seq[Sequence], budget: int) -> Drafter | None:
+        """The drafter of all these sequences, if it serves them together with the target and without the host. Not
+        where the caller has told what to expect, or one of its members has failed."""
         if not seqs or any(seq.prediction or seq.id in self._left_out for seq in seqs):
             return None
         drafter = self.drafters[seqs[0].draft]
-        if any(self.drafters[seq.draft] is not drafter for seq in seqs):
+        if drafter.writer is None or any(self.drafters[seq.draft] is not drafter for seq in seqs):
             return None
-        try:
-            return drafter if drafter.writes(seqs, budget) else None
-        except Exception as error:
-            self._fail(drafter, seqs, error)
-            return None
+        return drafter if self._guarded(drafter, seqs, lambda: drafter.serves(seqs, budget)) else None
+
+    def writes(self, drafter: Drafter, seqs: Seq[Sequence]) -> bool:
+        """Whether it can write now, all prompts being read."""
+        return bool(self._guarded(drafter, seqs, lambda: drafter.writes(seqs)))
 
     def write(self, drafter: Drafter, seqs: Seq[Sequence], wait: Callable[[], None]) -> list[JudgedSteps] | None:
         """What it writes; None if it cannot, or fails."""
+        return self._guarded(drafter, seqs, lambda: drafter.write(seqs, wait))
+
+    def _guarded(self, drafter: Drafter, seqs: Seq[Sequence], asked: Callable[[], T]) -> T | None:
+        """None if it fails."""
         try:
-            return drafter.write(seqs, wait)
+            return asked()
         except Exception as error:
             self._fail(drafter, seqs, error)
             return None

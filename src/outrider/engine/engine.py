@@ -77,25 +77,32 @@ class Engine:
                 self.policy.forget(key)
 
     def step(self) -> list[Sequence]:
-        """One pass of the target, or several of a large plain batch; the sequences that ended with it."""
+        """One pass of the target, or several that need no host; the sequences that ended with it."""
         self.scheduler.admit()
         running = self.scheduler.running
         if self._prefixes is not None:
             self._take_prefixes(self._prefixes, running)
-        if self.policy is None or not self._measures_drafting(running):
-            return self._advance(drafting=True)
+        writer = self._pool.writer(running, self.scheduler.widest)
+        if writer is not None and (unread := bulk.unread(running, self.model.length)):
+            return self._pass(self._plan(unread), drafting=False)  # then all go on without the host
+        if writer is not None and not self._pool.writes(writer, running):
+            writer = None
+            if self.policy is not None:  # a head that was not shown what was written: drafts from there are few
+                return self._advance(None, drafting=False)
+        if self.policy is None or not self._measures_drafting(running, writer):
+            return self._advance(writer, drafting=True)
         trial, settled = self.policy.trial, all(seq.output for seq in running)  # no prompt is left: it takes longer
         begin, before, drafting = perf_counter(), _progress(running), trial.drafts(len(running))
-        ended = self._advance(drafting)
+        ended = self._advance(writer, drafting)
         if settled:
             tokens, passes = (after - was for after, was in zip(_progress(running), before, strict=True))
             trial.learn(len(running), drafting, tokens, perf_counter() - begin, max(1, passes))
         return ended
 
-    def _advance(self, drafting: bool) -> list[Sequence]:
+    def _advance(self, writer: Drafter | None, drafting: bool) -> list[Sequence]:
+        """`writer`: who can draft without the host now."""
         running, paged = self.scheduler.running, self._paged
-        drafter = self._pool.writing(running, self.scheduler.widest) if drafting else None
-        if drafter is not None and self._write(drafter, running):
+        if drafting and writer is not None and self._write(writer, running):
             return self.sweep()
         if paged is None or not bulk.possible(running, self._pool, drafting):
             return self._pass(self._plan(), drafting)
@@ -179,11 +186,9 @@ class Engine:
             self._prefixes.seen(seq.id, seq.tokens, seq.tenant)
         return Step(seq, plan.tokens, draft, verdict, output.hidden)
 
-    def _measures_drafting(self, running: Seq[Sequence]) -> bool:
+    def _measures_drafting(self, running: Seq[Sequence], writer: Drafter | None) -> bool:
         """Whether this batch may be faster without drafts, so that both ways are tried."""
-        if self._paged is None or self.policy is None:
-            return False
-        if len(running) < MEASURED_FROM and self._pool.writing(running, self.scheduler.widest) is None:
+        if self._paged is None or self.policy is None or (len(running) < MEASURED_FROM and writer is None):
             return False
         return any(self._pool.drafts(seq) for seq in running)
 

@@ -13,8 +13,8 @@ from bisect import bisect
 from collections import deque
 from statistics import median
 
-# Passes of each way before one is chosen.
-FIRST_PASSES = 16
+# Passes of each way before one is chosen: the rounds that a device takes before the host looks (drafters/rounds).
+FIRST_PASSES = 8
 # Steps with drafts that count: drafts bring many tokens in few steps, so fewer say too little.
 COUNTED_STEPS = 64
 # How many times as long as the lower quartile a step may count: a step that captures a graph takes far longer, and is

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.drafters.eagle.device_kernels import SequenceField
-from outrider.drafters.rounds.kernels import TextField
+from outrider.drafters.rounds.kernels import POWER, TextField
 from outrider.models.cuda.batch import Field
 
 _TOKEN = tl.constexpr(int(Field.TOKEN))
@@ -30,21 +30,21 @@ _TOKENS = tl.constexpr(int(SequenceField.TOKENS))
 _TEXT_LENGTH = tl.constexpr(int(TextField.LENGTH))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "padding", "wide", "nodes"])
 def _enter_kept(
-    kept_ptr, texts_ptr, sequences_ptr, table_ptr, count, padding,
-    WIDE: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr, WP: tl.constexpr,
+    kept_ptr, texts_ptr, sequences_ptr, table_ptr, count, padding, wide, nodes,
+    BLOCK: tl.constexpr, WP: tl.constexpr,
 ):  # fmt: skip
-    """The head's table, WIDE rows of each sequence: the tokens that were kept, each with the row of the target's pass
+    """The head's table, `wide` rows of each sequence: the tokens that were kept, each with the row of the target's pass
     whose state it follows."""
     seq, place = tl.program_id(0), tl.arange(0, WP)
-    stride = count * WIDE
-    record = kept_ptr + seq * (1 + 2 * WIDE)
+    stride = count * wide
+    record = kept_ptr + seq * (1 + 2 * wide)
     taken = tl.load(record)
     held = tl.load(sequences_ptr + _HEAD_LENGTH * count + seq)
     slot = tl.load(sequences_ptr + _HEAD_SLOT * count + seq)
-    inside, live = place < WIDE, place < taken
-    to = table_ptr + seq * WIDE + place
+    inside, live = place < wide, place < taken
+    to = table_ptr + seq * wide + place
     tl.store(to + _TOKEN * stride, tl.load(record + 1 + place, mask=live, other=0), mask=inside)
     tl.store(to + _POSITION * stride, tl.where(live, held + place, 0), mask=inside)
     tl.store(to + _PLACE * stride, tl.where(live, held + place, 0), mask=inside)
@@ -54,13 +54,13 @@ def _enter_kept(
     tl.store(to + _LOW * stride, tl.zeros([WP], tl.int32), mask=inside)
     tl.store(to + _HIGH * stride, tl.zeros([WP], tl.int32), mask=inside)
     leads = live & (place % BLOCK == 0)
-    tl.store(to + _BLOCK_ROW * stride, tl.where(leads, seq * WIDE + place, 0), mask=inside)
+    tl.store(to + _BLOCK_ROW * stride, tl.where(leads, seq * wide + place, 0), mask=inside)
     tl.store(to + _BLOCK_COUNT * stride, tl.where(leads, tl.minimum(taken - place, BLOCK), 0), mask=inside)
     tl.store(to + _BLOCK_TREE * stride, tl.zeros([WP], tl.int32), mask=inside)
-    source = seq * (1 + NODES) + tl.load(record + 1 + WIDE + place, mask=live, other=0)
+    source = seq * (1 + nodes) + tl.load(record + 1 + wide + place, mask=live, other=0)
     tl.store(to + _SOURCE * stride, tl.where(live, source, 0), mask=inside)
     tl.store(sequences_ptr + _HEAD_LENGTH * count + seq, held + taken)
-    tl.store(sequences_ptr + _HEAD_LAST * count + seq, seq * WIDE + tl.maximum(taken - 1, 0))
+    tl.store(sequences_ptr + _HEAD_LAST * count + seq, seq * wide + tl.maximum(taken - 1, 0))
     tl.store(sequences_ptr + _TOKENS * count + seq, tl.load(texts_ptr + _TEXT_LENGTH * count + seq) + 1)
 
 
@@ -70,6 +70,4 @@ def enter_kept(
     """`kept` [sequences, 1 + 2 wide]: how many tokens, the tokens, and of each the row of its sequence whose state it
     follows. `table` [len(Field) + 1, sequences * wide]. Afterwards the head holds them."""
     count, wide = len(kept), (kept.shape[1] - 1) // 2
-    _enter_kept[(count,)](
-        kept, texts, sequences, table, count, padding, wide, nodes, block, triton.next_power_of_2(wide), num_warps=1
-    )
+    _enter_kept[(count,)](kept, texts, sequences, table, count, padding, wide, nodes, block, POWER, num_warps=1)

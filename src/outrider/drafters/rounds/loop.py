@@ -66,13 +66,10 @@ class DeviceLoop:
         """Of the largest draft of one sequence."""
         return sum(each.size.nodes for each in self._of(1))
 
-    def can(self, seqs: Seq[Sequence], rounds: int) -> bool:
-        """Whether the target has run all of their tokens but the last, and the rounds fit."""
-        if any(self._target.length(seq.id) != len(seq.tokens) - 1 for seq in seqs):
-            return False
-        of = self._of(_places(len(seqs)))
-        fits = max(len(seq.tokens) for seq in seqs) + self._ahead(of, rounds) <= self._target.context
-        return fits and self._rows(_places(len(seqs))) <= MOST_ROWS
+    def fits(self, seqs: Seq[Sequence], rounds: int) -> bool:
+        count = _places(len(seqs))
+        longest = max(len(seq.tokens) for seq in seqs) + self._ahead(self._of(count), rounds)
+        return longest <= self._target.context and self._rows(count) <= MOST_ROWS
 
     @torch.inference_mode()
     def run(self, seqs: Seq[Sequence], rounds: int, wait: Callable[[], None]) -> list[LoopedRounds] | None:

@@ -30,13 +30,13 @@ class RoundWriter:
         for count in PREPARED:
             loop.prepare(count)
 
-    def can(self, seqs: Seq[Sequence], budget: int) -> bool:
-        """Whether these sequences can be written now, with drafts of up to `budget` nodes."""
-        if budget < self._loop.nodes or not all(seq.plain for seq in seqs):
-            return False
-        if not all(guesser.follows(seq) for guesser in self._loop.guessers for seq in seqs):
-            return False
-        return self._loop.can(seqs, _rounds(seqs))
+    def serves(self, seqs: Seq[Sequence], budget: int) -> bool:
+        """Whether these sequences can be written once their prompts are read, with drafts of up to `budget` nodes."""
+        return budget >= self._loop.nodes and all(seq.plain for seq in seqs) and self._loop.fits(seqs, _rounds(seqs))
+
+    def can(self, seqs: Seq[Sequence]) -> bool:
+        """Whether they can be written now."""
+        return all(guesser.follows(seq) for guesser in self._loop.guessers for seq in seqs)
 
     def write(self, seqs: Seq[Sequence], wait: Callable[[], None]) -> list[JudgedSteps] | None:
         """Some steps of each; None: not now."""
