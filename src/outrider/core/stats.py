@@ -59,12 +59,18 @@ class Stats:
         self.drafts += drafts
         self.drafted += sum(drafted_by_depth)
         self.accepted += sum(depths)
-        self.drafted_by_drafter += Counter(drafted_by_drafter)
-        self.accepted_by_drafter.update(source for sources in kept for source in sources)
+        for drafter, nodes in drafted_by_drafter.items():
+            if nodes:
+                self.drafted_by_drafter[drafter] += nodes
+        for sources in kept:
+            for source in sources:
+                self.accepted_by_drafter[source] += 1
+        reached = len(kept)
         for depth, count in enumerate(drafted_by_depth, 1):
             if count:
                 self.drafted_by_depth[depth] += count
-            if reached := sum(each >= depth for each in depths):
+            reached -= depths.count(depth - 1)
+            if reached:
                 self.accepted_by_depth[depth] += reached
 
     def untimed(self) -> Stats:

@@ -129,8 +129,13 @@ class Engine:
         return True
 
     def _take_prefixes(self, model: SharesPrefixes, running: Seq[Sequence]) -> None:
-        """A sequence whose prompt is not run yet takes what others have run of it by now."""
+        """A sequence whose prompt is not run yet takes what others have run of it by now, as far as its drafter has
+        read that too; all of it where nobody would draft anyway."""
+        plain = self._paged is not None and self.policy is not None and self.policy.trial.prefers_plain(len(running))
         for seq in running:
+            if plain and not seq.output:
+                seq.stats.cached += model.begin(seq.id, seq.tokens, seq.tenant)
+                continue
             most = 0 if seq.output else self._pool.prefix(seq)
             if most:
                 tokens = seq.tokens if most >= len(seq.tokens) else seq.tokens[: most + 1]

@@ -36,6 +36,10 @@ class ThroughputTrial:
         """Whether a step of this many sequences should draft."""
         return self._size(seqs).drafts()
 
+    def prefers_plain(self, seqs: int) -> bool:
+        """Whether both ways were tried, and plain steps were faster."""
+        return self._size(seqs).prefers_plain
+
     def learn(self, seqs: int, drafted: bool, tokens: int, seconds: float, passes: int = 1) -> None:
         """What a step wrote, which may be several passes of the target."""
         self._size(seqs).learn(drafted, tokens, seconds, passes)
@@ -55,12 +59,21 @@ class _BatchSize:
             if way.passes < FIRST_PASSES:
                 self._since = 0
                 return drafting
-        better = self.ways[True].speed > MARGIN * self.ways[False].speed
+        better = self._faster
         if better != self._better:
             self._better, self._again, self._since = better, TRY_AGAIN, 0
         elif self._since >= self._again + TRY_PASSES:  # it was tried for nothing
             self._again, self._since = min(2 * self._again, TRY_SELDOM), 0
         return better if self._since < self._again else not better
+
+    @property
+    def prefers_plain(self) -> bool:
+        return all(way.passes >= FIRST_PASSES for way in self.ways.values()) and not self._faster
+
+    @property
+    def _faster(self) -> bool:
+        """Whether drafting is, clearly."""
+        return self.ways[True].speed > MARGIN * self.ways[False].speed
 
     def learn(self, drafted: bool, tokens: int, seconds: float, passes: int) -> None:
         way = self.ways[drafted]

@@ -42,6 +42,10 @@ class ShownTexts(Protocol):
         """The head has taken in all but the tokens of the last round."""
         ...
 
+    def calibrate(self, rounds: LoopedRounds) -> None:
+        """Learn how sure the head was, and what was kept."""
+        ...
+
 
 class HeadGuesser:
     reads_texts = is_chain = False
@@ -79,6 +83,7 @@ class HeadGuesser:
             tokens, _ = self._texts.waiting(seq)
             self._runner.written(seq.id, len(tokens) + sum(map(len, own.tokens[:-1])))
             self._texts.took(seq, own)
+        self._texts.calibrate(rounds[0])  # one sequence tells enough
 
 
 class HeadGuesses:

@@ -167,11 +167,14 @@ class Eagle(Drafter):
         return seq.tokens[state.first + state.taken + 1 :], list(state.pending)
 
     def took(self, seq: Sequence, rounds: LoopedRounds) -> None:
-        """The head has taken in all but the tokens of the last round; how sure it was in the first."""
+        """The head has taken in all but the tokens of the last round."""
         state = self._states[seq.id]
         state.taken += state.waiting + sum(map(len, rounds.tokens[:-1]))
         assert rounds.states is not None
         state.pending, state.waiting, state.written = [(rounds.states, rounds.rows)], len(rounds.tokens[-1]), None
+
+    def calibrate(self, rounds: LoopedRounds) -> None:
+        """How sure the head was in the first round, and what was kept."""
         first = rounds.round(0)
         own = first.sources.count(self.name)  # its nodes come first
         for node, kept in judged_tree(first.tokens[:own], first.parents[:own], rounds.tokens[0]):

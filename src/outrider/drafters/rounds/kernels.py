@@ -230,7 +230,7 @@ def enter_draft(
     the token that each row chooses."""
     count, nodes = len(found), (found.shape[1] - DRAFT_HEADER) // 3
     _enter_draft[(count,)](
-        found, texts, table, positions, count, padding, nodes, depth, block, POWER, num_warps=4
+        found, texts, table, positions, count, padding, nodes, depth, block, 32 if nodes < 32 else POWER, num_warps=4
     )  # fmt: skip
 
 

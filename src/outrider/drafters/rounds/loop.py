@@ -31,8 +31,8 @@ from outrider.models.cuda.model import PAGE, CudaLlama
 MOST_ROWS = 1024  # of a pass: the memory for all their logits stays small
 MOST_ROUNDS = 16  # that the host may wait for
 WARM_ROUNDS = 2  # rounds after which a graph is captured
-# Tokens of a text up to which one graph serves: its keys have one program, however many there are.
-SHORT = 1024
+# Tokens of the texts of a batch: graphs for up to as many are there from the beginning, and serve shorter ones too.
+PREPARED = (512, 1024)
 
 
 @dataclass(eq=False)
@@ -66,10 +66,13 @@ class DeviceLoop:
         """Of the largest draft of one sequence."""
         return sum(each.size.nodes for each in self._of(1))
 
-    def fits(self, seqs: Seq[Sequence], rounds: int) -> bool:
+    def rounds(self, seqs: Seq[Sequence], wanted: int) -> int:
+        """How many rounds of these sequences fit into the context, at most `wanted`; 0: they are too many."""
         count = _places(len(seqs))
-        longest = max(len(seq.tokens) for seq in seqs) + self._ahead(self._of(count), rounds)
-        return longest <= self._target.context and self._rows(count) <= MOST_ROWS
+        if self._rows(count) > MOST_ROWS:
+            return 0
+        left = self._target.context - max(len(seq.tokens) for seq in seqs) - self._ahead(self._of(count), 0)
+        return max(0, min(wanted, left // _wide(self._of(count))))
 
     @torch.inference_mode()
     def run(self, seqs: Seq[Sequence], rounds: int, wait: Callable[[], None]) -> list[LoopedRounds] | None:
@@ -97,14 +100,15 @@ class DeviceLoop:
 
     @torch.inference_mode()
     def prepare(self, count: int) -> None:
-        """Capture the graph of short texts of as many sequences now, so that no request waits for it."""
+        """Capture the graphs of usual texts of as many sequences now, so that no request waits for them."""
         if self._target.device.type != "cuda" or self._rows(count) > MOST_ROWS:
             return
-        loop = self._looped(count, 1, sampled=False)
-        self._send(loop, (), ())
-        for _ in range(WARM_ROUNDS):
-            self._launch(loop)
-        torch.cuda.synchronize()
+        for longest in PREPARED:
+            loop = self._looped(count, longest, sampled=False)
+            self._send(loop, (), ())
+            for _ in range(WARM_ROUNDS):
+                self._launch(loop)
+            torch.cuda.synchronize()
 
     def _of(self, count: int) -> list[Guesses]:
         """The guesses of each guesser that has any for as many sequences."""
@@ -127,7 +131,7 @@ class DeviceLoop:
         return rounds * _wide(of) + sum(each.size.nodes for each in of) + 1
 
     def _looped(self, count: int, longest: int, sampled: bool) -> _Looped:
-        key = count, reach(max(longest, SHORT), self._target.context), sampled
+        key = count, reach(max(longest, PREPARED[0]), self._target.context), sampled
         if key not in self._made:
             self._made[key] = self._make(*key)
         return self._made[key]

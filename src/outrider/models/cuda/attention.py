@@ -17,7 +17,7 @@ from outrider.models.cuda.product import PROCESSORS, begin_after, early, nearly_
 
 PARTS_BYTES = 128 << 20  # memory for the sums of chunks that have programs of their own
 LARGE_WARPS = 8  # of a program with a large tile; measured on an H200 (docs/LOG.md)
-LONG = 8  # chunks: from this many on one long sequence among short ones would keep the others waiting
+LONG = 2  # chunks: with more, one long sequence among short ones would keep the others waiting (LOG, 2026-11-17)
 
 _POSITION = tl.constexpr(int(Field.POSITION))
 _SLOT = tl.constexpr(int(Field.SLOT))
