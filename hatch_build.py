@@ -1,7 +1,7 @@
 """The wheel's build: the kernels for every level whose compiler is here, so that a user needs none.
 
 A level that cannot be built is left out, with a line that says why: then the library is built on first use, as in a
-checkout. OUTRIDER_PREBUILT=0 leaves out all of them; OUTRIDER_PREBUILT=1 makes a missing one an error.
+checkout. OUTRIDER_PREBUILT names the levels that must be there, with commas between them; "none" leaves out all.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ class KernelsHook(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         wanted = os.environ.get("OUTRIDER_PREBUILT", "")
-        if version == "editable" or wanted == "0" or platform.system() != "Linux":
+        if version == "editable" or wanted == "none" or platform.system() != "Linux":
             return
         compiler, levels = _load("compiler"), _load("levels")
+        chosen = [levels.by_name()[name] for name in wanted.split(",")] if wanted else levels.LEVELS
         self._folder = tempfile.mkdtemp(prefix="outrider-kernels-")
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            made = list(pool.map(lambda level: self._made(compiler, level), levels.LEVELS))
+            made = list(pool.map(lambda level: self._made(compiler, level), chosen))
+        problems = [problem for _, problem in made if problem]
+        if wanted and problems:
+            raise SystemExit("; ".join(problems))
+        for problem in problems:
+            self.app.display_warning(problem)
         for path, problem in made:
-            if problem:
-                self.app.display_warning(problem)
-            else:
+            if not problem:
                 build_data["force_include"][str(path)] = f"outrider/models/native/prebuilt/{path.name}"
-        if wanted == "1" and any(problem for _, problem in made):
-            raise SystemExit("; ".join(problem for _, problem in made if problem))
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         if hasattr(self, "_folder"):

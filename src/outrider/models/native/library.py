@@ -1,5 +1,5 @@
-"""The compiled kernels, loaded with ctypes: a prebuilt library of the wheel that fits the processor, or one that is built
-once per machine with its own C++ compiler and kept in the cache.
+"""The compiled kernels, loaded with ctypes: a prebuilt library of the wheel that fits the processor, or one that is
+built once per machine with its own C++ compiler and kept in the cache.
 
 Nothing of torch's headers is needed, so a build takes seconds.
 """
