@@ -13,7 +13,7 @@ from typing import Any
 from outrider import drafters
 from outrider.backends import speculation
 from outrider.bench import build_peers, formats, machine, workloads
-from outrider.bench.build_peers import BuiltPeer
+from outrider.bench.build_peers import BuiltPeer, Show
 from outrider.bench.peers import OURS, TABLE, Peer, choose
 from outrider.bench.workloads import BenchPrompt
 from outrider.core.errors import OutriderError
@@ -104,7 +104,7 @@ class BenchRequest:
         check_writable(self.output)
         return plan
 
-    def built(self, plan: BenchPlan, show: build_peers.Show) -> BenchPlan:
+    def built(self, plan: BenchPlan, show: Show) -> BenchPlan:
         """The plan with the programs of peers that are built here, built now where that was asked for."""
         programs = build_peers.kept_builds(self.instructions)
         if self.build_peers:

@@ -25,9 +25,12 @@ PREBUILT = SOURCE.with_name("prebuilt")  # the wheel's libraries, LEVEL-KEY.so; 
 NAMED = "OUTRIDER_KERNELS"  # the variable that names a level: for measurements and tests
 
 
+class Kernels(ctypes.CDLL):
+    origin = ""  # where they are from, in words
+
+
 @functools.cache
-def library() -> ctypes.CDLL:
-    """The kernels; their `origin` says in words where they are from."""
+def library() -> Kernels:
     if platform.system() == "Windows":
         raise NoCompiler("the kernels do not run on Windows; run outrider in WSL (Windows Subsystem for Linux)")
     named = os.environ.get(NAMED)
@@ -44,18 +47,18 @@ def library() -> ctypes.CDLL:
     return kernels
 
 
-def _prebuilt(level: Level) -> ctypes.CDLL | None:
+def _prebuilt(level: Level) -> Kernels | None:
     """The wheel's own; its name says from which source, so that a changed source is never run by an old library."""
     path = PREBUILT / f"{level.name}-{source_key()}.so"
     if not path.is_file():
         return None
     try:
-        return ctypes.CDLL(str(path))
+        return Kernels(str(path))
     except OSError:  # of another C library
         return None
 
 
-def _built(machines: Sequence[Sequence[str]]) -> ctypes.CDLL:
+def _built(machines: Sequence[Sequence[str]]) -> Kernels:
     key = _key(machines)
     try:
         folder = cache_dir() / "kernels"
@@ -76,12 +79,12 @@ def _key(machines: Sequence[Sequence[str]]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _kept(folder: Path, key: str) -> ctypes.CDLL | None:
+def _kept(folder: Path, key: str) -> Kernels | None:
     """An earlier build. Its name ends in a digest of the file: to load half a library can kill the process."""
     try:
         for path in folder.glob(f"{key}-*.so"):
             if path.stem == f"{key}-{_digest(path)}":
-                return ctypes.CDLL(str(path))
+                return Kernels(str(path))
             path.unlink(missing_ok=True)
     except OSError:  # unreadable, or not for this machine: build another
         pass
@@ -92,7 +95,7 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-def _made(folder: Path, key: str, machines: Sequence[Sequence[str]]) -> ctypes.CDLL:
+def _made(folder: Path, key: str, machines: Sequence[Sequence[str]]) -> Kernels:
     """A new build, kept in the folder, or for this process alone where the folder cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,11 +110,11 @@ def _made(folder: Path, key: str, machines: Sequence[Sequence[str]]) -> ctypes.C
     return kernels
 
 
-def _first_that_loads(path: Path, machines: Sequence[Sequence[str]]) -> ctypes.CDLL:
+def _first_that_loads(path: Path, machines: Sequence[Sequence[str]]) -> Kernels:
     for flags in machines:
         try:
             build(SOURCE, path, flags)
-            return ctypes.CDLL(str(path))
+            return Kernels(str(path))
         except OSError as error:
             problem = NoCompiler(f"the kernels were built but cannot be loaded ({one_line(error)})")
         except NoCompiler as error:
