@@ -161,6 +161,7 @@ def test_it_is_measured_beside_ours(tree, model, tmp_path, capsys):
     ours, ratio = speeds["outrider"]["tokens_per_second"], speeds["llama.cpp-native"]["ratio"]
     assert ratio["value"] == pytest.approx(ours / 800, rel=0.01)
     assert {run["prompt_tokens"] for run in report["prompt_runs"]} == {40}
+    assert not any(run["stats"].get("cached") for run in report["prompt_runs"])
     (best,) = report["summary"]["best"]
     assert (best["peer"], best["its_mode"]) == ("llama.cpp-native", "plain")
     told = (tmp_path / "out" / "report.md").read_text()

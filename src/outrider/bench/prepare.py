@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,11 @@ class TokenizedPrompt:
     id: str
     kind: str
     ids: list[int]
+
+    def turned(self, count: int) -> TokenizedPrompt:
+        """The same tokens from another one on: no engine has read this beginning, so that it keeps nothing of it."""
+        at = count % len(self.ids)
+        return replace(self, ids=self.ids[at:] + self.ids[:at])
 
 
 LONG_PROMPTS = 4  # how many prompts of one length are read: enough for an interval

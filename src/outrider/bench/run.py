@@ -178,7 +178,7 @@ class BenchRunner:
         for done, (task, number, ready) in enumerate(self._turns(tasks, plain)):
             self._show(f"{task.id}: {ready.peer.name}", done, total)
             if ready in self._ready:
-                self.outcome.prompts.append(self._ask(ready, task, number, LEAST_TOKENS))
+                self.outcome.prompts.append(self._ask(ready, task.turned(number), number, LEAST_TOKENS))
 
     def _turns(
         self, tasks: Sequence[prepare.TokenizedPrompt], modes: Sequence[ReadyMode]
