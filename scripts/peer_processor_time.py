@@ -1,4 +1,4 @@
-"""Our plain decoding and prompts against llama.cpp built for this machine, by processor time, one thread each, in turns.
+"""Our plain decoding and prompts against llama.cpp built for this machine: processor time, one thread each, in turns.
 
 For a machine that is not quiet: the clock says how many others run, the processor time of an engine much less so. Build
 the peer first: outrider bench --build-peers.
