@@ -9,6 +9,7 @@ the peer first: outrider bench --build-peers.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import sys
@@ -20,6 +21,7 @@ from outrider.bench.peers import TABLE
 from outrider.bench.process import EngineProcess
 
 TICK = os.sysconf("SC_CLK_TCK")
+SHORTEST = 16  # tokens: a shorter text says little, by a clock of hundredths of a second
 TIMEOUT = 600.0  # seconds for one answer, on a machine with many others
 
 
@@ -74,18 +76,23 @@ def main() -> None:
     modes = {"outrider": "none", "llama.cpp-native": "plain"}
     prompts: dict[str, list[float]] = {name: [] for name in modes}
     decodes: dict[str, list[float]] = {name: [] for name in modes}
+    kept: dict[str, list[bool]] = {name: [] for name in modes}
     with tempfile.TemporaryDirectory() as folder:
         running = engines(model, args.instructions, dict(item.split("=") for item in args.own), Path(folder))
         for name, engine in running.items():
             taken(engine, modes[name], long[0].ids, 2)
         for number in range(args.rounds):
             ids = long[number % len(long)].turned(number + 1).ids
+            asked = tasks[number * 5 % len(tasks)].ids
             for name in sorted(modes, reverse=bool(number % 2)):
                 prompts[name].append(taken(running[name], modes[name], ids, 2)[0] / args.prompt)
-                short, more = (taken(running[name], modes[name], ids[:64], count) for count in (2, 2 + args.tokens))
-                decodes[name].append((more[0] - short[0]) / (more[1] - short[1]))
+                short, more = (taken(running[name], modes[name], asked, count) for count in (2, 2 + args.tokens))
+                decodes[name].append((more[0] - short[0]) / max(1, more[1] - short[1]))
+                kept[name].append(more[1] - short[1] >= SHORTEST)
         for engine in running.values():
             engine.close()
+    long_enough = [all(both) for both in zip(*kept.values(), strict=True)]
+    decodes = {name: list(itertools.compress(some, long_enough)) for name, some in decodes.items()}
     for what, times in (("prompt", prompts), ("decode", decodes)):
         ratios = [b / a for a, b in zip(times["outrider"], times["llama.cpp-native"], strict=True)]
         speeds = ", ".join(f"{name} {1 / statistics.median(some):.1f}" for name, some in times.items())
