@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,31 @@ class TokenizedPrompt:
     id: str
     kind: str
     ids: list[int]
+
+    def turned(self, count: int) -> TokenizedPrompt:
+        """The same tokens from another one on: no engine has read this beginning, so that it keeps nothing of it."""
+        at = count % len(self.ids)
+        return replace(self, ids=self.ids[at:] + self.ids[:at])
+
+
+LONG_PROMPTS = 4  # how many prompts of one length are read: enough for an interval
+
+
+def long_prompts(tasks: Sequence[TokenizedPrompt], tokens: int) -> list[TokenizedPrompt]:
+    """Prompts of exactly that many tokens: the workload's own, one after the other, each beginning at another one."""
+    if not tokens:
+        return []
+    starts = range(0, len(tasks), -(-len(tasks) // LONG_PROMPTS))
+    return [TokenizedPrompt(f"prompt-{start}", "prompt", _joined(tasks, start, tokens)) for start in starts]
+
+
+def _joined(tasks: Sequence[TokenizedPrompt], start: int, tokens: int) -> list[int]:
+    ids: list[int] = []
+    for task in itertools.cycle([*tasks[start:], *tasks[:start]]):
+        ids += task.ids
+        if len(ids) >= tokens:
+            break
+    return ids[:tokens]
 
 
 @dataclass(frozen=True)

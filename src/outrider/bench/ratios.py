@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,14 @@ def interval(by_prompt: Sequence[Sequence[float]], seed: int = 0) -> tuple[float
     return float(low), float(high)
 
 
-def ratio(runs: Sequence[Run], base: Sequence[Run]) -> dict[str, Any] | None:
+def prompt_rate(run: Run) -> float | None:
+    """Tokens per second of the prompt; None for a run that failed."""
+    return None if run["error"] or run["prefill_s"] <= 0 else float(run["prompt_tokens"] / run["prefill_s"])
+
+
+def ratio(
+    runs: Sequence[Run], base: Sequence[Run], rate: Callable[[Run], float | None] = rate
+) -> dict[str, Any] | None:
     """How many times faster than `base`: geometric mean over prompts, runs of the same prompt and round paired."""
     slow = {_key(run): rate(run) for run in base}
     logs: dict[str, list[float]] = defaultdict(list)
@@ -86,7 +93,38 @@ def summarise(runs: Sequence[Run], engines: Mapping[str, Mapping[str, Any]], our
     peers = {name: groups[name, about["plain"]] for name, about in engines.items() if name != ours}
     pairs = [(name, kind, plain) for name, plain in peers.items() for kind in kinds]
     against = [_against(name, kind, _of(own, kind), _of(plain, kind)) for name, kind, plain in pairs]
-    return {"modes": modes, "against": [row for row in against if row["ratio"] is not None]}
+    return {
+        "modes": modes,
+        "against": [row for row in against if row["ratio"] is not None],
+        "best": [row for name in peers if (row := _best(groups, modes, ours, name))],
+    }
+
+
+def prompt_speeds(runs: Sequence[Run], ours: str) -> list[dict[str, Any]]:
+    """How fast each engine reads prompts, and how many times faster ours does."""
+    groups: dict[str, list[Run]] = defaultdict(list)
+    for run in runs:
+        groups[run["engine"]].append(run)
+    rows = []
+    for name, own in groups.items():
+        rates = [value for value in map(prompt_rate, own) if value is not None]
+        if rates:
+            ahead = ratio(groups[ours], own, prompt_rate) if ours in groups and name != ours else None
+            rows.append({"engine": name, "tokens_per_second": math.exp(np.mean(np.log(rates))), "ratio": ahead})
+    return rows
+
+
+def _best(
+    groups: Mapping[tuple[str, str], list[Run]], rows: Sequence[Mapping[str, Any]], ours: str, peer: str
+) -> dict[str, Any] | None:
+    """Our fastest mode against a peer's fastest. A mode of ours whose text differs is none; of a peer's it counts."""
+    overall = [row for row in rows if row["kind"] == ALL and row["tokens_per_second"]]
+    own = [row for row in overall if row["engine"] == ours and not row["void"]]
+    other = [row for row in overall if row["engine"] == peer]
+    if not own or not other:
+        return None
+    mine, its = (max(some, key=lambda row: row["tokens_per_second"])["mode"] for some in (own, other))
+    return {"peer": peer, "mode": mine, "its_mode": its, "ratio": ratio(groups[ours, mine], groups[peer, its])}
 
 
 def _row(engine: str, mode: str, kind: str, runs: list[Run], plain: list[Run]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 from outrider.bench import machine
 from outrider.bench.peers import OURS, TABLE
 from outrider.bench.plan import BenchPlan
-from outrider.bench.ratios import ALL, summarise
+from outrider.bench.ratios import ALL, prompt_speeds, summarise
 from outrider.bench.run import BenchResult
 
 Report = dict[str, Any]
@@ -31,7 +31,8 @@ class ReportTable:
 
 def assemble(plan: BenchPlan, outcome: BenchResult, command: str) -> Report:
     engines = {peer.name: {"plain": peer.plain, "modes": peer.modes} for peer in plan.peers}
-    runs = [asdict(run) for run in outcome.runs]
+    runs, prompts = ([asdict(run) for run in some] for some in (outcome.runs, outcome.prompts))
+    summary = summarise(runs, engines, OURS) | {"prompts": prompt_speeds(prompts, OURS)}
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
@@ -45,12 +46,15 @@ def assemble(plan: BenchPlan, outcome: BenchResult, command: str) -> Report:
             "threads": plan.threads,
             "seed": plan.seed,
             "dtype": "auto",
+            "prompt_tokens": plan.prompt_tokens,
+            "instructions": plan.instructions,
             **plan.own,
         },
         "interrupted": outcome.interrupted,
         "engines": outcome.engines,
-        "summary": summarise(runs, engines, OURS),
+        "summary": summary,
         "runs": runs,
+        "prompt_runs": prompts,
     }
 
 
@@ -59,7 +63,15 @@ def tables(report: Report) -> list[ReportTable]:
     rows = report["summary"]["modes"]
     overall = [row for row in rows if row["kind"] == ALL]
     ours = [row for row in rows if row["engine"] == OURS and not row["plain"]]
-    found = [_overall(overall), _by_kind("Our drafters by kind", ours), _against(report["summary"]["against"])]
+    summary = report["summary"]
+    found = [
+        _overall(overall),
+        _by_kind("Our drafters by kind", ours),
+        _against(summary["against"]),
+        _best(summary.get("best", [])),
+        _prompts(summary.get("prompts", []), report["settings"].get("prompt_tokens", 0)),
+        _engines(report["engines"]),
+    ]
     return [table for table in found if table.rows]
 
 
@@ -175,6 +187,29 @@ def _against(rows: Sequence[Report]) -> ReportTable:
     same = [f"{row['same_text']} of {row['compared']}" for row in rows]
     body = [(row["peer"], row["kind"], _times(row["ratio"]), text) for row, text in zip(rows, same, strict=True)]
     return ReportTable("Our plain decoding against the peers' plain decoding", columns, body, 2)
+
+
+def _best(rows: Sequence[Report]) -> ReportTable:
+    columns = ("against", "our mode", "its mode", "our speed")
+    body = [(row["peer"], row["mode"], row["its_mode"], _times(row["ratio"])) for row in rows]
+    return ReportTable("Our fastest mode against the peers' fastest", columns, body, 3)
+
+
+def _prompts(rows: Sequence[Report], tokens: int) -> ReportTable:
+    body = [(row["engine"], speed(row), _times(row["ratio"])) for row in rows]
+    return ReportTable(f"Reading prompts of {tokens} tokens", ("engine", "tok/s", "our speed"), body, 1)
+
+
+def _engines(engines: Report) -> ReportTable:
+    """How each was built and which instructions it uses, as far as it tells."""
+    told = {name: engine.get("about", {}) for name, engine in engines.items()}
+    body = [
+        (name, about.get("source", ""), about.get("compiler", ""), about.get("flags", ""), about["instructions"])
+        for name, about in told.items()
+        if about.get("instructions")
+    ]
+    columns = ("engine", "source", "compiler", "flags", "instructions")
+    return ReportTable("How the engines were built", columns, body, 5)
 
 
 def speed(row: Report) -> str:

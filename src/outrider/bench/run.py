@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from outrider.bench import prepare
+from outrider.bench import build_peers, prepare
 from outrider.bench.peers import Peer
 from outrider.bench.plan import BenchPlan
 from outrider.bench.process import EngineProcess, Missing, WorkerError
@@ -20,6 +20,7 @@ from outrider.models import sources
 from outrider.models.export import as_folder
 
 LOAD_TIMEOUT = 900.0  # seconds: vLLM compiles for minutes
+LEAST_TOKENS = 2  # after a prompt whose reading is measured: some engines answer only from two on
 WARM_UP_TOKENS = 16  # enough for every mode to draft at least once
 _UNSAFE = re.compile(r"[^\w.=-]")  # in the name of a file
 Show = Callable[[str, int, int], None]  # (what, done, of how many)
@@ -34,6 +35,7 @@ class Measurement:
     prompt: str
     kind: str
     round: int
+    prompt_tokens: int = 0
     tokens: int = 0
     first: int = 0  # tokens that came with the first chunk: they belong to the prefill
     prefill_s: float = 0.0
@@ -58,6 +60,7 @@ class ReadyMode:
 class BenchResult:
     engines: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name: per mode how it went
     runs: list[Measurement] = field(default_factory=list)
+    prompts: list[Measurement] = field(default_factory=list)  # how fast long prompts are read, by plain modes
     interrupted: bool = False
 
 
@@ -73,11 +76,12 @@ class BenchRunner:
         draft = None if plan.draft_model is None else prepare.find(plan.draft_model, self._scratch)
         self._tokenizer = prepare.read_tokenizer(weights.path)
         tasks = self._tokenizer.render(plan.prompts)
-        longest = max(len(task.ids) for task in tasks) + plan.max_tokens
+        longest = max(*(len(task.ids) for task in tasks), plan.prompt_tokens) + plan.max_tokens
         for peer in plan.peers:
             self._open(peer, weights, draft, context=-(-(longest + 64) // 256) * 256)
         self._warm_up(tasks[0])
         self._measure(tasks)
+        self._measure_prompts(prepare.long_prompts(tasks, plan.prompt_tokens))
 
     def close(self) -> None:
         for worker in {ready.worker for ready in self._ready}:
@@ -120,7 +124,14 @@ class BenchRunner:
             "own": self._plan.own,
             "context": context,
             "speculation": self._speculation(modes) if peer.name == "vllm" else {},
+            "kernels": build_peers.INSTRUCTIONS[self._plan.instructions][1],
         }
+        if peer.built:
+            if peer.name not in self._plan.programs:
+                return f"missing: {peer.install}"
+            built = self._plan.programs[peer.name]
+            config["program"] = built.server
+            config["build"] = {"source": built.source, "flags": " ".join(built.flags), "compiler": built.compiler}
         return self._start(peer, modes, config)
 
     def _start(self, peer: Peer, modes: Sequence[str], config: dict[str, Any]) -> str:
@@ -156,22 +167,30 @@ class BenchRunner:
 
     def _measure(self, tasks: Sequence[prepare.TokenizedPrompt]) -> None:
         total = len(tasks) * self._plan.rounds * len(self._ready)
-        for done, (task, number, ready) in enumerate(self._turns(tasks)):
+        for done, (task, number, ready) in enumerate(self._turns(tasks, self._ready)):
             self._show(f"{task.id}: {ready.peer.name} {ready.mode}", done, total)
             if ready in self._ready:
                 self.outcome.runs.append(self._ask(ready, task, number, self._plan.max_tokens))
 
+    def _measure_prompts(self, tasks: Sequence[prepare.TokenizedPrompt]) -> None:
+        plain = [ready for ready in self._ready if ready.mode == ready.peer.plain]
+        total = len(tasks) * self._plan.rounds * len(plain)
+        for done, (task, number, ready) in enumerate(self._turns(tasks, plain)):
+            self._show(f"{task.id}: {ready.peer.name}", done, total)
+            if ready in self._ready:
+                self.outcome.prompts.append(self._ask(ready, task.turned(number), number, LEAST_TOKENS))
+
     def _turns(
-        self, tasks: Sequence[prepare.TokenizedPrompt]
+        self, tasks: Sequence[prepare.TokenizedPrompt], modes: Sequence[ReadyMode]
     ) -> Iterator[tuple[prepare.TokenizedPrompt, int, ReadyMode]]:
         """Prompt, round and mode: the modes in another order in every round."""
         order = random.Random(self._plan.seed)
         for task, number in itertools.product(tasks, range(1, self._plan.rounds + 1)):
-            for ready in order.sample(self._ready, len(self._ready)):
+            for ready in order.sample(modes, len(modes)):
                 yield task, number, ready
 
     def _ask(self, ready: ReadyMode, task: prepare.TokenizedPrompt, number: int, max_tokens: int) -> Measurement:
-        run = Measurement(ready.peer.name, ready.mode, task.id, task.kind, number)
+        run = Measurement(ready.peer.name, ready.mode, task.id, task.kind, number, len(task.ids))
         job = {"mode": ready.mode, "ids": task.ids, "max_tokens": max_tokens}
         try:
             _take_in(run, ready.worker.ask(job, self._plan.timeout))

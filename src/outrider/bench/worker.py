@@ -8,7 +8,7 @@ here, and an engine's file imports its package only inside `load`.
 An engine's file has PACKAGES (what must be installed) and `load(config)`, which returns a function
 `generate(mode, ids, max_tokens)`. An answer holds `ids` or `text`, `tokens`, `first` (how many of them came with the
 first chunk), `prefill_s`, `decode_s` (from the first chunk to the end), `timing` (whose clock: "stream" ours, "engine"
-its own) and perhaps `stats`.
+its own) and perhaps `stats`. The function may have an attribute `about`: what a report should say of the engine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def main(path: str, config: dict[str, Any]) -> None:
     except Exception as error:
         _send(answers, _refusal(error, engine.PACKAGES))
         return
-    _send(answers, {"ready": {"load_s": time.perf_counter() - begin, "versions": _versions(engine.PACKAGES)}})
+    ready = {"load_s": time.perf_counter() - begin, "versions": _versions(engine.PACKAGES)}
+    _send(answers, {"ready": ready | {"about": getattr(generate, "about", {})}})
     for line in sys.stdin:
         _send(answers, _answer(generate, json.loads(line)))
 

@@ -13,9 +13,11 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from outrider.backends import speculation
-from outrider.bench import plan as plans, report as reports
+from outrider.bench import formats, plan as plans, report as reports
+from outrider.bench.build_peers import INSTRUCTIONS
+from outrider.bench.formats import FORMATS
 from outrider.bench.peers import TABLE
-from outrider.bench.run import run
+from outrider.bench.run import Show, run
 from outrider.cli import bench_serve, options
 from outrider.cli.bench_serve import WHAT, WorkloadOptions
 from outrider.cli.fields import Given, command, fields, was_given
@@ -24,9 +26,12 @@ from outrider.cli.screen import bar, note
 from outrider.core.errors import OutriderError
 from outrider.core.option import option
 from outrider.core.params import SamplingParams
+from outrider.models import sources
 from outrider.settings import BACKENDS, VLLM_DEFAULTS, Config, Settings
 
 OWN = ("dtype", "quantize", "pace", "piece", "cache_memory")  # settings that one stream can feel
+
+PEERS = ("prompt_tokens", "formats", "build_peers", "llama_source", "instructions")
 
 
 class Size(NamedTuple):
@@ -61,6 +66,15 @@ class BenchOptions(WorkloadOptions):
     seed: int = option(0, "Decides the order in which modes take turns.")
     timeout: float = option(120.0, "Seconds after which a run counts as hung.")
     python: tuple[str, ...] = option((), "The interpreter of an engine: ENGINE=PATH. Repeatable.")
+    prompt_tokens: int = option(0, "Also measure how fast prompts of this many tokens are read; 0: no.")
+    formats: str = option("", f"Measure the model in each of these: {', '.join(FORMATS)}, with commas.", panel=WHAT)
+    build_peers: bool = option(False, "Build llama.cpp for this machine, once, and measure it too.", panel=WHAT)
+    llama_source: str | None = option(
+        None, "The source tree to build: llama.cpp's or ik_llama.cpp's.", shown="an sdist", panel=WHAT
+    )
+    instructions: str = option(
+        "native", f"Of our kernels and of the peers built here: {', '.join(INSTRUCTIONS)}.", panel=WHAT
+    )
     output: Path | None = option(None, "Folder.", flags=("--output", "-o"), shown="./outrider-bench-DATE")
     quick: bool = option(False, "One prompt of each kind, 48 tokens, one round: under three minutes.")
 
@@ -110,22 +124,45 @@ def bench(
     config = options.chosen(given)
     if "config" in given:
         own = _with_file(own, config)
-    plan = _plan(own, config.settings)
+    request = _request(own, config.settings)
+    plan = request.plan()
     options.pull_known(plan.model, own.draft_model)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: workers end, what was measured is kept
     with bar("{task.completed:.0f}/{task.total:.0f}") as show:
-        outcome = run(plan, show)
+        plan = request.built(plan, show)
+        interrupted = _measured(plan, show) if not plan.formats else _in_formats(plan, show)
+    note(f"written to {plan.output}")
+    raise typer.Exit(130 if interrupted else 0)
+
+
+def _measured(plan: plans.BenchPlan, show: Show) -> bool:
+    """Measure, write and show; whether it was interrupted."""
+    outcome = run(plan, show)
     report = reports.assemble(plan, outcome, shlex.join(["outrider", *sys.argv[1:]]))
     told = reports.write(report, plan.output)
     reports.show(report)
-    for line in [*told, f"written to {plan.output}"]:
+    for line in told:
         note(line)
-    raise typer.Exit(130 if outcome.interrupted else 0)
+    return outcome.interrupted
 
 
-def _plan(own: BenchOptions, settings: Settings) -> plans.BenchPlan:
+def _in_formats(plan: plans.BenchPlan, show: Show) -> bool:
+    """The same in every format, each with a report in a folder of its own."""
+    source = sources.resolve(plan.model)
+    quantizer = next((built.quantizer for built in plan.programs.values()), None)
+    for name in plan.formats:
+        show(f"writing the model as {name}", 0, 0)
+        file = formats.write(source, name, quantizer)
+        folder = plan.output / name
+        folder.mkdir(parents=True, exist_ok=True)
+        if _measured(replace(plan, model=str(file), output=folder), show):
+            return True
+    return False
+
+
+def _request(own: BenchOptions, settings: Settings) -> plans.BenchRequest:
     changed = {name: getattr(settings, name) for name in OWN if getattr(settings, name) != getattr(DEFAULT, name)}
-    request = plans.BenchRequest(
+    return plans.BenchRequest(
         model=settings.model,
         engines=own.engine or ([] if own.backend else ["outrider"]),
         backends=own.backend,
@@ -142,8 +179,8 @@ def _plan(own: BenchOptions, settings: Settings) -> plans.BenchPlan:
         draft_model=own.draft_model,
         own=changed if settings.backend == "local" else {},
         output=own.output or bench_serve.dated_folder("outrider-bench"),
+        **{name: getattr(own, name) for name in PEERS},
     )
-    return request.plan()
 
 
 def _refuse_options(ctx: typer.Context) -> None:

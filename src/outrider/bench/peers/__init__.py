@@ -22,6 +22,7 @@ class Peer:
     reads: Literal["gguf", "folder", "any"]  # "folder": a GGUF file is written out for it as a Hugging Face folder
     one_process: bool  # whether one loaded model serves all modes
     with_draft_model: tuple[str, ...] = ()  # modes that need --draft-model
+    built: bool = False  # whether its program is built from source (build_peers.py)
     notes: dict[str, str] = field(default_factory=dict)  # what a reader must know about a mode
 
     @property
@@ -55,7 +56,29 @@ TABLE = {
             "gguf",
             False,
             ("draft-model",),
+            notes={"ngram-mod": _REMEMBERS},
+        ),
+        Peer(
+            "llama.cpp-native",
+            "llama_server.py",
+            "outrider bench --build-peers",
+            "plain",
+            _LLAMA_CPP_MODES,
+            "gguf",
+            False,
+            ("draft-model",),
+            True,
             {"ngram-mod": _REMEMBERS},
+        ),
+        Peer(
+            "ik_llama.cpp",
+            "llama_server.py",
+            "outrider bench --build-peers --llama-source DIR, with its source tree",
+            "plain",
+            (),
+            "gguf",
+            False,
+            built=True,
         ),
         Peer("openvino", "openvino.py", "pip install openvino-genai", "plain", ("prompt-lookup",), "gguf", False),
         Peer(

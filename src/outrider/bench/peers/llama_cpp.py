@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 PACKAGES = ("xllamacpp",)
@@ -31,7 +32,14 @@ def load(config: dict[str, Any]) -> Any:
             "stats": {"drafted": times.get("draft_n", 0), "accepted": times.get("draft_n_accepted", 0)},
         }
 
+    generate.about = {"instructions": _instructions(xllamacpp)}  # type: ignore[attr-defined]
     return generate
+
+
+def _instructions(xllamacpp: Any) -> str:
+    """What it says that it uses: the wheel is built for any processor."""
+    said = getattr(xllamacpp, "get_system_info", str)()
+    return " ".join(re.findall(r"(\w+) = 1\b", str(said))) or "unknown"
 
 
 def _params(xllamacpp: Any, mode: str, config: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -9,6 +10,8 @@ PACKAGES = ("outrider", "torch")
 
 
 def load(config: dict[str, Any]) -> Any:
+    if config["kernels"]:
+        os.environ["OUTRIDER_KERNELS"] = config["kernels"]
     from outrider import build
     from outrider.core.errors import OutriderError
     from outrider.core.request import Request
@@ -41,4 +44,12 @@ def load(config: dict[str, Any]) -> Any:
             "stats": result.stats.as_dict(),
         }
 
+    generate.about = {"instructions": _kernels(backend)}  # type: ignore[attr-defined]
     return generate
+
+
+def _kernels(backend: Any) -> str:
+    """Which kernels run packed weights; dense ones run in torch."""
+    from outrider.models.native.library import library
+
+    return str(library().origin) if backend.engine.model.packed else "torch"

@@ -17,19 +17,23 @@
 #include <initializer_list>
 #include <vector>
 
+#include "lanes.h"
 #include "pool.h"
 
-#if defined(__AVX512VNNI__) && defined(__AVX512F__) && defined(__AVX512BW__)
-#include <immintrin.h>
-#define WIDE 1
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#define VNNI 1  // dot products of 8 bits in registers of 512 bits, or of 256
 #else
-#define WIDE 0
+#define VNNI 0
 #endif
-#if !WIDE && defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-#include <immintrin.h>
-#define HALF_WIDE 1  // products by AVX2; the rest is left to the compiler
+#if HALF_WIDE && (defined(__AVXVNNI__) || VNNI)
+#define HALF_VNNI 1  // dot products of 8 bits in registers of 256 bits
 #else
-#define HALF_WIDE 0
+#define HALF_VNNI 0
+#endif
+#if NEON && defined(__ARM_FEATURE_DOTPROD)
+#define NEON_DOTS 1
+#else
+#define NEON_DOTS 0
 #endif
 
 namespace {
@@ -43,15 +47,18 @@ constexpr float LEAST = 1e-30f;   // blocks with nothing larger are zero: their 
 
 // Whether inputs are multiplied in pairs (see paired_dots): not by default on Intel's processors, where additions take the
 // vector units that multiply. Zen 4 has as many units again that only add.
-#ifndef PAIRED
+#if WIDE && !VNNI
+#undef PAIRED
+#define PAIRED 1  // the layout of pairs, though none are made: without dot products of 8 bits all is multiplied in 16 bits
+#elif !defined(PAIRED)
 #if WIDE && (defined(__znver3__) || defined(__znver4__) || defined(__znver5__))  // GCC 12 takes a Zen 4 for a Zen 3
 #define PAIRED 1
 #else
 #define PAIRED 0
 #endif
 #endif
-constexpr int PAIRS = 2;          // of each 4 vectors, those that are multiplied in pairs: so all units have work
-constexpr int LEAST_PAIRED = 5;   // rows from which on that is faster: the weights must be widened to 16 bits for it
+constexpr int PAIRS = VNNI ? 2 : 0;  // of each 4 vectors, those that are multiplied in pairs: so all units have work
+constexpr int LEAST_PAIRED = VNNI ? 5 : 1;  // rows from which on that is faster: the weights must be widened to 16 bits for it
 
 constexpr int NEAR = 384 << 10;   // bytes of activations that are used for several tiles in turn: both fit a second cache of 1 MiB
 constexpr int AHEAD = 4096;       // bytes of weights that are asked for before they are used
@@ -184,22 +191,21 @@ void quantise_block(const float* x, int8_t* q, float* scale, BlockSums* sums) {
         count[i] = _mm512_reduce_add_epi32(all);
     }
 #else
-    float most = 0;
-    bool finite = true;
-    for (int i = 0; i < BLOCK; i++) {
-        float size = std::fabs(x[i]);
-        finite &= size < INFINITY;
-        most = size > most ? size : most;
-    }
-    if (!finite) return degenerate_block(NAN, q, scale, sums);
+    const Lanes a = load(x), b = load(x + LANES), zero = all_lanes(0.0f);
+    const float most = largest_of(larger(larger(a, sub(zero, a)), larger(b, sub(zero, b))));
+    if (sum_of(add(sub(a, a), sub(b, b))) != 0.0f) return degenerate_block(NAN, q, scale, sums);  // x - x is 0 or a NaN
     if (most < LEAST) return degenerate_block(0.0f, q, scale, sums);
-    float inverse = MOST / most;
-    count[0] = count[1] = 0;
-    for (int i = 0; i < BLOCK; i++) {
-        int32_t all = static_cast<int32_t>(std::nearbyint(x[i] * inverse)), high = (all + 128) >> 8;
-        q[i] = static_cast<int8_t>(high);
-        q[i + 32] = static_cast<int8_t>(all - high * 256);
-        count[i / 16] += all;
+    const Lanes inverse = all_lanes(MOST / most);
+    for (int i = 0; i < 2; i++) {
+        int32_t all[LANES];
+        nearest_integers(mul(i ? b : a, inverse), all);
+        count[i] = 0;
+        for (int k = 0; k < LANES; k++) {
+            const int32_t high = (all[k] + 128) >> 8;  // so that the low part is in [-128, 127]
+            q[LANES * i + k] = static_cast<int8_t>(high);
+            q[BLOCK + LANES * i + k] = static_cast<int8_t>(all[k] - high * 256);
+            count[i] += all[k];
+        }
     }
 #endif
     *scale = most / MOST;
@@ -271,6 +277,7 @@ inline __m512i four(const int8_t* x) {
     return _mm512_set1_epi32(bytes);
 }
 
+#if VNNI
 // Vectors [from, to) of a block times the activations of R rows: 256 * high parts + low parts.
 template <int BITS, int R>
 inline void block_dots(const uint8_t* q, const int8_t* x, int from, int to, __m512i (&dots)[R]) {
@@ -297,6 +304,7 @@ inline void block_dots(const uint8_t* q, const int8_t* x, int from, int to, __m5
     for (int j = from; j < to; j++)
         for (int r = 0; r < R; r++) dots[r] = _mm512_dpbusd_epi32(dots[r], v[j], four(x + r * stride + BLOCK + 4 * j));
 }
+#endif
 
 // Vector j of a block as two of 16 outputs x 2 inputs, in 16 bits: those with even numbers and those with odd ones.
 template <int BITS>
@@ -314,6 +322,15 @@ inline void words(const uint8_t* q, int j, __m512i& even, __m512i& odd) {
     }
 }
 
+// sums + products of 16 bits, in pairs
+inline __m512i add_products(__m512i sums, __m512i a, __m512i b) {
+#if VNNI
+    return _mm512_dpwssd_epi32(sums, a, b);
+#else
+    return _mm512_add_epi32(sums, _mm512_madd_epi16(a, b));
+#endif
+}
+
 // dots += one vector, paired or not, times the activations of R rows at `x`.
 template <int R>
 inline void paired_vector(__m512i even, __m512i odd, const int8_t* x, bool paired, __m512i (&dots)[R]) {
@@ -323,13 +340,13 @@ inline void paired_vector(__m512i even, __m512i odd, const int8_t* x, bool paire
         for (int r = 0; r < R; r++) {
             const __m512i first = _mm512_add_epi16(four(x + r * stride), odd);
             const __m512i second = _mm512_add_epi16(four(x + r * stride + BLOCK), even);
-            dots[r] = _mm512_dpwssd_epi32(dots[r], first, second);
+            dots[r] = add_products(dots[r], first, second);
         }
     } else {
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) dots[r] = _mm512_dpwssd_epi32(dots[r], even, four(x + r * stride));
+        for (int r = 0; r < R; r++) dots[r] = add_products(dots[r], even, four(x + r * stride));
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) dots[r] = _mm512_dpwssd_epi32(dots[r], odd, four(x + r * stride + BLOCK));
+        for (int r = 0; r < R; r++) dots[r] = add_products(dots[r], odd, four(x + r * stride + BLOCK));
     }
 }
 
@@ -346,7 +363,7 @@ inline void paired_dots(const uint8_t* q, const int8_t* x, const BlockSums* sums
     for (int j = from; j < to; j++) {
         __m512i even, odd;
         words<BITS>(q, j, even, odd);
-        if (j % 4 < PAIRS) products = _mm512_dpwssd_epi32(products, even, odd);
+        if (j % 4 < PAIRS) products = add_products(products, even, odd);
         paired_vector(even, odd, x + 4 * j, j % 4 < PAIRS, dots);
     }
     for (int r = 0; r < R; r++) dots[r] = _mm512_sub_epi32(dots[r], products);
@@ -371,7 +388,9 @@ void tile_rows(const Matrix& w, int64_t tile, const Activations& x, int64_t row,
             const int from = part * 8 / PARTS, end = (part + 1) * 8 / PARTS;
             if constexpr (PAIRED && R >= LEAST_PAIRED)
                 paired_dots<BITS, R>(q + b * 64 * LINES, x.q + first * 2 * BLOCK, x.sums + first, GROUP == 32 ? 2 : part, from, end, dots);
+#if VNNI
             else block_dots<BITS, R>(q + b * 64 * LINES, x.q + first * 2 * BLOCK, from, end, dots);
+#endif
             for (int r = 0; r < R; r++) {
                 const int64_t at = first + r;
                 __m512 dot = _mm512_cvtepi32_ps(dots[r]);
@@ -439,6 +458,32 @@ inline __m256i four(const int8_t* x) {
     return _mm256_set1_epi32(bytes);
 }
 
+#if HALF_VNNI
+inline __m256i add_dots(__m256i sums, __m256i w, __m256i x) {
+#if defined(__AVXVNNI__)
+    return _mm256_dpbusd_avx_epi32(sums, w, x);
+#else
+    return _mm256_dpbusd_epi32(sums, w, x);
+#endif
+}
+
+// Vectors [from, to) of 8 outputs of a block times the activations of R rows.
+template <int BITS, int R>
+inline void dots_of(const uint8_t* q, const int8_t* x, int from, int to, __m256i (&dots)[R]) {
+    constexpr int stride = 2 * BLOCK;
+    __m256i low[R];
+    for (int r = 0; r < R; r++) dots[r] = low[r] = _mm256_setzero_si256();
+    for (int j = from; j < to; j++) {
+        __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q + 64 * (BITS == 8 ? j : j % 4)));
+        if (BITS == 4) v = _mm256_and_si256(j < 4 ? v : _mm256_srli_epi16(v, 4), _mm256_set1_epi8(15));
+        for (int r = 0; r < R; r++) {
+            dots[r] = add_dots(dots[r], v, four(x + r * stride + 4 * j));
+            low[r] = add_dots(low[r], v, four(x + r * stride + BLOCK + 4 * j));
+        }
+    }
+    for (int r = 0; r < R; r++) dots[r] = _mm256_add_epi32(_mm256_slli_epi32(dots[r], 8), low[r]);
+}
+#else
 // 8 outputs of a 4-bit block times the activations of R rows. Eight products of pairs fit 16 bits: 8 * 2 * 15 * 128 < 32768.
 template <int R>
 inline void dots4(const uint8_t* q, const int8_t* x, __m256i (&dots)[R]) {
@@ -489,6 +534,7 @@ inline void joined_parts(const int8_t* x, int16_t* to) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), _mm256_add_epi16(_mm256_slli_epi16(high, 8), low));
     }
 }
+#endif
 
 // Half of a tile: 8 outputs from `half` * 8 on. `begin`: where the first row's activations begin; those of its next block
 // come `step` places later.
@@ -502,9 +548,11 @@ void tile_rows(const Matrix& w, int64_t tile, int half, const Activations& x, in
     for (int64_t b = 0; b < blocks; b++) {
         const int64_t first = begin + b * step;
         const int8_t* xq = x.q + first * 2 * BLOCK;
+#if !HALF_VNNI
         int16_t whole[R][BLOCK];
         if (BITS == 8)
             for (int r = 0; r < R; r++) joined_parts(xq + r * 2 * BLOCK, whole[r]);
+#endif
         for (int part = 0; part < PARTS; part++) {
             int64_t place = ((tile * blocks + b) * PARTS + part) * TILE + 8 * half;
             int64_t above = SUPERS ? super_place(w, tile, b) + 8 * half : 0;
@@ -512,8 +560,12 @@ void tile_rows(const Matrix& w, int64_t tile, int half, const Activations& x, in
             __m256 minimum = MINIMUM ? group_values<SUPERS>(w.minimums, w.super_minimums + above, place)
                                      : _mm256_mul_ps(scale, _mm256_set1_ps(static_cast<float>(-w.zero)));
             __m256i dots[R];
+#if HALF_VNNI
+            dots_of<BITS, R>(q + b * 64 * LINES, xq, part * 8 / PARTS, (part + 1) * 8 / PARTS, dots);
+#else
             if (BITS == 4) dots4<R>(q + b * 64 * LINES, xq, dots);
             else dots8<R>(q + b * 64 * LINES, whole, part * 8 / PARTS, (part + 1) * 8 / PARTS, dots);
+#endif
             for (int r = 0; r < R; r++) {
                 const int64_t at = first + r;
                 __m256 factor = _mm256_mul_ps(scale, _mm256_set1_ps(x.scale[at]));
@@ -549,9 +601,13 @@ void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, fl
     }
 }
 
+#elif NEON_DOTS
+
+#include "neon.h"
+
 #endif
 
-#if WIDE || HALF_WIDE
+#if WIDE || HALF_WIDE || NEON_DOTS
 
 using TileFunction = void (*)(const Matrix&, int64_t, const Activations&, Rows, float*, const float*, int64_t);
 
@@ -597,7 +653,8 @@ void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, fl
         }
         for (int o = 0; o < TILE; o++) {
             int64_t place = row * stride + tile * TILE + o;
-            y[place] = sums[o] + (w.bias ? w.bias[tile * TILE + o] : 0) + (add ? add[place] : 0);
+            if (w.bias) sums[o] += w.bias[tile * TILE + o];
+            y[place] = add ? sums[o] + add[place] : sums[o];  // adding a zero would turn -0 into 0
         }
     }
 }
@@ -613,7 +670,11 @@ double dots_per_second(double seconds) {
     constexpr int CHAINS = 12, TIMES = 1000;  // sums that do not wait for each other; rounds between two looks at the clock
 #if WIDE
     __m512i sums[CHAINS] = {}, a = _mm512_set1_epi8(1), b = a;
+#if VNNI
 #define OUTRIDER_DOT(i) asm volatile("vpdpbusd %2, %1, %0" : "+v"(sums[i]) : "v"(a), "v"(b))
+#else  // each of 16 bits counts as two
+#define OUTRIDER_DOT(i) asm volatile("vpmaddwd %2, %1, %0" : "=v"(sums[i]) : "v"(a), "v"(b))
+#endif
 #else
     __m256i sums[CHAINS] = {}, a = _mm256_set1_epi8(1), b = a;
 #define OUTRIDER_DOT(i) asm volatile("vpmaddubsw %2, %1, %0" : "=x"(sums[i]) : "x"(a), "x"(b))
@@ -670,34 +731,18 @@ struct PagedRows {
     }
 };
 
-#if WIDE
-// Sums of 16 vectors, one per lane; every vector is added up by the same tree.
-__m512 sums_of(__m512 (&v)[16]) {
-    for (int i = 0; i < 8; i++) v[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[i], v[i + 8]), _mm512_unpackhi_ps(v[i], v[i + 8]));
-    for (int i = 0; i < 4; i++) v[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[i], v[i + 4]), _mm512_unpackhi_ps(v[i], v[i + 4]));
-    // now v[i], lane 4 * k + j is a quarter of the sum of vector i + 4 * j
-    __m512 a = _mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x88), _mm512_shuffle_f32x4(v[0], v[1], 0xdd));
-    __m512 b = _mm512_add_ps(_mm512_shuffle_f32x4(v[2], v[3], 0x88), _mm512_shuffle_f32x4(v[2], v[3], 0xdd));
-    __m512 all = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-    return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), all);
-}
-#endif
-
-#if WIDE
 // q . key * factor for up to 16 keys; the last vectors repeat a key, so that all are added up alike.
 // SIZE: that of a head where it is known to the compiler, else 0.
 template <int SIZE, class Key>
 inline void dots16_of(const float* q, Key key, int64_t some, int64_t size, float factor, float* scores) {
     if (SIZE) size = SIZE;
-    __m512 sums[16];
+    Lanes sums[16];
     for (int k = 0; k < 16; k++) {
         const float* one = key(k < some ? k : some - 1);
-        sums[k] = _mm512_mul_ps(_mm512_loadu_ps(q), _mm512_loadu_ps(one));
-        for (int64_t d = 16; d < size; d += 16)
-            sums[k] = _mm512_fmadd_ps(_mm512_loadu_ps(q + d), _mm512_loadu_ps(one + d), sums[k]);
+        sums[k] = mul(load(q), load(one));
+        for (int64_t d = 16; d < size; d += 16) sums[k] = fused(load(q + d), load(one + d), sums[k]);
     }
-    __mmask16 mask = static_cast<__mmask16>((1u << some) - 1);
-    _mm512_mask_storeu_ps(scores, mask, _mm512_mul_ps(sums_of(sums), _mm512_set1_ps(factor)));
+    store_some(scores, mul(sums_of(sums), all_lanes(factor)), some);
 }
 
 template <class Key>
@@ -706,15 +751,12 @@ inline void dots16(const float* q, Key key, int64_t some, int64_t size, float fa
     else if (size == 128) dots16_of<128>(q, key, some, size, factor, scores);
     else dots16_of<0>(q, key, some, size, factor, scores);
 }
-#endif
 
 // scores = q . key * factor for the keys at `places`
 void dots(const float* q, const PagedRows& keys, const int32_t* places, int64_t seen, float factor, float* scores) {
     int64_t i = 0;
-#if WIDE
     for (; keys.size % 16 == 0 && i < seen; i += 16)
         dots16(q, [&](int64_t k) { return keys.at(places[i + k]); }, seen - i < 16 ? seen - i : 16, keys.size, factor, scores + i);
-#endif
     for (; i < seen; i++) {
         const float* key = keys.at(places[i]);
         float total = 0;
@@ -723,81 +765,57 @@ void dots(const float* q, const PagedRows& keys, const int32_t* places, int64_t 
     }
 }
 
-#if WIDE
-// e^x: x = n ln 2 + r with |r| <= ln 2 / 2, then a polynomial in r (Cephes' coefficients).
-__m512 exp16(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);  // in this order a NaN stays one
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
-    p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-    return _mm512_scalef_ps(p, n);
-}
-#endif
-
 // gate = gate / (1 + e^-gate) * up
 void gated(float* gate, const float* up, int64_t size) {
-    int64_t i = 0;
-#if WIDE
-    for (; i + 16 <= size; i += 16) {
-        __m512 g = _mm512_loadu_ps(gate + i);
-        __m512 below = _mm512_add_ps(_mm512_set1_ps(1.0f), exp16(_mm512_min_ps(_mm512_sub_ps(_mm512_setzero_ps(), g), _mm512_set1_ps(87.0f))));
-        _mm512_storeu_ps(gate + i, _mm512_mul_ps(_mm512_div_ps(g, below), _mm512_loadu_ps(up + i)));
+    for (int64_t i = 0; i < size; i += 16) {  // a multiple of 16, as all inputs of a product
+        const Lanes g = load(gate + i);
+        const Lanes below = add(all_lanes(1.0f), exp16(smaller(sub(all_lanes(0.0f), g), all_lanes(87.0f))));
+        store(gate + i, mul(div(g, below), load(up + i)));
     }
-#endif
-    for (; i < size; i++) gate[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
 }
 
 // The largest score; a NaN does not count, it shows in the sum of exponentials.
 float largest(const float* scores, int64_t size) {
     float most = -INFINITY;
     int64_t i = 0;
-#if WIDE
-    __m512 parts = _mm512_set1_ps(most);
-    for (; i + 16 <= size; i += 16) parts = _mm512_max_ps(_mm512_loadu_ps(scores + i), parts);
-    most = _mm512_reduce_max_ps(parts);
-#endif
+    Lanes parts = all_lanes(most);
+    for (; i + 16 <= size; i += 16) parts = larger(load(scores + i), parts);
+    most = largest_of(parts);
     for (; i < size; i++) most = scores[i] > most ? scores[i] : most;
     return most;
 }
 
 // scores -> e^(score - most); returns their sum
 float exponentials(float* scores, int64_t size, float most) {
-#if WIDE
-    __m512 sums = _mm512_setzero_ps();
-    for (int64_t i = 0; i < size; i += 16) {
-        __mmask16 mask = size - i < 16 ? static_cast<__mmask16>((1u << (size - i)) - 1) : 0xffff;
-        __m512 e = exp16(_mm512_sub_ps(_mm512_maskz_loadu_ps(mask, scores + i), _mm512_set1_ps(most)));
-        _mm512_mask_storeu_ps(scores + i, mask, e);
-        sums = _mm512_mask_add_ps(sums, mask, sums, e);
+    Lanes sums = all_lanes(0.0f);
+    int64_t i = 0;
+    for (; i + 16 <= size; i += 16) {
+        const Lanes e = exp16(sub(load(scores + i), all_lanes(most)));
+        store(scores + i, e);
+        sums = add(sums, e);
     }
-    return _mm512_reduce_add_ps(sums);
-#else
-    float total = 0;
-    for (int64_t i = 0; i < size; i++) total += scores[i] = std::exp(scores[i] - most);
-    return total;
-#endif
+    if (i < size) {
+        const Lanes e = exp16(sub(load_some(scores + i, size - i), all_lanes(most)));
+        store_some(scores + i, e, size - i);
+        sums = add(sums, only(e, size - i));
+    }
+    return sum_of(sums);
 }
 
 // to = sum of scores[i] * values[places[i]] / total
 void mix(const float* scores, const PagedRows& values, const int32_t* places, int64_t seen, float total, float* to) {
     const int64_t size = values.size;
     int64_t d = 0;
-#if WIDE
-    const __m512 factor = _mm512_set1_ps(1.0f / total);
+    const Lanes factor = all_lanes(1.0f / total);
     for (; d + 64 <= size; d += 64) {
-        __m512 sum[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
+        Lanes sum[4] = {all_lanes(0.0f), all_lanes(0.0f), all_lanes(0.0f), all_lanes(0.0f)};
         for (int64_t i = 0; i < seen; i++) {
             const float* value = values.at(places[i]) + d;
-            const __m512 score = _mm512_set1_ps(scores[i]);
-            for (int j = 0; j < 4; j++) sum[j] = _mm512_fmadd_ps(score, _mm512_loadu_ps(value + 16 * j), sum[j]);
+            const Lanes score = all_lanes(scores[i]);
+            for (int j = 0; j < 4; j++) sum[j] = fused(score, load(value + 16 * j), sum[j]);
         }
-        for (int j = 0; j < 4; j++) _mm512_storeu_ps(to + d + 16 * j, _mm512_mul_ps(sum[j], factor));
+        for (int j = 0; j < 4; j++) store(to + d + 16 * j, mul(sum[j], factor));
     }
-#endif
     for (; d < size; d++) {
         float sum = 0;
         for (int64_t i = 0; i < seen; i++) sum += scores[i] * values.at(places[i])[d];
@@ -849,29 +867,31 @@ void attend(const Query& query, const PagedRows& keys, const PagedRows& values) 
     mix(query.scores, values, query.places, query.seen, total, query.to);
 }
 
-#if WIDE
-// sums += score * value for keys [begin, end) and up to 4 queries, 64 of the head's numbers
+constexpr int MIXED = WIDE ? 4 : 1;  // vectors of a head that are mixed at a time: the sums of 4 queries stay in registers
+
+// sums += score * value for keys [begin, end) and up to 4 queries, 16 * MIXED of the head's numbers
 template <int N>
 inline void mix_some(const Query* queries, const PagedRows& values, int64_t begin, int64_t end, int64_t d) {
-    __m512 sums[N][4];
+    Lanes sums[N][MIXED];
     for (int n = 0; n < N; n++)
-        for (int j = 0; j < 4; j++) sums[n][j] = _mm512_loadu_ps(queries[n].to + d + 16 * j);
+        for (int j = 0; j < MIXED; j++) sums[n][j] = load(queries[n].to + d + 16 * j);
     for (int64_t page = begin; page < end; page += PAGE) {
         const float* first = values.at(page) + d;
         const int64_t some = end - page < PAGE ? end - page : PAGE;
         for (int64_t i = 0; i < some; i++) {
-            __m512 value[4];
-            for (int j = 0; j < 4; j++) value[j] = _mm512_loadu_ps(first + i * values.size + 16 * j);
+            Lanes value[MIXED];
+            for (int j = 0; j < MIXED; j++) value[j] = load(first + i * values.size + 16 * j);
             for (int n = 0; n < N; n++) {
-                const __m512 score = _mm512_set1_ps(queries[n].scores[page + i]);
-                for (int j = 0; j < 4; j++) sums[n][j] = _mm512_fmadd_ps(score, value[j], sums[n][j]);
+                const Lanes score = all_lanes(queries[n].scores[page + i]);
+                for (int j = 0; j < MIXED; j++) sums[n][j] = fused(score, value[j], sums[n][j]);
             }
         }
     }
     for (int n = 0; n < N; n++)
-        for (int j = 0; j < 4; j++) _mm512_storeu_ps(queries[n].to + d + 16 * j, sums[n][j]);
+        for (int j = 0; j < MIXED; j++) store(queries[n].to + d + 16 * j, sums[n][j]);
 }
 
+#if WIDE
 // The same numbers as dots16 for two queries and 8 keys that lie side by side: each part of a key is read once for both.
 // SIZE: as for dots16_of.
 template <int SIZE>
@@ -892,6 +912,7 @@ inline void dots8_of_two(const Query& one, const Query& other, const float* keys
     _mm256_storeu_ps(one.scores + place, _mm512_castps512_ps256(scores));
     _mm256_storeu_ps(other.scores + place, _mm512_extractf32x8_ps(scores, 1));
 }
+#endif
 
 // Queries that see runs of the first keys: each piece of these keys, and of the values that all of them see, is read once.
 // Every query's numbers are those that it would get alone.
@@ -903,15 +924,21 @@ void attend_together(const Query* queries, int64_t count, const PagedRows& keys,
         shared = queries[n].run < shared ? queries[n].run : shared;
         longest = queries[n].run > longest ? queries[n].run : longest;
     }
+#if WIDE
     const auto two = size == 64 ? dots8_of_two<64> : size == 128 ? dots8_of_two<128> : dots8_of_two<0>;
+#endif
     for (int64_t i = 0; i < longest; i += 16) {
         const float* first = keys.at(i);  // the 16 lie in one page
         for (int64_t n = 0; n < count; n++) {
             const int64_t some = queries[n].run - i;
+#if WIDE
             if (n + 1 < count && some >= 16 && queries[n + 1].run - i >= 16) {
                 for (int64_t k = 0; k < 16; k += 8) two(queries[n], queries[n + 1], first + k * size, size, factor, i + k);
                 n++;
-            } else if (some > 0)
+                continue;
+            }
+#endif
+            if (some > 0)
                 dots16(queries[n].q, [&](int64_t k) { return first + k * size; }, some < 16 ? some : 16, size, factor,
                        queries[n].scores + i);
         }
@@ -926,7 +953,7 @@ void attend_together(const Query* queries, int64_t count, const PagedRows& keys,
     for (int64_t begin = 0; begin < shared; begin += 64) {
         const int64_t end = begin + 64 < shared ? begin + 64 : shared;
         for (int64_t n = 0; n < count; n += 4)
-            for (int64_t d = 0; d < size; d += 64) switch (count - n) {
+            for (int64_t d = 0; d < size; d += 16 * MIXED) switch (count - n) {
                     case 1: mix_some<1>(queries + n, values, begin, end, d); break;
                     case 2: mix_some<2>(queries + n, values, begin, end, d); break;
                     case 3: mix_some<3>(queries + n, values, begin, end, d); break;
@@ -937,22 +964,18 @@ void attend_together(const Query* queries, int64_t count, const PagedRows& keys,
         const Query& query = queries[n];
         for (int64_t i = shared; i < query.seen; i++) {
             const float* value = values.at(query.places[i]);
-            for (int64_t d = 0; d < size; d += 16)
-                _mm512_storeu_ps(query.to + d, _mm512_fmadd_ps(_mm512_set1_ps(query.scores[i]), _mm512_loadu_ps(value + d),
-                                                               _mm512_loadu_ps(query.to + d)));
+            const Lanes score = all_lanes(query.scores[i]);
+            for (int64_t d = 0; d < size; d += 16) store(query.to + d, fused(score, load(value + d), load(query.to + d)));
         }
-        const __m512 inverse = _mm512_set1_ps(1.0f / totals[n]);
-        for (int64_t d = 0; d < size; d += 16) _mm512_storeu_ps(query.to + d, _mm512_mul_ps(_mm512_loadu_ps(query.to + d), inverse));
+        const Lanes inverse = all_lanes(1.0f / totals[n]);
+        for (int64_t d = 0; d < size; d += 16) store(query.to + d, mul(load(query.to + d), inverse));
     }
 }
-#endif
 
 void attend_all(const Query* queries, int64_t count, const PagedRows& keys, const PagedRows& values) {
-#if WIDE
     bool together = keys.size % 64 == 0;  // not where a window hides the first keys: nothing would be shared
     for (int64_t n = 0; n < count; n++) together &= queries[n].run > 0;
     if (together) return attend_together(queries, count, keys, values);
-#endif
     for (int64_t n = 0; n < count; n++) attend(queries[n], keys, values);
 }
 

@@ -1,4 +1,5 @@
-"""The compiled kernels: built once per machine with its own C++ compiler, kept in the cache, loaded with ctypes.
+"""The compiled kernels, loaded with ctypes: a prebuilt library of the wheel that fits the processor, or one that is
+built once per machine with its own C++ compiler and kept in the cache.
 
 Nothing of torch's headers is needed, so a build takes seconds.
 """
@@ -10,94 +11,80 @@ import functools
 import hashlib
 import os
 import platform
-import shlex
-import shutil
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from outrider.core.errors import OutriderError, one_line
+from outrider.models.native.compiler import SOURCE, NoCompiler, build, source_key
+from outrider.models.native.levels import Level, by_name, fitting
 from outrider.models.sources import cache_dir
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
-HEADER = SOURCE.with_name("pool.h")
-FLAGS = (
-    *("-O3", "-ffp-contract=off", "-std=c++17", "-fPIC", "-pthread", "-Wall", "-Wextra"),
-    *("-Wno-maybe-uninitialized", "-Wno-uninitialized"),  # of the AVX-512 headers of GCC 12 (its bug 105593)
-    "-fno-gcse",  # the same speed, and GCC takes half as long
-)
 MACHINES = (("-march=native",), ())  # the first that compiles and loads is taken: a compiler may know no "native"
-PATIENCE = 300  # seconds for one run of the compiler: many times what it takes, for a machine that is busy
+PREBUILT = SOURCE.with_name("prebuilt")  # the wheel's libraries, LEVEL-KEY.so; a checkout has none
+NAMED = "OUTRIDER_KERNELS"  # the variable that names a level: for measurements and tests
 
 
-class NoCompiler(Exception):
-    """Why the kernels cannot be had on this machine, in one line."""
+class Kernels(ctypes.CDLL):
+    origin = ""  # where they are from, in words
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
-    key = _key()
+def library() -> Kernels:
+    if platform.system() == "Windows":
+        raise NoCompiler("the kernels do not run on Windows; run outrider in WSL (Windows Subsystem for Linux)")
+    named = os.environ.get(NAMED)
+    if named and named not in by_name():
+        raise OutriderError(f"{NAMED}={named}: no such level; known: {', '.join(by_name())}")
+    levels = [by_name()[named]] if named else fitting()
+    for level in levels:
+        if kernels := _prebuilt(level):
+            kernels.origin = f"prebuilt for {level.name}"
+            return kernels
+    machines = [level.flags for level in levels] if named else MACHINES
+    kernels = _built(machines)
+    kernels.origin = f"built here, {named or ' '.join(machines[0])}"
+    return kernels
+
+
+def _prebuilt(level: Level) -> Kernels | None:
+    """The wheel's own; its name says from which source, so that a changed source is never run by an old library."""
+    path = PREBUILT / f"{level.name}-{source_key()}.so"
+    if not path.is_file():
+        return None
+    try:
+        return Kernels(str(path))
+    except OSError:  # of another C library
+        return None
+
+
+def _built(machines: Sequence[Sequence[str]]) -> Kernels:
+    key = _key(machines)
     try:
         folder = cache_dir() / "kernels"
     except OutriderError:  # no folder of this user's: others could write to a shared one, and its code is run
         with tempfile.TemporaryDirectory() as name:
-            return _made(Path(name), key)
-    return _kept(folder, key) or _made(folder, key)
+            return _made(Path(name), key, machines)
+    return _kept(folder, key) or _made(folder, key, machines)
 
 
-def build(source: Path, path: Path, flags: Sequence[str]) -> None:
-    """Compile and link one file into a library; a NoCompiler says why not."""
-    compiler, out = _compiler(), f"{path}.o"
-    for command in ([*FLAGS, *flags, "-c", str(source), "-o", out], ["-shared", "-pthread", out, "-o", str(path)]):
-        try:
-            done = subprocess.run(
-                [*compiler, *command], capture_output=True, text=True, errors="replace", timeout=PATIENCE
-            )
-        except OSError as error:
-            raise NoCompiler(f"the C++ compiler {compiler[0]} cannot be run ({error.strerror})") from error
-        except subprocess.TimeoutExpired as error:
-            raise NoCompiler(f"the C++ compiler {compiler[0]} did not end within {PATIENCE} s") from error
-        if done.returncode:
-            raise NoCompiler(f"the C++ compiler {compiler[0]} could not build the kernels ({_reason(done)})")
-
-
-def _compiler() -> list[str]:
-    """CXX if it is set, with its options; else what is on the path."""
-    if named := shlex.split(os.environ.get("CXX", "")):
-        if shutil.which(named[0]) is None:
-            raise NoCompiler(f"the C++ compiler {named[0]}, named by CXX, was not found")
-        return named
-    found = next(filter(shutil.which, ("g++", "c++", "clang++")), None)
-    if found is None:
-        raise NoCompiler("no C++ compiler was found (g++ or clang++)")
-    return [found]
-
-
-def _reason(done: subprocess.CompletedProcess[str]) -> str:
-    """The compiler's first complaint."""
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    first = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "it gave no reason")
-    return first[:200]
-
-
-def _key() -> str:
+def _key(machines: Sequence[Sequence[str]]) -> str:
     """Changes with the source, the flags, the compiler that was named, and the processor."""
     processor = ""
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    flags = " ".join([*FLAGS, *(flag for machine in MACHINES for flag in machine)])
-    parts = (SOURCE.read_text(), HEADER.read_text(), flags, os.environ.get("CXX", ""), platform.machine(), processor)
+    flags = " ".join(flag for machine in machines for flag in machine)
+    parts = (source_key(), flags, os.environ.get("CXX", ""), platform.machine(), processor)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _kept(folder: Path, key: str) -> ctypes.CDLL | None:
+def _kept(folder: Path, key: str) -> Kernels | None:
     """An earlier build. Its name ends in a digest of the file: to load half a library can kill the process."""
     try:
         for path in folder.glob(f"{key}-*.so"):
             if path.stem == f"{key}-{_digest(path)}":
-                return ctypes.CDLL(str(path))
+                return Kernels(str(path))
             path.unlink(missing_ok=True)
     except OSError:  # unreadable, or not for this machine: build another
         pass
@@ -108,7 +95,7 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-def _made(folder: Path, key: str) -> ctypes.CDLL:
+def _made(folder: Path, key: str, machines: Sequence[Sequence[str]]) -> Kernels:
     """A new build, kept in the folder, or for this process alone where the folder cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -117,17 +104,17 @@ def _made(folder: Path, key: str) -> ctypes.CDLL:
         scratch = tempfile.TemporaryDirectory()
     with scratch as name:  # what is loaded stays loaded when its file is gone
         path = Path(name) / f"{key}.so"
-        kernels = _first_that_loads(path)
+        kernels = _first_that_loads(path, machines)
         if path.parent.parent == folder:
             path.replace(folder / f"{key}-{_digest(path)}.so")  # atomic: another process may be building the same
     return kernels
 
 
-def _first_that_loads(path: Path) -> ctypes.CDLL:
-    for flags in MACHINES:
+def _first_that_loads(path: Path, machines: Sequence[Sequence[str]]) -> Kernels:
+    for flags in machines:
         try:
             build(SOURCE, path, flags)
-            return ctypes.CDLL(str(path))
+            return Kernels(str(path))
         except OSError as error:
             problem = NoCompiler(f"the kernels were built but cannot be loaded ({one_line(error)})")
         except NoCompiler as error:
