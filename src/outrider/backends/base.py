@@ -29,8 +29,8 @@ class Stream:
     The backend's thread puts chunks in; any other thread or event loop takes them out.
     """
 
-    def __init__(self, cancel: Callable[[], None]) -> None:
-        self._cancel = cancel
+    def __init__(self, cancel: Callable[[], None], prompt_tokens: int) -> None:
+        self._cancel, self.prompt_tokens = cancel, prompt_tokens
         self._chunks: deque[Chunk] = deque()
         self._changed = threading.Condition()
         self._waker: Callable[[], object] | None = None

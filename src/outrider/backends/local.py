@@ -140,9 +140,8 @@ class Local(Reader):
             )
             self.engine.scheduler.check(seq)  # before the prompt is copied for the next one
             seqs.append(seq)
-        job = _LocalJob(
-            request, Stream(lambda: self._inbox.put((job,))), seqs, writers, [0] * params.n, [0.0] * params.n
-        )
+        stream = Stream(lambda: self._inbox.put((job,)), len(prompt))
+        job = _LocalJob(request, stream, seqs, writers, [0] * params.n, [0.0] * params.n)
         return job
 
     def close(self) -> None:

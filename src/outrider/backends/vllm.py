@@ -148,7 +148,7 @@ class VLLM(Reader):
             self._grammars.get(request.params.constraint)  # one that cannot be used is refused as by our own engine
         params, prompt = self._params(request), self._prompt(request)
         self._check_length(prompt, request.params)
-        stream = Stream(lambda: self._post(self._cancel, job))
+        stream = Stream(lambda: self._post(self._cancel, job), len(prompt))
         samples = [_Sample(self._writer(request), request.params.logprobs or 0) for _ in range(request.params.n)]
         job = _VllmJob(request, prompt, params, samples, stream, Counter())
         self._post(self._start, job)

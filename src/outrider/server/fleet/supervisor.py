@@ -47,6 +47,7 @@ class ServerStream:
         self._result: Result | None = None
         self._error: Exception | None = None
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.prompt_tokens = 0  # of its prompt, once it is accepted
         self.begun, self.last = time.perf_counter(), 0.0  # when it came in, and when it was last heard of
 
     @property
@@ -90,6 +91,12 @@ class ServerStream:
     def estimated_speedup(self, samples: Iterable[Result]) -> float | None:
         """Over plain decoding, of all samples together."""
         return estimated_speedup([sample.stats for sample in samples], self._worker.row_seconds)
+
+    def accept(self, prompt_tokens: int) -> None:
+        """The engine has taken it in."""
+        self.prompt_tokens = prompt_tokens
+        if not self.accepted.done():
+            self.accepted.set_result(None)
 
     def put(self, chunk: Chunk) -> None:
         self._chunks.append(chunk)
@@ -395,9 +402,9 @@ class Worker:
         for token, piece in message.get("pieces", {}).items():
             self.pieces[int(token)] = piece.encode() if isinstance(piece, str) else bytes(piece)
         self.special.update(message.get("special", ()))
-        for id, _ in message.get("accepted", ()):
-            if id in self._streams and not self._streams[id].accepted.done():
-                self._streams[id].accepted.set_result(None)
+        for id, prompt in message.get("accepted", ()):
+            if id in self._streams:
+                self._streams[id].accept(prompt)
         for id, chunk in message.get("chunks", ()):
             self._chunk(id, wire.chunk_from_json(chunk))
         for id, result in message.get("results", ()):
