@@ -21,7 +21,15 @@ def one_of(*values: str) -> Any:
 
 
 VALUES: dict[str, tuple[str, ...]] = {
-    "person": ("Marta Keller", "Tomas Lind", "Ngozi Adeyemi", "Pavel Horak", "Ruth Okafor", "Silvia Brandt", "Ivo Tann"),
+    "person": (
+        "Marta Keller",
+        "Tomas Lind",
+        "Ngozi Adeyemi",
+        "Pavel Horak",
+        "Ruth Okafor",
+        "Silvia Brandt",
+        "Ivo Tann",
+    ),
     "other": ("Hana Sato", "Leo Marchetti", "Greta Nilsen", "Amir Rahimi", "Bela Kovacs", "Dora Winther"),
     "city": ("Lisbon", "Tartu", "Bergen", "Porto", "Ghent", "Graz", "Cork", "Turku", "Basel"),
     "town": ("Aarhus", "Leiden", "Trento", "Bilbao", "Uppsala", "Krakow"),

@@ -165,12 +165,11 @@ class Local(Reader):
         return {**super().describe(), "num_layers": self.engine.model.num_layers}
 
     def load(self) -> BackendLoad:
-        scheduler, policy = self.engine.scheduler, self.engine.policy
+        scheduler = self.engine.scheduler
         return BackendLoad(
             len(scheduler.running),
             len(scheduler.waiting),
             scheduler.reserved / self.engine.model.capacity,
-            0.0 if policy is None else policy.cost.next_row(1),
             self._clock.waited,
             self._clock.slowest,
             self._fault,

@@ -132,7 +132,7 @@ class VLLM(Reader):
     def load(self) -> BackendLoad:
         """vLLM tells neither its queue nor its cache; a step has ended when an output comes."""
         fault = "vLLM's engine has died" if self._engine is not None and self._engine.errored else ""
-        return BackendLoad(len(self._jobs), 0, 0.0, 0.0, self._clock.waited, self._clock.slowest, fault)
+        return BackendLoad(len(self._jobs), 0, 0.0, self._clock.waited, self._clock.slowest, fault)
 
     def prepare(self, draft: str) -> None:
         if draft not in ("", self._draft) and not _same(draft, self._draft):

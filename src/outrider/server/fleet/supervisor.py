@@ -90,7 +90,7 @@ class ServerStream:
 
     def estimated_speedup(self, samples: Iterable[Result]) -> float | None:
         """Over plain decoding, of all samples together."""
-        return estimated_speedup([sample.stats for sample in samples], self._worker.row_seconds)
+        return estimated_speedup([sample.stats for sample in samples])
 
     def accept(self, prompt_tokens: int) -> None:
         """The engine has taken it in."""
@@ -251,7 +251,6 @@ class Worker:
         self.created, self.restarts = int(time.time()), 0
         self.info: dict[str, Any] = {}
         self.running = self.waiting = 0
-        self.row_seconds = 0.0  # what one more row costs in a pass
         self.cache = 0.0  # the share of keys and values that is spoken for
         self.pieces: dict[int, bytes] = {}
         self.special: set[int] = set()
@@ -418,12 +417,7 @@ class Worker:
 
     def _note(self, load: BackendLoad) -> None:
         """How full it is."""
-        self.running, self.waiting, self.cache, self.row_seconds = (
-            load.running,
-            load.waiting,
-            load.cache,
-            load.row_seconds,
-        )
+        self.running, self.waiting, self.cache = load.running, load.waiting, load.cache
         self._metrics.running.labels(self.uid).set(self.running)
         self._metrics.waiting.labels(self.uid).set(self.waiting)
         self._metrics.cache.labels(self.uid).set(self.cache)
