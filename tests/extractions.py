@@ -9,17 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-TEXT: Any = {"type": "string"}
-WHOLE: Any = {"type": "integer"}
-NUMBER: Any = {"type": "number"}
-FLAG: Any = {"type": "boolean"}
-LIST: Any = {"type": "array", "items": TEXT, "maxItems": 4}
-
-
-def one_of(*values: str) -> Any:
-    return {"enum": list(values)}
-
-
+TYPES: dict[str, dict[str, Any]] = {
+    "text": {"type": "string"},
+    "whole": {"type": "integer"},
+    "number": {"type": "number"},
+    "flag": {"type": "boolean"},
+    "list": {"type": "array", "items": {"type": "string"}, "maxItems": 4},
+}
 VALUES: dict[str, tuple[str, ...]] = {
     "person": (
         "Marta Keller",
@@ -56,129 +52,140 @@ VALUES: dict[str, tuple[str, ...]] = {
     "tree": ("maple", "birch", "walnut", "pine"),
 }
 
-# Each kind: what it is called, its text with the values in braces, and its fields.
-KINDS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+# Each kind: what it is called, its text with the values in braces, and its fields: name:type, or name:value|value with
+# ~ for a space.
+KINDS: tuple[tuple[str, str, str], ...] = (
     (
         "the invoice",
-        "Invoice {code} from {company}, dated {date}. {count} {goods} were delivered to {person} in {city}. The total is "
-        "{price} euros and has to be paid within {small} weeks.",
-        {"number": TEXT, "seller": TEXT, "date": TEXT, "customer": TEXT, "total": NUMBER, "currency": one_of("EUR", "USD"), "weeks_to_pay": WHOLE},
+        "Invoice {code} from {company}, dated {date}. {count} {goods} were delivered to {person} in {city}. The "
+        "total is {price} euros and has to be paid within {small} weeks.",
+        "number:text seller:text date:text customer:text total:number currency:EUR|USD weeks_to_pay:whole",
     ),
     (
         "the person",
-        "{person} was born in {city} in {year}, studied {subject} in {town} and now works for {company}. Mail reaches her "
-        "under {mail}. She speaks {small} languages.",
-        {"full_name": TEXT, "birth_place": TEXT, "birth_year": WHOLE, "studied": TEXT, "employer": TEXT, "email": TEXT, "languages": WHOLE},
+        "{person} was born in {city} in {year}, studied {subject} in {town} and now works for {company}. Mail "
+        "reaches her under {mail}. She speaks {small} languages.",
+        "full_name:text birth_place:text birth_year:whole studied:text employer:text email:text languages:whole",
     ),
     (
         "the meeting",
-        "Hi {person}, can we meet on {date} at {time} in the {colour} room in {city}? {other} will join us by phone. We "
-        "need {count} minutes to talk about the {goods}. Please bring the plans.",
-        {"invited": TEXT, "date": TEXT, "time": TEXT, "place": TEXT, "by_phone": TEXT, "minutes": WHOLE, "bring_plans": FLAG},
+        "Hi {person}, can we meet on {date} at {time} in the {colour} room in {city}? {other} will join us by "
+        "phone. We need {count} minutes to talk about the {goods}. Please bring the plans.",
+        "invited:text date:text time:text place:text by_phone:text minutes:whole bring_plans:flag",
     ),
     (
         "the review",
-        "I bought the {thing} in {colour} from {company} {small} months ago. It is sturdy and easy to clean, but the cable "
-        "is too short. For {price} euros I would buy it again. {small} stars. Written by {person}.",
-        {"product": TEXT, "colour": TEXT, "shop": TEXT, "price": NUMBER, "opinion": one_of("positive", "neutral", "negative"), "author": TEXT, "good_points": LIST},
+        "I bought the {thing} in {colour} from {company} {small} months ago. It is sturdy and easy to clean, but "
+        "the cable is too short. For {price} euros I would buy it again. {small} stars. Written by {person}.",
+        "product:text colour:text shop:text price:number opinion:positive|neutral|negative author:text "
+        "good_points:list",
     ),
     (
         "the job offer",
-        "{company} in {city} is looking for a technician with experience in {skill} and {subject}. The post is full time, "
-        "pays {price} euros an hour and begins on {date}. Write to {mail}.",
-        {"company": TEXT, "location": TEXT, "position": TEXT, "skills": LIST, "hours": one_of("full time", "part time"), "pay": NUMBER, "start": TEXT, "contact": TEXT},
+        "{company} in {city} is looking for a technician with experience in {skill} and {subject}. The post is "
+        "full time, pays {price} euros an hour and begins on {date}. Write to {mail}.",
+        "company:text location:text position:text skills:list hours:full~time|part~time pay:number start:text "
+        "contact:text",
     ),
     (
         "the recipe",
-        "For {small} people, {food} takes {count} minutes. You need {part}, two carrots and some salt. Cook everything "
-        "slowly and serve it warm. It keeps for {small} days. From the kitchen of {person}.",
-        {"dish": TEXT, "people": WHOLE, "minutes": WHOLE, "ingredients": LIST, "served": one_of("warm", "cold"), "cook": TEXT},
+        "For {small} people, {food} takes {count} minutes. You need {part}, two carrots and some salt. Cook "
+        "everything slowly and serve it warm. It keeps for {small} days. From the kitchen of {person}.",
+        "dish:text people:whole minutes:whole ingredients:list served:warm|cold cook:text",
     ),
     (
         "the flight",
-        "Flight {code} leaves {city} at {time} on {date} and lands in {town} {small} hours later. Passenger {person} has "
-        "seat {count}C and one suitcase. The gate closes 20 minutes before.",
-        {"flight": TEXT, "from": TEXT, "to": TEXT, "departure": TEXT, "date": TEXT, "passenger": TEXT, "seat": TEXT, "suitcases": WHOLE},
+        "Flight {code} leaves {city} at {time} on {date} and lands in {town} {small} hours later. Passenger "
+        "{person} has seat {count}C and one suitcase. The gate closes 20 minutes before.",
+        "flight:text from:text to:text departure:text date:text passenger:text seat:text suitcases:whole",
     ),
     (
         "the patient's note",
-        "{person}, {count} years old, came on {date} with {symptom} since {small} days. No fever. Takes {drug} twice a day. "
-        "To be seen again in {small} weeks by Dr {other}.",
-        {"patient": TEXT, "age": WHOLE, "visit": TEXT, "complaint": TEXT, "fever": FLAG, "medicine": TEXT, "doctor": TEXT},
+        "{person}, {count} years old, came on {date} with {symptom} since {small} days. No fever. Takes {drug} "
+        "twice a day. To be seen again in {small} weeks by Dr {other}.",
+        "patient:text age:whole visit:text complaint:text fever:flag medicine:text doctor:text",
     ),
     (
         "the weather report",
-        "In {city} the morning of {date} begins with fog. By {time} the sun comes out, and it gets {count} degrees warm. "
-        "In {town} rain falls all day. Wind from the west, {small} on the scale.",
-        {"city": TEXT, "date": TEXT, "morning": TEXT, "highest_degrees": WHOLE, "rain_in": TEXT, "wind_from": one_of("north", "east", "south", "west"), "wind_force": WHOLE},
+        "In {city} the morning of {date} begins with fog. By {time} the sun comes out, and it gets {count} "
+        "degrees warm. In {town} rain falls all day. Wind from the west, {small} on the scale.",
+        "city:text date:text morning:text highest_degrees:whole rain_in:text wind_from:north|east|south|west "
+        "wind_force:whole",
     ),
     (
         "the book",
-        "{title} by {person} appeared in {year} with {company} and has {count}0 pages. It tells of two sisters from {city} "
-        "who inherit a mill. The paperback costs {price} euros.",
-        {"title": TEXT, "author": TEXT, "year": WHOLE, "publisher": TEXT, "pages": WHOLE, "setting": TEXT, "binding": one_of("paperback", "hardcover"), "price": NUMBER},
+        "{title} by {person} appeared in {year} with {company} and has {count}0 pages. It tells of two sisters "
+        "from {city} who inherit a mill. The paperback costs {price} euros.",
+        "title:text author:text year:whole publisher:text pages:whole setting:text binding:paperback|hardcover "
+        "price:number",
     ),
     (
         "the flat",
-        "To let in {city}: a flat of {small} rooms and {count} square metres on the third floor, built in {year}. Rent "
-        "{price} euros a week, pets allowed, no balcony. Free from {date}. Call {person}.",
-        {"city": TEXT, "rooms": WHOLE, "square_metres": WHOLE, "floor": WHOLE, "rent": NUMBER, "pets": FLAG, "balcony": FLAG, "free_from": TEXT, "contact": TEXT},
+        "To let in {city}: a flat of {small} rooms and {count} square metres on the third floor, built in {year}. "
+        "Rent {price} euros a week, pets allowed, no balcony. Free from {date}. Call {person}.",
+        "city:text rooms:whole square_metres:whole floor:whole rent:number pets:flag balcony:flag free_from:text "
+        "contact:text",
     ),
     (
         "the support ticket",
-        "Ticket {code}: {person} of {company} writes on {date} that {fault} since the last update. It happens {small} times "
-        "a day on both computers. Very urgent. Assigned to {other}.",
-        {"ticket": TEXT, "reporter": TEXT, "company": TEXT, "problem": TEXT, "times_a_day": WHOLE, "priority": one_of("low", "medium", "high", "urgent"), "assignee": TEXT},
+        "Ticket {code}: {person} of {company} writes on {date} that {fault} since the last update. It happens "
+        "{small} times a day on both computers. Very urgent. Assigned to {other}.",
+        "ticket:text reporter:text company:text problem:text times_a_day:whole priority:low|medium|high|urgent "
+        "assignee:text",
     ),
     (
         "the match",
-        "{city} beat {town} {small} to 1 on {date}. {person} scored twice before half-time, {other} saved a penalty in "
-        "minute {count}. About {count}00 people came.",
-        {"winner": TEXT, "loser": TEXT, "date": TEXT, "scorer": TEXT, "goalkeeper": TEXT, "penalty_minute": WHOLE, "spectators": WHOLE},
+        "{city} beat {town} {small} to 1 on {date}. {person} scored twice before half-time, {other} saved a "
+        "penalty in minute {count}. About {count}00 people came.",
+        "winner:text loser:text date:text scorer:text goalkeeper:text penalty_minute:whole spectators:whole",
     ),
     (
         "the order",
-        "Order {code} for {person}: {small} pieces of the {thing} in {colour}, {price} euros each. Send it to Mill Street "
-        "{count}, {city}. Gift wrapping yes, express no. Questions to {mail}.",
-        {"order": TEXT, "customer": TEXT, "item": TEXT, "pieces": WHOLE, "colour": TEXT, "street": TEXT, "city": TEXT, "gift": FLAG, "express": FLAG},
+        "Order {code} for {person}: {small} pieces of the {thing} in {colour}, {price} euros each. Send it to "
+        "Mill Street {count}, {city}. Gift wrapping yes, express no. Questions to {mail}.",
+        "order:text customer:text item:text pieces:whole colour:text street:text city:text gift:flag express:flag",
     ),
     (
         "the course",
-        "The evening course in {subject} starts on {date} at {time} and runs for {small} weeks in {city}. {person} teaches "
-        "it. At most {count} people can join; the fee is {price} euros. No earlier knowledge is needed.",
-        {"subject": TEXT, "start": TEXT, "time": TEXT, "weeks": WHOLE, "teacher": TEXT, "places": WHOLE, "fee": NUMBER, "level": one_of("beginner", "advanced")},
+        "The evening course in {subject} starts on {date} at {time} and runs for {small} weeks in {city}. "
+        "{person} teaches it. At most {count} people can join; the fee is {price} euros. No earlier knowledge is "
+        "needed.",
+        "subject:text start:text time:text weeks:whole teacher:text places:whole fee:number level:beginner|advanced",
     ),
     (
         "the film",
-        "{title} ({year}, {count} minutes) was shot in {city}. {person} directed it, {other} plays a lonely lighthouse "
-        "keeper. It won {small} prizes and is in black and white.",
-        {"title": TEXT, "year": WHOLE, "minutes": WHOLE, "shot_in": TEXT, "director": TEXT, "actor": TEXT, "prizes": WHOLE, "in_colour": FLAG},
+        "{title} ({year}, {count} minutes) was shot in {city}. {person} directed it, {other} plays a lonely "
+        "lighthouse keeper. It won {small} prizes and is in black and white.",
+        "title:text year:whole minutes:whole shot_in:text director:text actor:text prizes:whole in_colour:flag",
     ),
     (
         "the delivery",
-        "Parcel {code} with {goods} left {company} in {city} on {date}. It weighs {price} kg. The driver {person} could not "
-        "find the address in {town} and will try again at {time}.",
-        {"parcel": TEXT, "contents": TEXT, "sender": TEXT, "weight_kg": NUMBER, "driver": TEXT, "status": one_of("delivered", "on its way", "failed"), "next_try": TEXT},
+        "Parcel {code} with {goods} left {company} in {city} on {date}. It weighs {price} kg. The driver {person} "
+        "could not find the address in {town} and will try again at {time}.",
+        "parcel:text contents:text sender:text weight_kg:number driver:text status:delivered|on~its~way|failed "
+        "next_try:text",
     ),
     (
         "the tree",
-        "The old {tree} beside the town hall of {city} was planted in {year} by {person}. It is {small} metres round and "
-        "{count} metres high. The council of {town} wants to cut it, {other} is against it.",
-        {"kind": TEXT, "place": TEXT, "planted": WHOLE, "planted_by": TEXT, "girth": WHOLE, "height": WHOLE, "opponent": TEXT},
+        "The old {tree} beside the town hall of {city} was planted in {year} by {person}. It is {small} metres "
+        "round and {count} metres high. The council of {town} wants to cut it, {other} is against it.",
+        "kind:text place:text planted:whole planted_by:text girth:whole height:whole opponent:text",
     ),
     (
         "the contract",
-        "{company}, represented by {person}, lends {other} of {city} a machine for {goods} from {date} on for {small} months. "
-        "The rent is {price} euros a month. Both sides can end the contract with {count} days of notice.",
-        {"lender": TEXT, "signed_by": TEXT, "borrower": TEXT, "object": TEXT, "begin": TEXT, "months": WHOLE, "monthly_rent": NUMBER, "notice_days": WHOLE},
+        "{company}, represented by {person}, lends {other} of {city} a machine for {goods} from {date} on for "
+        "{small} months. The rent is {price} euros a month. Both sides can end the contract with {count} days of "
+        "notice.",
+        "lender:text signed_by:text borrower:text object:text begin:text months:whole monthly_rent:number "
+        "notice_days:whole",
     ),
     (
         "the workshop",
-        "The bicycle of {person} (frame {code}, {colour}, {year}) needs a new chain and brakes. {other} has ordered {small} "
-        "parts from {company}; they come on {date}. It will cost about {price} euros.",
-        {"owner": TEXT, "frame": TEXT, "colour": TEXT, "built": WHOLE, "repairs": LIST, "mechanic": TEXT, "supplier": TEXT, "estimate": NUMBER},
+        "The bicycle of {person} (frame {code}, {colour}, {year}) needs a new chain and brakes. {other} has "
+        "ordered {small} parts from {company}; they come on {date}. It will cost about {price} euros.",
+        "owner:text frame:text colour:text built:whole repairs:list mechanic:text supplier:text estimate:number",
     ),
-)  # fmt: skip
+)
 EACH = 5  # texts of a kind
 
 
@@ -195,12 +202,13 @@ class Extraction:
 
 def extractions() -> Iterator[Extraction]:
     for turn in range(EACH):
-        for number, (what, form, fields) in enumerate(KINDS):
-            yield _made(what, form, fields, turn, random.Random(1000 * turn + number))
+        for number, (what, form, named) in enumerate(KINDS):
+            yield _made(what, form, named, turn, random.Random(1000 * turn + number))
 
 
-def _made(what: str, form: str, fields: dict[str, Any], turn: int, choice: random.Random) -> Extraction:
+def _made(what: str, form: str, named: str, turn: int, choice: random.Random) -> Extraction:
     text = form.format(**{name: choice.choice(values) for name, values in VALUES.items()})
+    fields = {name: _schema(kind) for name, _, kind in (each.partition(":") for each in named.split())}
     left_out = list(fields)[-turn] if turn else ""  # so that no two schemas are the same
     properties = {_named(name, turn): value for name, value in fields.items() if name != left_out}
     schema = {
@@ -209,6 +217,10 @@ def _made(what: str, form: str, fields: dict[str, Any], turn: int, choice: rando
     told = ", ".join(f"{name} ({_told(value)})" for name, value in properties.items())
     question = f"Read this text:\n\n{text}\n\nAnswer with a JSON object that describes {what}. Its fields are {told}."
     return Extraction(text, schema, question)
+
+
+def _schema(kind: str) -> dict[str, Any]:
+    return TYPES[kind] if kind in TYPES else {"enum": kind.replace("~", " ").split("|")}
 
 
 def _named(name: str, turn: int) -> str:

@@ -102,7 +102,7 @@ class Guesser(Drafter):
 def seconds(monkeypatch, cost, drafters, requests, policy=None, at_once=1):
     """The simulated time of all requests, each (tokens of the prompt, tokens to write); the drafters as they are after.
     `drafters(clock)` makes them; without a policy each drafts as much as it can."""
-    engine, now, made = ran(monkeypatch, cost, drafters, requests, policy, at_once)
+    _, now, made = ran(monkeypatch, cost, drafters, requests, policy, at_once)
     return now, made
 
 
