@@ -24,6 +24,7 @@ import jsonschema
 
 from outrider import LLM, Result, SamplingParams
 from outrider.bench.machine import describe
+from outrider.models.base import SharesPrefixes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from extractions import Extraction, extractions  # the collection is the tests' own
@@ -78,7 +79,8 @@ class Measurement:
     def _answer(self, each: Extraction, way: str) -> Result:
         draft, held = self._ways[way]
         self._llm.backend.forget_texts()
-        self._llm.engine.model.forget_prefixes()
+        if isinstance(self._llm.engine.model, SharesPrefixes):
+            self._llm.engine.model.forget_prefixes()
         more: dict[str, Any] = {"json_schema": each.schema} if held else {}
         return self._llm.chat(each.messages, SamplingParams(max_tokens=TOKENS, **more), draft=draft)
 
