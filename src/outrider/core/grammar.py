@@ -140,14 +140,17 @@ class Matcher:
         if path not in self._masks and self._go(path):
             if token in self.ends:
                 return bool(self._state.is_accepting())
+            valid = token not in self._vocabulary.special and self._state.validate_tokens([token]) == 1
             if not self._state.is_error():
-                return token not in self._vocabulary.special and self._state.validate_tokens([token]) == 1
+                return valid
         mask = self.mask(path)
         return mask is not None and bool(mask[token])
 
     def commit(self, token: int) -> None:
         """The token is written for good. One that ends the sequence is not told."""
         if not self._go((token,)):
+            self._begin_anew()  # or it would not tell that it has grown out of its limits
+            self._computed()
             raise OutriderError(f"token {token} was written, but the grammar forbids it here")
         del self._ahead[:1]
         self._committed.append(token)
@@ -214,10 +217,14 @@ class Matcher:
         self._state, self._ahead = self._start.deep_copy(), []
         self._state.consume_tokens(self._committed)
 
-    def _computed(self) -> Tensor:
-        bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
+    def _refuse_errors(self) -> None:
+        """An expression may grow out of its limits where it is matched."""
         if self._state.is_error():
             raise OutriderError(f"the grammar cannot go on: {_reason(self._state.get_error())}")
+
+    def _computed(self) -> Tensor:
+        bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
+        self._refuse_errors()
         known = np.unpackbits(bits, count=min(self._size, 8 * len(bits)), bitorder="little").view(np.bool_)
         allowed = known
         if len(known) < self._size:  # a model may have more logits than its tokenizer has tokens
