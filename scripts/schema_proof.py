@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from schemas import collection  # the collection is the tests' own
 
 BATCH = 16  # sequences at once
-FREE = 8  # one in so many has no grammar
+FREE = 8  # one in this number of schemas has a neighbour without a grammar, unless it is said
 ALONE = 16  # one in so many is also decoded by itself
 AT_ONCE = 8 * BATCH  # sequences that are handed in together
 DRAFTERS = ("auto", "ngram", "history", "layer_skip", "eagle", "medusa", "prediction", "grammar")  # each in its turn
@@ -47,14 +47,14 @@ class Case:
         return self.params.json_schema
 
 
-def cases(begin: int, end: int, tokens: int, only: list[int]) -> list[Case]:
+def cases(begin: int, end: int, tokens: int, only: list[int], free: int = FREE) -> list[Case]:
+    """`free`: one in this number of schemas has a neighbour, the same question without a grammar."""
     found = []
     for number, (thing, schema) in enumerate(collection()):
         if not begin <= number < end or (only and number not in only):
             continue
         how: dict[str, Any] = {} if number % 2 else {"temperature": 0.8, "seed": number}
-        free = number % FREE == FREE - 1  # a neighbour, and the same schema a second time without it
-        for constrained in (True, False) if free else (True,):
+        for constrained in (True, False) if number % free == free - 1 else (True,):
             prompt = f"An example of {thing} as JSON, on one line:\n"
             more = {"json_schema": schema} if constrained else {}
             found.append(Case(number, prompt, SamplingParams(max_tokens=tokens, **how, **more)))
@@ -97,7 +97,7 @@ class Proof:
             self._validate(case, result)
         pairs = list(zip(usable, plain, strict=True))
         for drafter in self._always:
-            self._compare(drafter, [pair for pair in pairs if pair[0].schema is not None])
+            self._compare(drafter, pairs)
         for place, drafter in enumerate(self._drafters):
             self._compare(drafter, [pair for pair in pairs if pair[0].number % len(self._drafters) == place])
         for case, result in pairs:
@@ -135,7 +135,9 @@ class Proof:
 
     def _compare(self, drafter: str, pairs: list[tuple[Case, Result]]) -> None:
         expected = None
-        if drafter == "prediction":  # right at first and wrong later, so that both kinds of verdicts come
+        if drafter.startswith(
+            ("prediction", "oracle")
+        ):  # right at first and wrong later, so that both kinds of verdicts come
             expected = [result.text[:12] + "?" + result.text[12:] for _, result in pairs]
         found = self._run([case for case, _ in pairs], drafter, expected)
         counts = self.drafted.setdefault(drafter, Counter())
@@ -188,14 +190,17 @@ def main() -> int:
     made.add_argument("--seconds", type=float, default=0.0, help="begin no further batch after this long; 0: all")
     made.add_argument("--only", type=int, nargs="+", default=[], help="these schemas alone")
     made.add_argument("--drafters", default=",".join(DRAFTERS))
-    made.add_argument("--always", nargs="+", default=[], help="drafters for every schema")
+    made.add_argument("--always", nargs="+", default=[], help="drafters for every schema and every neighbour")
+    made.add_argument("--neighbours", type=int, default=FREE, help="one in this number of schemas has one; 1: each")
+    made.add_argument("--pace", action="store_true", help="the policy cuts drafts, by the time that passes take")
     made.add_argument("--output", type=Path)
     made.add_argument("--summary", type=Path, nargs="+")
     given = made.parse_args()
     if given.summary:
         return summary(given.summary)
-    begun, asked, done = time.monotonic(), cases(given.begin, given.end, given.tokens, given.only), given.begin
-    with LLM(given.model, draft="none", pace=False, max_batch=BATCH) as llm:
+    asked = cases(given.begin, given.end, given.tokens, given.only, given.neighbours)
+    begun, done = time.monotonic(), given.begin
+    with LLM(given.model, draft="none", pace=given.pace, max_batch=BATCH) as llm:
         proof = Proof(llm, tuple(filter(None, given.drafters.split(","))), tuple(given.always))
         while asked and not (given.seconds and time.monotonic() - begun > given.seconds):
             part, asked = asked[:AT_ONCE], asked[AT_ONCE:]

@@ -102,6 +102,12 @@ class Guesser(Drafter):
 def seconds(monkeypatch, cost, drafters, requests, policy=None, at_once=1):
     """The simulated time of all requests, each (tokens of the prompt, tokens to write); the drafters as they are after.
     `drafters(clock)` makes them; without a policy each drafts as much as it can."""
+    _, now, made = ran(monkeypatch, cost, drafters, requests, policy, at_once)
+    return now, made
+
+
+def ran(monkeypatch, cost, drafters, requests, policy=None, at_once=1):
+    """The same, and the engine."""
     clock = Clock(monkeypatch)
     made = drafters(clock)
     target = Target(clock, cost)
@@ -112,7 +118,7 @@ def seconds(monkeypatch, cost, drafters, requests, policy=None, at_once=1):
     while engine.busy:
         engine.step()
     assert engine.stats.tokens == sum(output for _, output in requests)
-    return clock.now, made
+    return engine, clock.now, made
 
 
 def measured():

@@ -307,6 +307,16 @@ def test_an_expression_that_explodes_ends_its_own_sequence_at_most(given):
             matcher.commit(choices[-1])
 
 
+def test_one_that_explodes_as_it_is_written_says_so():
+    """Also where no mask was asked for."""
+    matcher = grammar("regex", "((a?){300}){300}").matcher([END])
+    letter = SMALL.index(b"a")
+    with pytest.raises(OutriderError, match="the grammar cannot go on: .*too many expressions"):
+        for _ in range(400):
+            assert matcher.allows((), letter)
+            matcher.commit(letter)
+
+
 def test_a_chain_of_references_does_not_overflow_the_stack():
     """On a usual stack it ends the process."""
     parts = {f"a{i}": {"properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}} for i in range(CHAIN)}

@@ -1,11 +1,12 @@
 """What to draft: the drafters that pay, and the nodes that pay."""
 
 import pytest
-from simulated import Guesser, measured, seconds
+from simulated import Guesser, measured, ran, seconds
 
 from outrider.core.draft import Draft
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
+from outrider.core.stats import estimated_speedup
 from outrider.engine.policy import EXPLORATION, DraftingPolicy, DraftOutcome, PassPlan, PassSize
 
 
@@ -124,6 +125,52 @@ class TestNodes:
         policy, draft = self.free_up_to(8), chain(0.9, 0.9, 0.9)
         assert len(policy.trim([draft], PassSize(1, 1))[0]) == 3
         assert len(policy.trim([draft], PassSize(1 + 20, 1))[0]) == 0
+
+
+class TestEstimate:
+    """The estimated speed-up is what a race shows, on a clock of which all costs are known."""
+
+    REQUESTS = [(1, 400)] * 3
+
+    @pytest.mark.parametrize("rate", [0.2, 0.6, 0.95])
+    @pytest.mark.parametrize("row", [0.0005, 0.004])
+    @pytest.mark.parametrize("drafting", [0.0001, 0.004])
+    def test_as_in_a_race(self, monkeypatch, rate, row, drafting):
+        def cost(rows, step):
+            return 0.010 + row * rows
+
+        def guesser(clock):
+            return [Guesser(clock, "guesser", lambda place: rate, lambda calls: drafting)]
+
+        plain, _ = seconds(monkeypatch, cost, lambda clock: [], self.REQUESTS, measured())
+        engine, drafted, _ = ran(monkeypatch, cost, guesser, self.REQUESTS, learned(0.010, row))
+        assert engine.stats.tokens == 1200
+        assert estimated_speedup([engine.stats]) == pytest.approx(plain / drafted, rel=0.08)
+
+    def test_a_drafter_that_is_asked_for_nothing_counts(self, monkeypatch):
+        def cost(rows, step):
+            return 0.010 + 0.001 * rows
+
+        def idle(clock):
+            made = Guesser(clock, "idle", lambda place: 0.0, lambda calls: 0.0, free=True)
+
+            def propose(seqs, budgets):
+                clock.now += 0.005
+                return [Draft()] * len(seqs)
+
+            made.propose = propose
+            return [made]
+
+        engine, _, _ = ran(monkeypatch, cost, idle, self.REQUESTS, measured())
+        assert engine.stats.drafted == 0
+        assert estimated_speedup([engine.stats]) == pytest.approx(11 / 16, rel=0.02)
+
+    def test_without_costs_nothing_is_told(self, monkeypatch):
+        def right(clock):
+            return [Guesser(clock, "right", lambda place: 1.0, lambda calls: 0.0)]
+
+        engine, _, _ = ran(monkeypatch, lambda rows, step: 0.01, right, self.REQUESTS)
+        assert estimated_speedup([engine.stats]) is None
 
 
 class Silent:

@@ -70,7 +70,9 @@ def test_a_stream_is_the_same(client, given):
     assert (last.stop_reason, last.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
     total = whole.usage.input_tokens + whole.usage.cache_read_input_tokens
     assert last.usage.input_tokens + last.usage.cache_read_input_tokens == total
-    kinds = [event.type for event in client.messages.create(stream=True, **asked)]
+    events = list(client.messages.create(stream=True, **asked))
+    assert (events[0].message.usage.input_tokens, events[0].message.usage.output_tokens) == (total, 0)
+    kinds = [event.type for event in events]
     assert kinds[:2] == ["message_start", "content_block_start"]
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert set(kinds[2:-3]) == {"content_block_delta"}

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -185,14 +186,26 @@ class TestSpeedup:
     def test_time_of_drafts_and_their_rows_counts_against_it(self):
         stats = Stats(tokens=30, steps=10, drafts=10, drafted=40, accepted=20)
         stats.seconds, stats.first_seconds = {"draft": 0.1, "target": 1.9, "verify": 0.0}, 1.0
-        # 3 tokens a step; of 1 s after the first step 0.1 s went into drafting and 40 rows of 5 ms into the passes
-        assert estimated_speedup([stats], 0.005) == pytest.approx(3 * 0.7)
-        assert estimated_speedup([stats], 0.0) == pytest.approx(3 * 0.9)
-        assert estimated_speedup([stats], 1.0) == 0.0
+        # 3 tokens a step; of 1 s after the first step 0.3 s went into drafting and the rows of the drafts
+        stats.drafting_seconds = 0.3
+        assert estimated_speedup([stats]) == pytest.approx(3 * 0.7)
+        assert estimated_speedup([replace(stats, drafting_seconds=0.0)]) == pytest.approx(3)
+        assert estimated_speedup([replace(stats, drafting_seconds=2.0)]) == 0.0
+
+    def test_tokens_are_judged_with_drafts_and_without(self):
+        stats = Stats(tokens=40, steps=10, drafts=9, drafted=40, accepted=30, drafting_seconds=0.2)
+        stats.seconds, stats.first_seconds = {"draft": 0.2, "target": 0.8, "verify": 0.5}, 0.0
+        # after the first step: 0.45 s of judging, 0.85 s of passes without drafts, each of which wrote 4 tokens
+        assert estimated_speedup([stats]) == pytest.approx((4 * 0.85 + 0.45) / 1.5, abs=1e-3)
 
     def test_one_step_says_nothing(self):
-        assert estimated_speedup([Stats(tokens=1, steps=1)], 0.0) is None
-        assert estimated_speedup([Stats()], 0.0) is None
+        assert estimated_speedup([Stats(tokens=1, steps=1)]) is None
+        assert estimated_speedup([Stats()]) is None
+
+    def test_drafts_of_unknown_cost_say_nothing(self):
+        stats = Stats(tokens=30, steps=10, drafts=9, seconds={"draft": 0.1, "target": 1.0})
+        assert estimated_speedup([stats]) is not None
+        assert estimated_speedup([replace(stats, unmeasured=1)]) is None
 
     def test_stats_know_the_time_of_the_prompt(self, tiny_folder):
         with LLM(str(tiny_folder), threads=1, cache_memory=0.1) as llm:

@@ -29,8 +29,8 @@ class Stream:
     The backend's thread puts chunks in; any other thread or event loop takes them out.
     """
 
-    def __init__(self, cancel: Callable[[], None]) -> None:
-        self._cancel = cancel
+    def __init__(self, cancel: Callable[[], None], prompt_tokens: int) -> None:
+        self._cancel, self.prompt_tokens = cancel, prompt_tokens
         self._chunks: deque[Chunk] = deque()
         self._changed = threading.Condition()
         self._waker: Callable[[], object] | None = None
@@ -123,7 +123,6 @@ class BackendLoad:
     running: int = 0  # sequences in the batch
     waiting: int = 0  # sequences that wait for a place in it
     cache: float = 0.0  # share of the keys and values that running sequences may need
-    row_seconds: float = 0.0  # what one more row costs in a pass; 0: not known
     since_step: float = 0.0  # seconds since a step ended; 0: there is nothing to do
     slowest_step: float = 0.0  # seconds of the slowest step so far; 0: none has ended
     fault: str = ""  # why the backend has stopped for good; "": it has not

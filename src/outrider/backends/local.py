@@ -140,9 +140,8 @@ class Local(Reader):
             )
             self.engine.scheduler.check(seq)  # before the prompt is copied for the next one
             seqs.append(seq)
-        job = _LocalJob(
-            request, Stream(lambda: self._inbox.put((job,))), seqs, writers, [0] * params.n, [0.0] * params.n
-        )
+        stream = Stream(lambda: self._inbox.put((job,)), len(prompt))
+        job = _LocalJob(request, stream, seqs, writers, [0] * params.n, [0.0] * params.n)
         return job
 
     def close(self) -> None:
@@ -166,12 +165,11 @@ class Local(Reader):
         return {**super().describe(), "num_layers": self.engine.model.num_layers}
 
     def load(self) -> BackendLoad:
-        scheduler, policy = self.engine.scheduler, self.engine.policy
+        scheduler = self.engine.scheduler
         return BackendLoad(
             len(scheduler.running),
             len(scheduler.waiting),
             scheduler.reserved / self.engine.model.capacity,
-            0.0 if policy is None else policy.cost.next_row(1),
             self._clock.waited,
             self._clock.slowest,
             self._fault,

@@ -132,7 +132,7 @@ class VLLM(Reader):
     def load(self) -> BackendLoad:
         """vLLM tells neither its queue nor its cache; a step has ended when an output comes."""
         fault = "vLLM's engine has died" if self._engine is not None and self._engine.errored else ""
-        return BackendLoad(len(self._jobs), 0, 0.0, 0.0, self._clock.waited, self._clock.slowest, fault)
+        return BackendLoad(len(self._jobs), 0, 0.0, self._clock.waited, self._clock.slowest, fault)
 
     def prepare(self, draft: str) -> None:
         if draft not in ("", self._draft) and not _same(draft, self._draft):
@@ -148,7 +148,7 @@ class VLLM(Reader):
             self._grammars.get(request.params.constraint)  # one that cannot be used is refused as by our own engine
         params, prompt = self._params(request), self._prompt(request)
         self._check_length(prompt, request.params)
-        stream = Stream(lambda: self._post(self._cancel, job))
+        stream = Stream(lambda: self._post(self._cancel, job), len(prompt))
         samples = [_Sample(self._writer(request), request.params.logprobs or 0) for _ in range(request.params.n)]
         job = _VllmJob(request, prompt, params, samples, stream, Counter())
         self._post(self._start, job)

@@ -34,6 +34,7 @@ STACK = 256 << 20
 TRIED = 3
 SPECIAL = b"\xff"  # where llguidance names a special token among bytes; no text in UTF-8 has this byte
 NONE = -1  # in the place of a byte: the token has no text
+MANY = 4096  # tokens: where more than these may follow, as inside a string, nothing is nearly forced
 
 
 def llguidance() -> Any:
@@ -54,6 +55,7 @@ class Vocabulary:
         self.special = frozenset(special) | frozenset(ends)
         self.first = np.array([word[0] if word else NONE for word in tokens], np.int16)  # the first byte of each
         self.first[list(self.special)] = NONE
+        self.of_byte = {word[0]: id for id, word in enumerate(tokens) if len(word) == 1 and id not in self.special}
         wrapped = library.TokenizerWrapper(_Tokens(tokens, sorted(self.special), sorted(ends), encode))
         self.tokenizer: LLTokenizer = library.LLTokenizer(wrapped, eos_token=sorted(ends))
 
@@ -132,9 +134,23 @@ class Matcher:
             self._masks[path] = self._computed() if self._go(path) else None
         return self._masks[path]
 
+    def allows(self, guessed: Seq[int], token: int) -> bool:
+        """Whether this one token may follow the committed ones and `guessed`: a tenth of the time of a mask."""
+        path = tuple(guessed)
+        if path not in self._masks and self._go(path):
+            if token in self.ends:
+                return bool(self._state.is_accepting())
+            valid = token not in self._vocabulary.special and self._state.validate_tokens([token]) == 1
+            if not self._state.is_error():
+                return valid
+        mask = self.mask(path)
+        return mask is not None and bool(mask[token])
+
     def commit(self, token: int) -> None:
         """The token is written for good. One that ends the sequence is not told."""
         if not self._go((token,)):
+            self._begin_anew()  # or it would not tell that it has grown out of its limits
+            self._computed()
             raise OutriderError(f"token {token} was written, but the grammar forbids it here")
         del self._ahead[:1]
         self._committed.append(token)
@@ -161,10 +177,21 @@ class Matcher:
             self._begin_anew()
         return text
 
-    def first_bytes(self, guessed: Seq[int] = ()) -> set[int]:
-        """The bytes with which the text may go on after the committed tokens and `guessed`."""
+    def first_bytes(self, guessed: Seq[int] = ()) -> set[int] | None:
+        """The bytes with which the text may go on after the committed tokens and `guessed`. None: it is nearly free."""
         mask = self.mask(guessed)
-        return set() if mask is None else set(np.unique(self._vocabulary.first[mask.numpy()]).tolist()) - {NONE}
+        if mask is None:
+            return set()
+        allowed = np.flatnonzero(mask.numpy())
+        return None if len(allowed) > MANY else set(self._vocabulary.first[allowed].tolist()) - {NONE}
+
+    def spelled(self, text: bytes) -> list[int]:
+        """Tokens of one byte each, where there are such: what may follow depends on the bytes alone."""
+        found = [self._vocabulary.of_byte.get(byte, NONE) for byte in text]
+        return self.encode(text) if NONE in found else found
+
+    def text(self, token: int) -> bytes:
+        return self._vocabulary.tokens[token]
 
     def encode(self, text: bytes) -> list[int]:
         """Whole characters in the tokenizer's own tokens."""
@@ -190,10 +217,14 @@ class Matcher:
         self._state, self._ahead = self._start.deep_copy(), []
         self._state.consume_tokens(self._committed)
 
-    def _computed(self) -> Tensor:
-        bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
+    def _refuse_errors(self) -> None:
+        """An expression may grow out of its limits where it is matched."""
         if self._state.is_error():
             raise OutriderError(f"the grammar cannot go on: {_reason(self._state.get_error())}")
+
+    def _computed(self) -> Tensor:
+        bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
+        self._refuse_errors()
         known = np.unpackbits(bits, count=min(self._size, 8 * len(bits)), bitorder="little").view(np.bool_)
         allowed = known
         if len(known) < self._size:  # a model may have more logits than its tokenizer has tokens
@@ -215,8 +246,8 @@ def permitted(draft: Draft, matcher: Matcher) -> Draft:
     for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
         if parent not in alive:
             continue
-        path = [draft.tokens[i] for i in draft.path(node)]
-        fits = matcher.allowed(path) == len(path)
+        *before, last = (draft.tokens[i] for i in draft.path(node))
+        fits = matcher.allows(before, last)
         if fits or draft.probs is not None:
             kept.append(node)
         if fits and token not in matcher.ends:

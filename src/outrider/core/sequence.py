@@ -136,8 +136,12 @@ class Sequence:
         """The greedy choice after the committed tokens and `guessed`."""
         if not self.params.adjusts:
             return int(logits.argmax())
-        if self.matcher is not None and not self.params.penalises and (mask := self.matcher.mask(guessed)) is not None:
-            return sampling.likeliest_allowed(logits, mask)
+        if self.matcher is not None and not self.params.penalises:
+            [best] = sampling.likeliest(logits.unsqueeze(0))
+            if self.matcher.allows(guessed, best):  # mostly: then it is the likeliest of those that are allowed, too
+                return best
+            if (mask := self.matcher.mask(guessed)) is not None:
+                return sampling.likeliest_allowed(logits, mask)
         return int(self.adjusted(logits, guessed).argmax())
 
     def draw(self, law: Tensor, depth: int, index: int = 0) -> int:

@@ -25,6 +25,10 @@ class Stats:
     # This sequence's share of the engine's time; the shares of a batch add up to the time that passed.
     seconds: dict[str, float] = field(default_factory=dict)
     first_seconds: float = 0.0  # the part of them until the end of the first step that wrote something: the prompt's
+    # After the first step: asking the drafters, whatever came of it, showing them what was written, and what drafted
+    # nodes added to the passes, by the measured cost of rows.
+    drafting_seconds: float = 0.0
+    unmeasured: int = 0  # steps with drafts of which it is not known what they cost
     writing_seconds: float = 0.0  # that passed from its first token to its last, whoever else was served meanwhile
 
     def record(self, draft: Draft, path: tuple[int, ...], written: int, drafter: str) -> None:
@@ -75,12 +79,14 @@ class Stats:
 
     def untimed(self) -> Stats:
         """Only what was counted: the same, run after run."""
-        return replace(self, seconds={}, first_seconds=0.0, writing_seconds=0.0)
+        return replace(self, seconds={}, first_seconds=0.0, drafting_seconds=0.0, unmeasured=0, writing_seconds=0.0)
 
     def spend(self, phase: str, seconds: float) -> None:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
         if self.steps <= 1:
             self.first_seconds += seconds
+        elif phase == "draft":
+            self.drafting_seconds += seconds
 
     def __add__(self, other: Stats) -> Stats:
         counted = [name for name in self.__dataclass_fields__ if name != "seconds"]
@@ -139,16 +145,23 @@ def _pairs(drafted: Counter[Any], accepted: Counter[Any]) -> dict[Any, dict[str,
     return {key: {"drafted": drafted[key], "accepted": accepted[key]} for key in sorted(drafted)}
 
 
-def estimated_speedup(samples: Sequence[Stats], row_seconds: float) -> float | None:
-    """Over plain decoding: tokens per step, times the share of the time that the same steps would take without drafts.
+def estimated_speedup(samples: Sequence[Stats]) -> float | None:
+    """Over plain decoding: the time that the same tokens would have taken without drafts, over the time that they took.
 
-    Time after the first step counts: drafting goes off, and what the drafted rows added to the passes (`row_seconds`
-    each, as measured). None where nothing came after the first step, and where it is not known what drafting cost
-    (vLLM).
+    Time after the first step counts. Without drafts there would be a pass for each token, of what the passes took less
+    what drafts added to them; the tokens would be judged in about the same time. None where nothing came after the
+    first step, and where it is not known what drafting cost (on a GPU that drafts by itself, and by vLLM).
     """
     total = sum(samples, Stats())
     decode = sum(total.seconds.values()) - total.first_seconds
-    if total.steps <= len(samples) or decode <= 0 or (total.drafted and "draft" not in total.seconds):
+    if (
+        total.steps <= len(samples)
+        or decode <= 0
+        or total.unmeasured
+        or (total.drafted and "draft" not in total.seconds)
+    ):
         return None
-    drafting = total.seconds.get("draft", 0.0) + row_seconds * total.drafted
-    return round(total.tokens_per_step * max(0.0, 1.0 - drafting / decode), 3)
+    later = (total.steps - len(samples)) / total.steps  # of the steps, so also of the time in which tokens are judged
+    judging = later * total.seconds.get("verify", 0.0)
+    passes = max(0.0, decode - total.drafting_seconds - judging)
+    return round((total.tokens_per_step * passes + judging) / decode, 3)

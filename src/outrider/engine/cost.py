@@ -78,6 +78,10 @@ class PassCost:
         """Seconds that one row more than these takes."""
         return self.at(rows + 1) - self.at(rows)
 
+    def added(self, rows: int, more: int) -> float:
+        """The share of a pass of rows + more rows that the last ones take."""
+        return 1.0 - self.at(rows) / self.at(rows + more)
+
     def _fit(self) -> list[tuple[int, float]]:
         """At least two corners; averages of few passes are drawn towards the line through all."""
         a, b = self._line()

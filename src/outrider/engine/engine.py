@@ -122,6 +122,7 @@ class Engine:
             return False
         for seq, steps in zip(running, judged, strict=True):
             judge.commit_steps(seq, steps, drafter.name)
+            seq.stats.unmeasured += steps.drafts
             self.model.crop(seq.id, len(seq.tokens) - 1)
             if self._prefixes is not None:
                 self._prefixes.seen(seq.id, seq.tokens, seq.tenant)
@@ -167,12 +168,31 @@ class Engine:
             ran = perf_counter()
             verdicts = judge.verdicts(plans, drafts, outputs)
         self._learn_cost(plans, drafts, outputs, ran - drafted)
+        observing = 0.0
         for place, (plan, draft, verdict) in enumerate(zip(plans, drafts, verdicts, strict=True)):
             step = self._judge(plan, draft, verdict, outputs[place])
+            judged = perf_counter()
             self._pool.observe(step, layers, drafting)
-        phases = [("draft", drafted - begin), ("target", ran - drafted), ("verify", perf_counter() - ran)]
-        _share(phases, [plan.seq for plan in plans])
+            observing += perf_counter() - judged
+        verifying = perf_counter() - ran - observing
+        _share(
+            [("draft", drafted - begin + observing), ("target", ran - drafted), ("verify", verifying)],
+            [plan.seq for plan in plans],
+        )
+        self._charge(plans, drafts, ran - drafted)
         return self.sweep()
+
+    def _charge(self, plans: Seq[FeedPlan], drafts: Seq[Draft], seconds: float) -> None:
+        """What drafted nodes added to a pass that took so long, to the sequences that they were for."""
+        nodes = sum(map(len, drafts))
+        rows = sum(len(plan.tokens) for plan in plans)
+        share = 0.0 if self.policy is None or not nodes else self.policy.cost.added(rows, nodes) / nodes
+        for plan, draft in zip(plans, drafts, strict=True):
+            stats = plan.seq.stats
+            if draft and self.policy is None:
+                stats.unmeasured += 1
+            elif draft and stats.steps > 1:
+                stats.drafting_seconds += seconds * share * len(draft)
 
     def _judge(self, plan: FeedPlan, draft: Draft, verdict: Verdict | Exception | None, output: Output) -> Step:
         """Commit and crop."""

@@ -24,7 +24,8 @@ class Chooser:
         """`greedy`: guess the likeliest token even where the request samples."""
         self.seq, self.length = seq, length
         guesses = greedy or seq.params.greedy
-        self.plain = guesses and not seq.params.adjusts  # the likeliest token it is, whatever came before
+        # the likeliest token it is, whatever came before; what a grammar forbids is cut off afterwards, in less time
+        self.plain = guesses and not seq.params.penalises
         self.draws = not guesses and seq.rule == "rejection"  # from the head's law, which verification needs to know
         self._shares = not guesses and not self.draws  # the target's own noise
         self.temperature = 0.0 if guesses else seq.params.temperature

@@ -46,8 +46,8 @@ class MessagesWriter(BlockWriter):
         return {**self._message(), "content": content, **self._ending(result), "usage": self._usage(result)}
 
     def head(self) -> list[Json]:
-        """How many tokens the prompt has is told with the end."""
-        usage = {"input_tokens": 0, "output_tokens": 0}
+        """All tokens of the prompt; which of them came from the cache is told with the end."""
+        usage = {"input_tokens": self._stream.prompt_tokens, "output_tokens": 0}
         nothing: Json = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return [{"type": "message_start", "message": {**self._message(), **nothing}}]
 

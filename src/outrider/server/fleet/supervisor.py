@@ -47,6 +47,7 @@ class ServerStream:
         self._result: Result | None = None
         self._error: Exception | None = None
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.prompt_tokens = 0  # of its prompt, once it is accepted
         self.begun, self.last = time.perf_counter(), 0.0  # when it came in, and when it was last heard of
 
     @property
@@ -89,7 +90,13 @@ class ServerStream:
 
     def estimated_speedup(self, samples: Iterable[Result]) -> float | None:
         """Over plain decoding, of all samples together."""
-        return estimated_speedup([sample.stats for sample in samples], self._worker.row_seconds)
+        return estimated_speedup([sample.stats for sample in samples])
+
+    def accept(self, prompt_tokens: int) -> None:
+        """The engine has taken it in."""
+        self.prompt_tokens = prompt_tokens
+        if not self.accepted.done():
+            self.accepted.set_result(None)
 
     def put(self, chunk: Chunk) -> None:
         self._chunks.append(chunk)
@@ -244,7 +251,6 @@ class Worker:
         self.created, self.restarts = int(time.time()), 0
         self.info: dict[str, Any] = {}
         self.running = self.waiting = 0
-        self.row_seconds = 0.0  # what one more row costs in a pass
         self.cache = 0.0  # the share of keys and values that is spoken for
         self.pieces: dict[int, bytes] = {}
         self.special: set[int] = set()
@@ -395,9 +401,9 @@ class Worker:
         for token, piece in message.get("pieces", {}).items():
             self.pieces[int(token)] = piece.encode() if isinstance(piece, str) else bytes(piece)
         self.special.update(message.get("special", ()))
-        for id, _ in message.get("accepted", ()):
-            if id in self._streams and not self._streams[id].accepted.done():
-                self._streams[id].accepted.set_result(None)
+        for id, prompt in message.get("accepted", ()):
+            if id in self._streams:
+                self._streams[id].accept(prompt)
         for id, chunk in message.get("chunks", ()):
             self._chunk(id, wire.chunk_from_json(chunk))
         for id, result in message.get("results", ()):
@@ -411,12 +417,7 @@ class Worker:
 
     def _note(self, load: BackendLoad) -> None:
         """How full it is."""
-        self.running, self.waiting, self.cache, self.row_seconds = (
-            load.running,
-            load.waiting,
-            load.cache,
-            load.row_seconds,
-        )
+        self.running, self.waiting, self.cache = load.running, load.waiting, load.cache
         self._metrics.running.labels(self.uid).set(self.running)
         self._metrics.waiting.labels(self.uid).set(self.waiting)
         self._metrics.cache.labels(self.uid).set(self.cache)

@@ -2,8 +2,8 @@
 
 To the worker: {"settings": {...}} first, then {"submit": id, "request": {...}, "fit": {...}} and {"cancel": id}.
 To the server: {"ready": {...}} or {"failed": reason}, then frames with "load" (the fields of BackendLoad) and any of
-"accepted" [[id, null]], "refused" and "busy" [[id, reason]], "chunks" [[id, chunk]], "results" [[id, result]],
-"failed" [[id, reason]], "pieces" {token id: text or bytes} and "special" [token id].
+"accepted" [[id, tokens of its prompt]], "refused" and "busy" [[id, reason]], "chunks" [[id, chunk]],
+"results" [[id, result]], "failed" [[id, reason]], "pieces" {token id: text or bytes} and "special" [token id].
 """
 
 from __future__ import annotations

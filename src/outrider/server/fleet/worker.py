@@ -167,7 +167,7 @@ class Session:
             if pieces:
                 self._showing.add(id)
         cancelled = self._came(id)
-        self._news.put(("accepted", id, None))
+        self._news.put(("accepted", id, stream.prompt_tokens))
         stream.watch(lambda: self._news.put(("woken", id, None)))
         if cancelled:
             stream.cancel()

@@ -100,7 +100,7 @@ class RayWorker(Worker):
             follower.cancel()
         if not self.answering:
             self._loads.clear()
-            super()._note(BackendLoad(row_seconds=self.row_seconds))
+            super()._note(BackendLoad())
 
     def _hear(self, message: wire.Json) -> None:
         self._loads[message["replica"]] = BackendLoad(**message["load"])
