@@ -99,7 +99,7 @@ class TestSuffixes:
         """They are kept modulo 2^32."""
         begin -= begin % 150
         index, naive = SuffixIndex(150, tries=EVERY), Naive(150)
-        index._written = begin
+        index.written = begin
         for text in texts:
             index.add(text, kept=0)
             naive.add(text)

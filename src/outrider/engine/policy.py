@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from outrider.core.draft import ROOT, Draft, judged_tree
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Drafter
-from outrider.engine.cost import PassCost, smoothed
+from outrider.engine.cost import SMOOTHING, PassCost, smoothed
 from outrider.engine.throughput import ThroughputTrial
 
 # Factor by which a record fades with every draft: it is an average over about the last 20. Chosen by hand.
@@ -40,6 +40,9 @@ ASSUMED_PROMPT = 0.05
 FIRST_DRAFTS = 4
 # Tokens to be read from which on asking a drafter counts as its start and not as the cost of a draft.
 START = 16
+# Tokens that a request is assumed to write before any has ended: without it a head waited in the first request until it
+# had written as much as its prompt takes to read (LOG, 2026-11-17, why auto was slower than the head).
+ASSUMED_LENGTH = 64.0
 # Share of a request's time that may go into drafts that are not expected to pay, so that a change is noticed.
 EXPLORATION = 0.015
 # Tokens of a sequence up to which a row costs the same: each doubling of the length has a cost curve of its own.
@@ -139,7 +142,7 @@ class DraftingPolicy:
         self._records: dict[Hashable, DrafterRecord] = {}
         self._explored: dict[int, float] = {}  # by sequence: seconds of drafts that were not expected to pay
         self._prompt = 0.0  # seconds of the target for a token of a prompt; 0: not measured
-        self._length = 0.0  # tokens that sequences write, on average
+        self._length = ASSUMED_LENGTH  # tokens that sequences write, on average
 
     def use_length(self, tokens: int) -> None:
         """Sequences of this mean length run now: each row of a pass looks at all tokens before it."""
@@ -316,7 +319,7 @@ class DraftingPolicy:
     def end(self, seq: Sequence) -> None:
         """The sequence has ended."""
         self._explored.pop(seq.id, None)
-        self._length += (len(seq.output) - self._length) * 0.1 if self._length else len(seq.output)
+        self._length += (len(seq.output) - self._length) * SMOOTHING
 
     def forget(self, drafter: Hashable) -> None:
         """A drafter is gone, known by its identity."""
