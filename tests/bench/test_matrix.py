@@ -181,7 +181,7 @@ class TestReport:
 
 
 def test_the_script_needs_no_package_that_a_bare_gpu_machine_lacks(tiny_folder, prompts, tmp_path):
-    lacking = ("typer", "rich", "pydantic", "fastapi", "gguf", "uvicorn", "llguidance", "matplotlib", "ray", "yaml")
+    lacking = ("typer", "rich", "pydantic", "fastapi", "gguf", "uvicorn", "llguidance", "matplotlib", "ray")
     script = Path(__file__).parents[2] / "scripts" / "draft_matrix.py"
     args = ["--model", tiny_folder, "--prompts", prompts, "--batch", "1", "--limit", 1, "--rounds", 1, "--threads", 1]
     argv = list(map(str, [script, *args, "--max-tokens", 4, "-d", "auto", "--device", "cpu", "-o", tmp_path / "o"]))
