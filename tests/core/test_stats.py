@@ -17,3 +17,16 @@ def test_steps_at_once_count_as_steps_one_by_one():
     by_depth = [sum(draft.depths().count(depth) for draft, _ in steps) for depth in (1, 2, 3)]
     other.record_steps([len(path) + 1 for _, path in steps], sum(bool(draft) for draft, _ in steps), by_depth, "eagle")
     assert one == other
+
+
+def test_who_was_asked_and_what_that_took():
+    one, other = Stats(), Stats()
+    one.ask("eagle", 0.5)
+    one.ask("eagle", 0.25)
+    other.ask("eagle", 0.25)
+    other.ask("ngram", 0.125)
+    total = one + other
+    assert total.asked == {"eagle": {"steps": 3, "seconds": 1.0}, "ngram": {"steps": 1, "seconds": 0.125}}
+    assert total.as_dict()["asked"] == total.asked
+    assert one.asked == {"eagle": {"steps": 2, "seconds": 0.75}}  # a sum leaves its parts alone
+    assert total.untimed().asked == {"eagle": {"steps": 3, "seconds": 0.0}, "ngram": {"steps": 1, "seconds": 0.0}}

@@ -215,3 +215,12 @@ def test_one_object_under_two_names_is_asked_once_and_has_one_record():
     assert outputs(seqs) == expected(seqs)
     engine.drop("scripted")
     assert len(policy._records) == 1, "the other name still has it"
+
+
+def test_statistics_tell_who_was_asked_for_which_sequence():
+    model = Markov(seed=1)
+    good = Failing("propose", 10**9, model)
+    seqs = run(good, Drafter(Drafter.Options(), None))
+    assert seqs[0].stats.asked_by_drafter == {"failing": sum(0 in ids for ids in good.asked)}
+    assert seqs[0].stats.seconds_by_drafter["failing"] > 0.0
+    assert not seqs[2].stats.asked  # its drafter drafts nothing

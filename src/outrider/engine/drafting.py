@@ -135,12 +135,14 @@ class DrafterPool:
             unread = 0 if policy is None or member.is_free else sum(map(member.unread, seqs))
             begin = time.perf_counter()
             drafts = self._checked(member.propose(seqs, budgets), seqs, budgets)
+            seconds = time.perf_counter() - begin
             if policy is not None and not member.is_free:
-                policy.learn_cost(member, time.perf_counter() - begin, drafts, unread)
+                policy.learn_cost(member, seconds, drafts, unread)
         except Exception as error:
             self._leave_out(member, seqs, error)
             return
         for (each, _), draft in zip(asked, drafts, strict=True):
+            each.seq.stats.ask(member.name, seconds / len(asked))
             if draft:
                 if not draft.acceptance and policy is not None:
                     draft = replace(draft, acceptance=policy.stated(member, draft))
