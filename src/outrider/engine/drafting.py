@@ -85,7 +85,7 @@ class DrafterPool:
         judge."""
         asking = []
         for place, plan in enumerate(plans):
-            members = [member for member in self.members(plan.seq) if member.drafts] if plan.last else ()
+            members = [member for member in self.members(plan.seq) if member.serves(plan.seq)] if plan.last else ()
             if members:
                 asking.append(_Asking(place, plan.seq, plan.budget, members))
         self._asked = {each.seq.id: each for each in asking}
