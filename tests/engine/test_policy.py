@@ -214,6 +214,17 @@ class TestWhoIsAsked:
         assert self.asked(policy, drafter, plan=PassPlan(1.0, 0.010, 1)) == 3
         assert self.asked(policy, drafter, plan=PassPlan(30.0, 0.230, 30)) == 0
 
+    def test_by_two_wrong_guesses_nobody_is_given_up_and_by_many_everybody(self):
+        """A node saves 5 ms and takes 2.5: it pays from 0.5 on."""
+        drafter, policy, draft = Silent(), learned(0.004, 0.001), Draft.chain([1])
+        asked = []
+        for _ in range(12):
+            policy.learn_cost(drafter, 0.0015, [draft], 0)
+            asked.append(self.asked(policy, drafter) > 0)
+            policy.learn([DraftOutcome(drafter, draft, 1.0, 1)], [2], 0)
+        assert asked[:3] == [True] * 3
+        assert not any(asked[6:])
+
     def test_tokens_that_another_had_guessed_too_are_not_its_merit(self):
         drafter, other, policy = Head(), Head(), learned(0.004, 0.001)
         same, longer = Draft.chain([1, 2]), Draft.chain([1, 2, 3])
@@ -239,6 +250,14 @@ class TestWhoIsAsked:
 
 class TestStart:
     """A draft model that must read the prompt first is asked only where its drafts will repay that."""
+
+    def test_before_anything_is_measured_nothing_is_read_and_then_a_first_request_counts_as_one_of_usual_length(self):
+        drafter, policy = Reader(), DraftingPolicy()
+        assert policy.wanted(drafter, [sequence(prompt=50)], [3], [1.0], PassPlan(1.0, policy.cost.at(1), 1)) == [0]
+        policy = learned(0.004, 0.001)
+        policy.learn_prompt(100, 0.05)
+        assert policy.wanted(drafter, [sequence(prompt=50)], [3], [1.0], ALONE)[0] > 0
+        assert policy.wanted(drafter, [sequence(prompt=5000)], [3], [1.0], ALONE) == [0]
 
     def policy(self, drafter):
         policy, draft = learned(0.004, 0.001), Draft.chain([1, 2, 3])

@@ -11,6 +11,7 @@ What does not pay is tried again now and then, for a bounded share of the time o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence as Seq
 from dataclasses import dataclass
 
@@ -26,6 +27,10 @@ FADE = 0.95
 TRIAL_FADE = 0.8
 # Nodes kept and nodes tried that are assumed before any is seen: an acceptance of 0.7, outvoted after a few drafts.
 ASSUMED_KEPT, ASSUMED_TRIED = 2.8, 4.0
+# Standard deviations by which what a drafter brings is believed to be better than seen, over all its drafts so far: by
+# two wrong guesses at first a draft model that paid was given up, and the text that it then had to read made every
+# later try too dear (LOG, 2026-11-17, a draft model that was never asked again).
+OPTIMISM = 1.0
 # Tokens that a draft of a head brings, and the drafts that this counts for, before any is seen.
 ASSUMED_TOKENS, ASSUMED_DRAFTS = 1.5, 4.0
 # Tokens that a draft is never expected to bring less of, so that shares of it can be told.
@@ -88,6 +93,7 @@ class DrafterRecord:
         self.read = 0.0  # seconds of reading a token; 0: not measured
         self.nodes = 1.0  # of a draft that go into the pass, on average
         self.trial = False  # whether it was last asked only to see whether it pays now
+        self._outcomes = 0  # drafts that were judged, of all time
 
     def acceptance(self, depth: int) -> float:
         """The probability that a node at this depth is kept if its parent is."""
@@ -98,6 +104,11 @@ class DrafterRecord:
         """Tokens that a draft brings, where nothing else was guessed."""
         return max(self._tokens / self._drafts, LEAST_TOKENS)
 
+    @property
+    def doubt(self) -> float:
+        """How much more than seen a share of kept nodes may well be, while few drafts have been judged."""
+        return OPTIMISM * 0.5 / math.sqrt(ASSUMED_TRIED + self._outcomes)
+
     def seconds(self, seqs: int) -> float | None:
         """Of asking it for one of so many sequences; None: not measured."""
         bits = seqs.bit_length()
@@ -105,6 +116,7 @@ class DrafterRecord:
 
     def learn(self, draft: Draft, written: Seq[int]) -> None:
         """How often its nodes are kept, by depth; a node was tried if its parent was kept."""
+        self._outcomes += 1
         fade, depths = TRIAL_FADE if self.trial else FADE, draft.depths()
         tried: dict[int, bool] = {}
         for node, kept in judged_tree(draft.tokens, draft.parents, written):
@@ -183,15 +195,18 @@ class DraftingPolicy:
     def _paid(
         self, drafter: Drafter, seqs: Seq[Sequence], budgets: Seq[int], chances: Seq[float], plan: PassPlan
     ) -> list[int]:
-        asked = []
+        asked, record = [], self.record(drafter)
         for seq, budget, chance in zip(seqs, budgets, chances, strict=True):
             start = self._start(drafter, seq) / self._steps_left(seq)
-            length, profit = self._best(drafter, len(seqs), budget, chance, plan)
+            length, profit = self._best(drafter, len(seqs), budget, chance, plan, 0.0 if start else record.doubt)
             asked.append(length if profit > start else 0)
         return asked
 
-    def _best(self, drafter: Drafter, seqs: int, most: int, chance: float, plan: PassPlan) -> tuple[int, float]:
-        """The number of nodes to ask for, and the seconds that such a draft is expected to save."""
+    def _best(
+        self, drafter: Drafter, seqs: int, most: int, chance: float, plan: PassPlan, doubt: float
+    ) -> tuple[int, float]:
+        """The number of nodes to ask for, and the seconds that such a draft is expected to save. `doubt`: how much more
+        often its first node may be kept than was seen."""
         record, each = self.record(drafter), self._seconds(drafter, seqs)
         worth = plan.seconds / plan.tokens  # of a token
         if drafter.reports_acceptance:
@@ -200,7 +215,7 @@ class DraftingPolicy:
         best, profit, reach = 0, 0.0, chance
         saved = 0.0
         for depth in range(1, most + 1):
-            reach *= record.acceptance(depth)
+            reach *= min(1.0, record.acceptance(depth) + (doubt if depth == 1 else 0.0))
             saved += reach * worth - each
             if (after := saved - self._rows(plan.rows, seqs, depth)) > profit:
                 best, profit = depth, after
@@ -241,6 +256,8 @@ class DraftingPolicy:
         unread = drafter.unread(seq)
         if unread < START:
             return 0.0
+        if not self.cost.known:  # what a pass takes is not in seconds yet
+            return math.inf
         prompt = self._prompt or ASSUMED_PROMPT * self.cost.at(1)
         return unread * (self.record(drafter).read or ASSUMED_READ * prompt)
 
