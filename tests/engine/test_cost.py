@@ -67,12 +67,11 @@ def test_one_size_alone_keeps_the_guess():
 def test_sizes_that_were_not_run_for_a_while_follow_the_machine():
     """It became twice as slow while only passes of two rows were run: the others are as much dearer."""
     cost = learned(0.004, 0.001)
-    before = {rows: cost.at(rows) for rows in (1, 4, 8)}
+    before = {rows: cost.at(rows) for rows in (1, 2, 4, 8)}
     for _ in range(60):
         cost.learn(2, 2 * 0.006)
     for rows, seconds in before.items():
         assert 1.4 * seconds < cost.at(rows) < 2.1 * seconds
-    assert cost.at(2) == pytest.approx(0.012, rel=0.1)
 
 
 def test_a_model_is_measured_when_it_is_loaded(monkeypatch):
