@@ -25,11 +25,9 @@ from outrider.bench.workloads import BenchPrompt
 from outrider.core.errors import OutriderError
 from outrider.core.params import SamplingParams
 from outrider.core.request import Request, Result
-from outrider.drafters import AUTO, DRAFT_MODEL
+from outrider.drafters import AUTO, DRAFT_MODEL, PLAIN
 from outrider.settings import Settings
 
-PLAIN = "none"
-DRAFTERS = ("ngram", "history", "eagle", "medusa", "layer_skip", AUTO)  # measured where they can be built
 TURNS = "turns.jsonl"  # what was measured, a line for each turn: a run that was stopped goes on after them
 Show = Callable[[str, int, int], None]  # (what, done, of how many)
 
@@ -67,9 +65,9 @@ class MatrixPlan:
         """The drafters that are measured."""
         if self.drafts:
             return tuple(dict.fromkeys(spec for spec in self.drafts if spec != PLAIN))
+        own = tuple(name for name in drafters.names() if name not in (PLAIN, AUTO, DRAFT_MODEL) and _measurable(name))
         if self.draft_model is None:
-            return DRAFTERS
-        own = tuple(name for name in DRAFTERS if name != AUTO)
+            return (*own, AUTO)
         return (*own, f"{DRAFT_MODEL}:model={self.draft_model}", f"{AUTO}:model={self.draft_model}")
 
     @property
@@ -91,6 +89,12 @@ class MatrixPlan:
         }
 
 
+def _measurable(name: str) -> bool:
+    """Whether a drafter can draft for prompts that come with nothing else."""
+    kind = drafters.find(name)
+    return not (kind.for_measurement or kind.reads_grammar or kind.reads_prediction)
+
+
 def shown(spec: str) -> str:
     """A drafter as reports name it, without the folders of this machine."""
     name, colon, options = spec.partition(":")
@@ -99,7 +103,7 @@ def shown(spec: str) -> str:
 
 
 @dataclass(frozen=True)
-class Turn:
+class MatrixTurn:
     """What all drafters of a model do in turns: some prompts at once."""
 
     model: str
@@ -121,14 +125,14 @@ class MatrixResult:
     interrupted: bool = False
 
 
-def turns(plan: MatrixPlan, model: str) -> list[Turn]:
+def turns(plan: MatrixPlan, model: str) -> list[MatrixTurn]:
     """Every group of every kind, all of them in each round."""
     found = []
     for number, batch, kind in ((n, b, k) for n in range(1, plan.rounds + 1) for b in plan.batches for k in plan.kinds):
         own = [prompt for prompt in plan.prompts if prompt.kind == kind]
         for group in range(min(max(1, plan.limit // batch), max(1, len(own) // batch))):
             chosen = tuple(own[(group * batch + place) % len(own)] for place in range(batch))
-            found.append(Turn(model, batch, kind, group, number, chosen))
+            found.append(MatrixTurn(model, batch, kind, group, number, chosen))
     return found
 
 
@@ -177,7 +181,7 @@ class MatrixRunner:
             opened.callback(engines[spec].close)
         return engines
 
-    def _take(self, turn: Turn, engines: dict[str, Local]) -> dict[str, Any]:
+    def _take(self, turn: MatrixTurn, engines: dict[str, Local]) -> dict[str, Any]:
         """One turn, as a line of the file: for each drafter seconds and what was written."""
         specs = list(engines)
         answers = {spec: self._ask(engines[spec], turn) for spec in self._order.sample(specs, len(specs))}
@@ -185,7 +189,7 @@ class MatrixRunner:
         runs = {shown(spec): _summary(seconds, results, plain) for spec, (seconds, results) in answers.items()}
         return {"key": turn.key, "prompts": [prompt.id for prompt in turn.prompts], "runs": runs}
 
-    def _ask(self, backend: Local, turn: Turn) -> tuple[float, list[Result]]:
+    def _ask(self, backend: Local, turn: MatrixTurn) -> tuple[float, list[Result]]:
         params = SamplingParams(max_tokens=self._plan.max_tokens)
         chat = backend.tokenizer is not None and bool(backend.tokenizer.chat_template)
         self._asked += 1

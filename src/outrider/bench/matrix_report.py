@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from outrider.bench import machine
-from outrider.bench.matrix import PLAIN, MatrixPlan, MatrixResult, measured
+from outrider.bench.matrix import MatrixPlan, MatrixResult, measured
 from outrider.bench.ratios import ALL, interval
 from outrider.bench.report import ReportTable, markdown_table, show_tables
-from outrider.drafters import AUTO
+from outrider.drafters import AUTO, PLAIN
 
 # Speed-up below which a cell is marked: no drafter may make a request slower, and 2 % are the noise of a quiet machine.
 LEAST = 0.98
