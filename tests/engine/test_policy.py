@@ -6,7 +6,7 @@ from simulated import Guesser, measured, seconds
 from outrider.core.draft import Draft
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
-from outrider.engine.policy import EXPLORATION, DraftingPolicy, DraftOutcome, PassPlan, PassSize
+from outrider.engine.policy import EXPLORATION, FIRST_FREE, DraftingPolicy, DraftOutcome, PassPlan, PassSize
 
 
 def learned(a, b, rows=(1, 2, 4, 8), times=20):
@@ -246,6 +246,34 @@ class TestWhoIsAsked:
         tokens = policy.record(drafter).tokens
         assert policy.chance(drafter, seq, [chain(0.9, 1.0)]) == pytest.approx(max(0.0, 1.0 - 1.8 / tokens))
         assert policy.chance(drafter, seq, [chain(0.3)]) == pytest.approx(1.0 - 0.3 / tokens)
+
+
+class TestFree:
+    """Lookups cost little each, and for many sequences more than they bring."""
+
+    def asked(self, policy, seqs, saving, seconds, passes):
+        """In how many of these passes they were asked, where a draft holds with that probability."""
+        count = 0
+        for _ in range(passes):
+            if policy.asks_free(seqs):
+                count += 1
+                policy.learn_free(seqs, [[chain(saving)]] * seqs, PassSize(seqs, seqs), seconds)
+        return count
+
+    def test_where_they_pay_they_are_always_asked(self):
+        assert self.asked(learned(0.004, 0.001), 1, 0.9, 0.0001, 200) == 200
+
+    def test_where_they_do_not_they_take_a_bounded_share_of_the_time(self):
+        policy = learned(0.004, 0.001, rows=(1, 2, 4, 8, 16, 17, 18))
+        count = self.asked(policy, 16, 0.05, 0.002, 1000)
+        assert 0 < (count - FIRST_FREE) * 0.002 <= 1.1 * EXPLORATION * 1000 * policy.cost.at(16)
+
+    def test_batches_of_another_size_are_another_matter_and_what_pays_again_is_noticed(self):
+        policy = learned(0.004, 0.001, rows=(1, 2, 4, 8, 16, 17, 18))
+        self.asked(policy, 16, 0.05, 0.002, 300)
+        assert self.asked(policy, 1, 0.9, 0.0001, 20) == 20
+        assert self.asked(policy, 1, 0.05, 0.0005, 300) < 150
+        assert self.asked(policy, 1, 0.9, 0.0005, 100) > 90
 
 
 class TestStart:

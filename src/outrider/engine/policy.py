@@ -43,6 +43,8 @@ ASSUMED_READ = 0.3
 ASSUMED_PROMPT = 0.05
 # Drafts of which the shortest counts: the first ones also fill caches and allocate memory.
 FIRST_DRAFTS = 4
+# Drafts of lookups in batches of one size after which it counts whether they pay.
+FIRST_FREE = 8
 # Tokens to be read from which on asking a drafter counts as its start and not as the cost of a draft.
 START = 16
 # Tokens that a request is assumed to write before any has ended: without it a head waited in the first request until it
@@ -143,6 +145,28 @@ class DrafterRecord:
         self.read = smoothed(self.read, seconds) if self.read else seconds
 
 
+class FreeDrafts:
+    """Whether the drafters that run no model are worth asking, by what that takes and saves: with many sequences a row
+    costs so much that hardly any guess pays, and their lookups together take a tenth of a pass."""
+
+    def __init__(self) -> None:
+        self._asked = self._passed = 0  # times that they were asked; passes since then
+        self.saved = self.spent = 0.0  # seconds, averages over their drafts
+
+    def pay(self, seconds: float) -> bool:
+        """Now, in a pass of so many seconds. If not, they are tried as often as a bounded share of the time allows."""
+        self._passed += 1
+        if self._asked < FIRST_FREE or self.saved > self.spent:
+            return True
+        return self._passed * EXPLORATION * seconds >= self.spent
+
+    def learn(self, saved: float, spent: float) -> None:
+        fade = FADE if self._passed == 1 else TRIAL_FADE
+        self._asked, self._passed = self._asked + 1, 0
+        self.saved += (1.0 - fade) * (saved - self.saved)
+        self.spent += (1.0 - fade) * (spent - self.spent) if self._asked > 1 else spent
+
+
 class DraftingPolicy:
     """Drafters are told apart by their identity."""
 
@@ -152,6 +176,7 @@ class DraftingPolicy:
         self.trial = ThroughputTrial()  # whether to draft at all in large batches on a device
         self._costs = {0: self.cost}  # by the bits of that length
         self._records: dict[Hashable, DrafterRecord] = {}
+        self._free: dict[int, FreeDrafts] = {}  # by the bits of the number of sequences
         self._explored: dict[int, float] = {}  # by sequence: seconds of drafts that were not expected to pay
         self._prompt = 0.0  # seconds of the target for a token of a prompt; 0: not measured
         self._length = ASSUMED_LENGTH  # tokens that sequences write, on average
@@ -165,6 +190,15 @@ class DraftingPolicy:
         self.cost = self._costs[bits]
 
     # Which drafters are asked.
+
+    def asks_free(self, seqs: int) -> bool:
+        """Whether the drafters that run no model are asked for so many sequences."""
+        return self._free.setdefault(seqs.bit_length(), FreeDrafts()).pay(self.cost.at(seqs))
+
+    def learn_free(self, seqs: int, drafts: Seq[Seq[Draft]], size: PassSize, seconds: float) -> None:
+        """What asking them took, and what their drafts are expected to save over a pass without any."""
+        plan, plain = self.expected(drafts, size), self.cost.at(size.writing)
+        self._free[seqs.bit_length()].learn(plan.tokens / size.writing * plain - plan.seconds, seconds)
 
     def expected(self, free: Seq[Seq[Draft]], size: PassSize) -> PassPlan:
         """The pass with what was guessed for nothing: for each sequence, the drafts of it."""

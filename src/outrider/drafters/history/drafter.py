@@ -69,7 +69,7 @@ class History(Drafter):
         state = self._states.get(step.seq.id)
         if state is None or step.verdict is None:
             return
-        rows = state.rows
+        rows, state.rows = state.rows, []  # judged: it may not be asked for the next step
         for depth, token in enumerate(step.seq.tokens[state.length :]):
             groups = _groups(rows, depth)
             if not groups:
