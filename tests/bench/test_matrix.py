@@ -10,6 +10,8 @@ import pytest
 from outrider.bench import matrix, matrix_report
 from outrider.cli import main
 from outrider.core.errors import OutriderError
+from outrider.core.request import Result
+from outrider.core.stats import Stats
 
 
 @pytest.fixture
@@ -191,3 +193,11 @@ def test_the_script_needs_no_package_that_a_bare_gpu_machine_lacks(tiny_folder, 
     assert run.returncode == 0, run.stderr
     assert "0 texts differ" in run.stdout
     assert "no matrix.png" in run.stderr
+
+
+def test_a_text_that_is_not_plain_decodings_is_counted():
+    def result(*ids):
+        return Result("", list(ids), "length", None, Stats(tokens=len(ids)), [])
+
+    told = matrix._summary(1.0, [result(1, 2), result(3, 4), result(5)], [[1, 2], [3, 9], [5]])
+    assert (told["differ"], told["tokens"]) == (1, 5)
