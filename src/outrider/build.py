@@ -21,6 +21,7 @@ from outrider.core.errors import OutriderError
 from outrider.drafters import DrafterSpec
 from outrider.drafters.base import BuildContext, Drafter, RetokenizedModel
 from outrider.drafters.history.store import HistoryStore
+from outrider.engine.cost import measured
 from outrider.engine.engine import Engine
 from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import Limits
@@ -129,13 +130,18 @@ def local(settings: Settings, draft: DrafterSpec | None = None) -> Local:
         loaded.model,
         own,
         Limits(settings.max_batch, settings.piece, drafting=settings.max_draft_batch),
-        DraftingPolicy() if settings.pace else None,
+        _policy(loaded.model) if settings.pace else None,
     )
     if isinstance(loaded.model, Paged):
         loaded.model.prepare(own.layers)
     engine.drafters[settings.draft] = engine.drafters[""]  # a request that names it gets the same one
     notes = [*draft_models.notes, *_unused_history(settings, spec)]
     return Local(engine, named, loaded.tokenizer, loaded.ends, settings.rule, notes, histories)  # type: ignore[arg-type]
+
+
+def _policy(model: Model) -> DraftingPolicy:
+    """On a GPU rows are nearly free, and passes compile first: costs are learned there, not measured beforehand."""
+    return DraftingPolicy(None if isinstance(model, Paged) else measured(model))
 
 
 def open_histories(settings: Settings, loaded: Loaded) -> HistoryStore:

@@ -7,6 +7,7 @@ from outrider import LLM
 from outrider.bench import profile
 from outrider.bench.costs import Costs, Point
 from outrider.bench.profile import ACCEPTANCES, DEFAULT, WRITTEN, ProfilePlan, parse_rows
+from outrider.cli.profile import draw, shares, tables
 from outrider.core.errors import OutriderError
 
 QUICK = ProfilePlan(context=32, rows=(1, 2, 4), rounds=2)
@@ -175,3 +176,22 @@ def test_a_pass_judges_every_row(tiny_folder, monkeypatch):
         monkeypatch.setattr(model, "forward", watched)
         profile.profile(llm, QUICK)
     assert set(judged) == {2, 4}
+
+
+def test_an_answer_tells_who_was_asked_what_it_took_and_brought(tiny_folder, tmp_path):
+    with LLM(str(tiny_folder), draft="layer_skip:layers=2+ngram", pace=False, threads=1) as llm:
+        found = profile.profile(llm, QUICK)
+    stats = found.request
+    assert stats.tokens == profile.DECODED
+    assert stats.asked["ngram"]["steps"] == stats.steps
+    shown = {share.name: share for share in shares(found)}
+    skip = shown["layer_skip"]
+    assert (skip.drafted, skip.kept) == tuple(stats.by_drafter["layer_skip"].values())
+    assert skip.asking == pytest.approx(1000 * stats.seconds_by_drafter["layer_skip"])
+    assert skip.saved == pytest.approx(1000 * skip.kept / found.plain_tokens_per_second)
+    assert skip.gained == pytest.approx(skip.saved - skip.asking - skip.rows)
+    [table] = [table for table in tables(found) if table.title.startswith("An answer")]
+    assert [row[0] for row in table.rows] == list(shown)
+    assert found.as_dict()["request"]["asked"].keys() == shown.keys()
+    draw(found, tmp_path / "p.png")
+    assert (tmp_path / "p.png").stat().st_size > 1000

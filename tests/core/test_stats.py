@@ -19,3 +19,16 @@ def test_steps_at_once_count_as_steps_one_by_one():
     nodes = {"eagle": sum(len(draft) for draft, _ in steps)}
     other.record_steps(kept, sum(bool(draft) for draft, _ in steps), by_depth, nodes)
     assert one == other
+
+
+def test_who_was_asked_and_what_that_took():
+    one, other = Stats(), Stats()
+    one.ask("eagle", 0.5)
+    one.ask("eagle", 0.25)
+    other.ask("eagle", 0.25)
+    other.ask("ngram", 0.125)
+    total = one + other
+    assert total.asked == {"eagle": {"steps": 3, "seconds": 1.0}, "ngram": {"steps": 1, "seconds": 0.125}}
+    assert total.as_dict()["asked"] == total.asked
+    assert one.asked == {"eagle": {"steps": 2, "seconds": 0.75}}  # a sum leaves its parts alone
+    assert total.untimed().asked == {"eagle": {"steps": 3, "seconds": 0.0}, "ngram": {"steps": 1, "seconds": 0.0}}

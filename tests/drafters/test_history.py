@@ -18,8 +18,9 @@ from outrider.core.sequence import Sequence
 from outrider.core.verify import Verdict
 from outrider.drafters.base import BuildContext, Step
 from outrider.drafters.confidence import ALONE, DIFFERED, MatchCalibration, match_kind
-from outrider.drafters.history.drafter import grown
-from outrider.drafters.history.store import HistoryFile, HistoryStore
+from outrider.drafters.history import CAPACITY
+from outrider.drafters.history.drafter import History, grown
+from outrider.drafters.history.store import FIRST, HistoryFile, HistoryStore
 from outrider.drafters.history.suffixes import CONTEXT, GAP, MOST, ORDERS, SuffixIndex
 from outrider.engine.scheduler import Limits
 
@@ -99,7 +100,7 @@ class TestSuffixes:
         """They are kept modulo 2^32."""
         begin -= begin % 150
         index, naive = SuffixIndex(150, tries=EVERY), Naive(150)
-        index._written = begin
+        index.written = begin
         for text in texts:
             index.add(text, kept=0)
             naive.add(text)
@@ -302,6 +303,27 @@ class TestRequests:
         assert outputs(seqs) == [outputs([plainly(model, seq.tokens[: seq.prompt], seq.params)])[0] for seq in seqs]
         assert engine.stats.accepted > 0
         assert len(store.of("").index) == 64
+
+    def test_a_history_takes_its_memory_when_texts_need_it_and_keeps_what_it_had(self):
+        whole, first = HistoryStore(), HistoryStore().of("").index.nbytes
+        whole.add("", A, 0)
+        assert whole.of("").index.nbytes == first < 2**20
+        text = [int(each) for each in np.random.default_rng(1).integers(0, 1000, FIRST)]
+        whole.add("", text, 0)
+        index = whole.of("").index
+        assert index.capacity == CAPACITY
+        assert index.continuations(A[:9], 5) == (9, [A[9:14]])
+        assert index.continuations(text[-25:-5], 5) == (16, [text[-5:]])
+
+    def test_a_prompt_that_is_the_only_text_is_left_to_lookup_where_told_so(self):
+        prompt = [*A, *A[:9]]
+        for own, others in ((True, False), (False, False), (False, True)):
+            store = HistoryStore()
+            if others:
+                store.add("", B, 0)
+            made = History(History.Options(own=own), BuildContext(target(), None, histories=store))
+            [draft] = made.propose([sequence(0, prompt)], [4])
+            assert bool(draft) == (own or others), (own, others)
 
     def test_what_was_evicted_is_not_drafted(self):
         store = HistoryStore(64)

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, strategies as st
 
-from outrider.engine.cost import ASSUMED_ROW, PassCost
+from outrider.engine.cost import ASSUMED_ROW, MEASURED_ROWS, PassCost, measured
 
 
 def learned(a, b, rows=(1, 2, 4, 8), times=20):
@@ -62,3 +62,40 @@ def test_one_size_alone_keeps_the_guess():
         cost.learn(1, 0.010)
     assert cost.at(1) == pytest.approx(0.010)
     assert cost.next_row(1) == pytest.approx(ASSUMED_ROW * 0.010)
+
+
+def test_sizes_that_were_not_run_for_a_while_follow_the_machine():
+    """It became twice as slow while only passes of two rows were run: the others are as much dearer."""
+    cost = learned(0.004, 0.001)
+    before = {rows: cost.at(rows) for rows in (1, 2, 4, 8)}
+    for _ in range(60):
+        cost.learn(2, 2 * 0.006)
+    for rows, seconds in before.items():
+        assert 1.4 * seconds < cost.at(rows) < 2.1 * seconds
+
+
+def test_a_model_is_measured_when_it_is_loaded(monkeypatch):
+    class Slow:
+        context, capacity = 5, 1 << 20
+
+        def __init__(self):
+            self.now, self.rows, self.freed = 0.0, [], 0
+
+        def perf_counter(self):
+            return self.now
+
+        def forward(self, feeds, layers=()):
+            [feed] = feeds
+            self.rows.append(1 + len(feed.draft))
+            self.now += 0.004 + 0.001 * self.rows[-1] + (0.5 if len(self.rows) == 1 else 0.0)
+
+        def free(self, id):
+            self.freed += 1
+
+    model = Slow()
+    monkeypatch.setattr("outrider.engine.cost.time", model)
+    cost = measured(model)
+    assert set(model.rows) == {1, 2, 3, 4} < set(MEASURED_ROWS)  # no longer than its context
+    assert model.freed == len(model.rows)
+    assert cost.at(4) == pytest.approx(0.008)  # the first pass, which took half a second, is not in it
+    assert len(model.rows) == 1 + 4  # it was slow: one round is enough

@@ -6,10 +6,11 @@ import pytest
 import torch
 from tiny import Markov, Scripted, drain, outputs, plainly
 
+from outrider import drafters
 from outrider.core.draft import EMPTY, Draft
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
-from outrider.drafters.base import Drafter
+from outrider.drafters.base import BuildContext, Drafter
 from outrider.engine.engine import Engine
 from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import Limits
@@ -215,3 +216,34 @@ def test_one_object_under_two_names_is_asked_once_and_has_one_record():
     assert outputs(seqs) == expected(seqs)
     engine.drop("scripted")
     assert len(policy._records) == 1, "the other name still has it"
+
+
+def test_statistics_tell_who_was_asked_for_which_sequence():
+    model = Markov(seed=1)
+    good = Failing("propose", 10**9, model)
+    seqs = run(good, Drafter(Drafter.Options(), None))
+    assert seqs[0].stats.asked_by_drafter == {"failing": sum(0 in ids for ids in good.asked)}
+    assert seqs[0].stats.seconds_by_drafter["failing"] > 0.0
+    assert not seqs[2].stats.asked  # its drafter drafts nothing
+
+
+def test_lookups_that_do_not_pay_are_not_asked_and_learn_each_token_once():
+    """A policy that asks every other step: what was guessed is judged once, and the text is the same."""
+
+    class EveryOther(DraftingPolicy):
+        steps = 0
+
+        def asks_free(self, seqs):
+            self.steps += 1
+            super().asks_free(seqs)
+            return self.steps % 2 == 0
+
+    model, learned = Markov(seed=3), []
+    lookup = drafters.build("ngram", BuildContext(model, None))
+    lookup._calibration.learn = lambda kind, kept: learned.append(kept)
+    engine, seq = Engine(model, lookup, Limits(), EveryOther()), Sequence(0, [1, 2, 1, 2, 1], PARAMS)
+    engine.add(seq)
+    drain(engine)
+    assert seq.tokens[5:] == outputs([plainly(model, [1, 2, 1, 2, 1], PARAMS)])[0]
+    assert seq.stats.asked["ngram"]["steps"] == engine.policy.steps // 2
+    assert 0 < len(learned) <= len(seq.output)

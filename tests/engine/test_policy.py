@@ -7,7 +7,7 @@ from outrider.core.draft import Draft
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.core.stats import estimated_speedup
-from outrider.engine.policy import EXPLORATION, DraftingPolicy, DraftOutcome, PassPlan, PassSize
+from outrider.engine.policy import EXPLORATION, FIRST_FREE, DraftingPolicy, DraftOutcome, PassPlan, PassSize
 
 
 def learned(a, b, rows=(1, 2, 4, 8), times=20):
@@ -261,6 +261,17 @@ class TestWhoIsAsked:
         assert self.asked(policy, drafter, plan=PassPlan(1.0, 0.010, 1)) == 3
         assert self.asked(policy, drafter, plan=PassPlan(30.0, 0.230, 30)) == 0
 
+    def test_by_two_wrong_guesses_nobody_is_given_up_and_by_many_everybody(self):
+        """A node saves 5 ms and takes 2.5: it pays from 0.5 on."""
+        drafter, policy, draft = Silent(), learned(0.004, 0.001), Draft.chain([1])
+        asked = []
+        for _ in range(12):
+            policy.learn_cost(drafter, 0.0015, [draft], 0)
+            asked.append(self.asked(policy, drafter) > 0)
+            policy.learn([DraftOutcome(drafter, draft, 1.0, 1)], [2], 0)
+        assert asked[:3] == [True] * 3
+        assert not any(asked[6:])
+
     def test_tokens_that_another_had_guessed_too_are_not_its_merit(self):
         drafter, other, policy = Head(), Head(), learned(0.004, 0.001)
         same, longer = Draft.chain([1, 2]), Draft.chain([1, 2, 3])
@@ -284,8 +295,44 @@ class TestWhoIsAsked:
         assert policy.chance(drafter, seq, [chain(0.3)]) == pytest.approx(1.0 - 0.3 / tokens)
 
 
+class TestFree:
+    """Lookups cost little each, and for many sequences more than they bring."""
+
+    def asked(self, policy, seqs, saving, seconds, passes):
+        """In how many of these passes they were asked, where a draft holds with that probability."""
+        count = 0
+        for _ in range(passes):
+            if policy.asks_free(seqs):
+                count += 1
+                policy.learn_free(seqs, [[chain(saving)]] * seqs, PassSize(seqs, seqs), seconds)
+        return count
+
+    def test_where_they_pay_they_are_always_asked(self):
+        assert self.asked(learned(0.004, 0.001), 1, 0.9, 0.0001, 200) == 200
+
+    def test_where_they_do_not_they_take_a_bounded_share_of_the_time(self):
+        policy = learned(0.004, 0.001, rows=(1, 2, 4, 8, 16, 17, 18))
+        count = self.asked(policy, 16, 0.05, 0.002, 1000)
+        assert 0 < (count - FIRST_FREE) * 0.002 <= 1.1 * EXPLORATION * 1000 * policy.cost.at(16)
+
+    def test_batches_of_another_size_are_another_matter_and_what_pays_again_is_noticed(self):
+        policy = learned(0.004, 0.001, rows=(1, 2, 4, 8, 16, 17, 18))
+        self.asked(policy, 16, 0.05, 0.002, 300)
+        assert self.asked(policy, 1, 0.9, 0.0001, 20) == 20
+        assert self.asked(policy, 1, 0.05, 0.0005, 300) < 150
+        assert self.asked(policy, 1, 0.9, 0.0005, 100) > 90
+
+
 class TestStart:
     """A draft model that must read the prompt first is asked only where its drafts will repay that."""
+
+    def test_before_anything_is_measured_nothing_is_read_and_then_a_first_request_counts_as_one_of_usual_length(self):
+        drafter, policy = Reader(), DraftingPolicy()
+        assert policy.wanted(drafter, [sequence(prompt=50)], [3], [1.0], PassPlan(1.0, policy.cost.at(1), 1)) == [0]
+        policy = learned(0.004, 0.001)
+        policy.learn_prompt(100, 0.05)
+        assert policy.wanted(drafter, [sequence(prompt=50)], [3], [1.0], ALONE)[0] > 0
+        assert policy.wanted(drafter, [sequence(prompt=5000)], [3], [1.0], ALONE) == [0]
 
     def policy(self, drafter):
         policy, draft = learned(0.004, 0.001), Draft.chain([1, 2, 3])

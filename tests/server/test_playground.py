@@ -145,6 +145,10 @@ def test_chat_shows_the_answer_and_who_wrote_it(page, tiny):
     chart = page.locator("#depths svg").get_attribute("aria-label")
     depths = told["metrics"]["by_depth"]
     assert chart == ", ".join(f"depth {d}: {n['accepted']} of {n['drafted']}" for d, n in depths.items())
+    asked = page.locator("#asked svg").get_attribute("aria-label")
+    for name, counts in told["metrics"]["by_drafter"].items():
+        assert f"{name}: asked in {told['metrics']['asked'][name]['steps']} steps" in asked
+        assert f"{counts['accepted']} of {counts['drafted']} tokens kept" in asked
 
 
 def test_a_conversation_goes_on(page):

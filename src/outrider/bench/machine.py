@@ -36,6 +36,15 @@ def describe() -> dict[str, Any]:
     }
 
 
+def gpu(device: str) -> str | None:
+    """The name of the GPU that a model on this device runs on; None: it runs on the CPU."""
+    import torch
+
+    if device == "cpu" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_name(None if device == "auto" else device)
+
+
 def _version() -> str | None:
     """None where it runs out of a folder and is not installed."""
     try:

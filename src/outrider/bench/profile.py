@@ -20,6 +20,7 @@ from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence, Token
+from outrider.core.stats import Stats
 from outrider.core.verify import Verdict
 from outrider.drafters.base import Drafter, Step
 from outrider.llm import LLM
@@ -35,7 +36,8 @@ ACCEPTANCES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # acceptances for which
 
 LENGTHS = range(1, 9)  # tokens of the drafts that are timed: the usual ones
 DRAFT_ROUNDS = 8  # drafts of each length that are timed
-DECODED = 64  # tokens of plain decoding
+DECODED = 64  # tokens of plain decoding, and of an answer with the drafter
+QUESTION = "Write a Python function that counts the words of a text, and a second one that counts its lines."
 CHUNK, CHUNKS = 512, 3  # prompt tokens in one pass, and how many passes are timed
 WARM_UP = 2  # rounds that do not count
 PASSES, DRAFTS, PROMPT = -1, -2, -3  # ids of our sequences; the engine counts its own from 0
@@ -112,6 +114,7 @@ class Profile:
     kv_bytes_per_token: int | None
     seconds: float
     on_card: GpuPasses | None = None  # None: no GPU
+    request: Stats = field(default_factory=Stats)  # of one answer with the drafter
     arithmetic: float | None = None  # share of the processor's peak while a prompt is read; None: no packed weights
     machine: dict[str, Any] = field(default_factory=machine.describe)
 
@@ -121,7 +124,7 @@ class Profile:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        fields, costs = asdict(self), self.costs
+        fields, costs = {**asdict(self), "request": self.request.as_dict()}, self.costs
         fields["costs"] |= {"line": asdict(costs.line), "break_even": costs.break_even, "spread": costs.spread}
         return _rounded({**fields, "best": [asdict(choice) for choice in self.best]})
 
@@ -131,7 +134,7 @@ def profile(llm: LLM, plan: ProfilePlan = DEFAULT, progress: Progress | None = N
     engine, settings = llm.engine, llm.settings
     plan.check(engine.model)
     begin = time.perf_counter()
-    counter = _ProgressCounter(progress, (WARM_UP + plan.rounds) * len(plan.rows) + TURNS + CHUNKS + DECODED)
+    counter = _ProgressCounter(progress, (WARM_UP + plan.rounds) * len(plan.rows) + TURNS + CHUNKS + 2 * DECODED)
     passes = _time_passes(engine.model, plan, counter)
     drafts, draft_ms = _time_drafts(engine.model, engine.drafters[""], plan, counter)
     chunk, prefill = _time_prefill(engine.model, counter)
@@ -152,6 +155,7 @@ def profile(llm: LLM, plan: ProfilePlan = DEFAULT, progress: Progress | None = N
         kv_bytes_per_token=_kv_bytes(engine.model),
         seconds=time.perf_counter() - begin,
         on_card=_on_card(engine.model, plan),
+        request=_request(llm, counter),
         arithmetic=_arithmetic(engine.model, prefill),
     )
 
@@ -261,6 +265,17 @@ def _time_plain(llm: LLM, plan: ProfilePlan, counter: _ProgressCounter) -> float
     if error := stream.result().error:
         raise OutriderError(error)
     return (len(times) - 1) / (times[-1] - times[0])
+
+
+def _request(llm: LLM, counter: _ProgressCounter) -> Stats:
+    """An answer with the drafter: who was asked, and what that cost and brought."""
+    params = SamplingParams(max_tokens=DECODED, ignore_eos=True)
+    if llm.backend.describe()["chat"]:
+        result = llm.chat([{"role": "user", "content": QUESTION}], params)
+    else:
+        result = llm.generate(_text(llm.engine.model.vocab_size, len(QUESTION.split())), params)
+    counter.add("an answer", DECODED)
+    return result.stats
 
 
 def _on_card(model: Model, plan: ProfilePlan) -> GpuPasses | None:

@@ -18,7 +18,7 @@ from outrider.bench.build_peers import INSTRUCTIONS
 from outrider.bench.formats import FORMATS
 from outrider.bench.peers import TABLE
 from outrider.bench.run import Show, run
-from outrider.cli import bench_serve, options
+from outrider.cli import bench_matrix, bench_serve, options
 from outrider.cli.bench_serve import WHAT, WorkloadOptions
 from outrider.cli.fields import Given, command, fields, was_given
 from outrider.cli.options import DEFAULT
@@ -43,6 +43,7 @@ class Size(NamedTuple):
 FULL, QUICK = Size(None, 3, 128), Size(1, 1, 48)
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 app.command("serve")(bench_serve.serve)
+app.command("matrix")(bench_matrix.matrix_command)
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ def bench(
     [dim]$[/] outrider bench --engine all --python vllm=/path/to/python
     [dim]$[/] outrider bench --backend local --backend vllm --draft ngram:length=5
     [dim]$[/] outrider bench serve --streams 1,4,16,32
+    [dim]$[/] outrider bench matrix --quick
     """
     if ctx.invoked_subcommand is not None:
         _refuse_options(ctx)

@@ -99,8 +99,56 @@ def tables(found: Profile) -> list[ProfileTable]:
             ("acceptance", "best draft length", "speed-up"),
             [(f"{choice.acceptance:.2f}", _length(found, choice), f"{choice.speed_up:.2f}×") for choice in found.best],
         ),
+        _asked_table(found),
     ]
     return [table for table in made if table.rows]
+
+
+def _asked_table(found: Profile) -> ProfileTable:
+    """Of one answer: a token that a drafter brings saves what a token takes in plain decoding, less its rows' cost."""
+    columns = ("drafter", "asked", "ms for it", "nodes", "kept", "ms of their rows", "ms saved", "ms gained")
+    rows = [
+        (each.name, f"{each.asked} of {found.request.steps} steps", _ms(each.asking), str(each.drafted),
+         str(each.kept), _ms(each.rows), _ms(each.saved), _ms(each.gained))
+        for each in shares(found)
+    ]  # fmt: skip
+    return ProfileTable("An answer with the drafter: who was asked, and why", columns, rows)
+
+
+@dataclass(frozen=True)
+class DrafterShare:
+    """What one drafter cost and brought in an answer; times in ms."""
+
+    name: str
+    asked: int  # steps
+    asking: float
+    drafted: int  # nodes
+    kept: int
+    rows: float  # that its nodes added to passes
+    saved: float  # by tokens that no pass had to write
+
+    @property
+    def gained(self) -> float:
+        return self.saved - self.rows - self.asking
+
+
+def shares(found: Profile) -> list[DrafterShare]:
+    stats, plain = found.request, 1000.0 / found.plain_tokens_per_second
+    names = dict.fromkeys([*stats.asked_by_drafter, *stats.drafted_by_drafter])
+    asked = [name for name in names if stats.asked_by_drafter[name] or stats.drafted_by_drafter[name]]
+    row = max(0.0, found.costs.line.slope)
+    return [
+        DrafterShare(
+            name,
+            stats.asked_by_drafter[name],
+            1000.0 * stats.seconds_by_drafter.get(name, 0.0),
+            stats.drafted_by_drafter[name],
+            stats.accepted_by_drafter[name],
+            row * stats.drafted_by_drafter[name],
+            plain * stats.accepted_by_drafter[name],
+        )
+        for name in asked
+    ]
 
 
 def _card(card: GpuPasses, found: Profile) -> ProfileTable:
@@ -158,11 +206,14 @@ def markdown(found: Profile) -> str:
 def draw(found: Profile, path: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    drafted = shares(found)
+    figure = Figure(figsize=(15 if drafted else 11, 4.2), layout="constrained")
+    left, right, *last = figure.subplots(1, 3 if drafted else 2)
     _draw_passes(left, found)
     _draw_speed_ups(right, found)
-    for axes in (left, right):
+    if drafted:
+        _draw_shares(last[0], drafted)
+    for axes in (left, right, *last):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize=8)
@@ -189,6 +240,18 @@ def _draw_speed_ups(axes: Axes, found: Profile) -> None:
     axes.plot(rates, best, "k:", label="the best length")
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set(xlabel="acceptance", ylabel="expected speed-up over plain decoding", xlim=(0, 1), ylim=(0, None))
+
+
+def _draw_shares(axes: Axes, drafted: Sequence[DrafterShare]) -> None:
+    """Above the line what a drafter saved, below it what it took."""
+    places = range(len(drafted))
+    axes.bar(places, [each.saved for each in drafted], label="saved by kept tokens")
+    axes.bar(places, [-each.asking for each in drafted], label="asking")
+    below = [-each.asking for each in drafted]
+    axes.bar(places, [-each.rows for each in drafted], bottom=below, label="rows of its nodes")
+    axes.axhline(0.0, color="black", linewidth=0.8)
+    axes.set_xticks(places, [f"{each.name}\nasked {each.asked}×" for each in drafted], fontsize=8)
+    axes.set_ylabel("ms of one answer")
 
 
 def _write(found: Profile, folder: Path) -> None:

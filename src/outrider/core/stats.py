@@ -22,6 +22,9 @@ class Stats:
     accepted_by_depth: Counter[int] = field(default_factory=Counter)
     drafted_by_drafter: Counter[str] = field(default_factory=Counter)
     accepted_by_drafter: Counter[str] = field(default_factory=Counter)
+    asked_by_drafter: Counter[str] = field(default_factory=Counter)  # steps in which a drafter was asked for a draft
+    # this sequence's share of the time that asking took, a prompt that was read for it included
+    seconds_by_drafter: dict[str, float] = field(default_factory=dict)
     # This sequence's share of the engine's time; the shares of a batch add up to the time that passed.
     seconds: dict[str, float] = field(default_factory=dict)
     first_seconds: float = 0.0  # the part of them until the end of the first step that wrote something: the prompt's
@@ -79,7 +82,13 @@ class Stats:
 
     def untimed(self) -> Stats:
         """Only what was counted: the same, run after run."""
-        return replace(self, seconds={}, first_seconds=0.0, drafting_seconds=0.0, unmeasured=0, writing_seconds=0.0)
+        times = {"seconds": {}, "seconds_by_drafter": {}, "first_seconds": 0.0, "drafting_seconds": 0.0}
+        return replace(self, **times, unmeasured=0, writing_seconds=0.0)
+
+    def ask(self, drafter: str, seconds: float) -> None:
+        """A drafter was asked, and took this long for this sequence."""
+        self.asked_by_drafter[drafter] += 1
+        self.seconds_by_drafter[drafter] = self.seconds_by_drafter.get(drafter, 0.0) + seconds
 
     def spend(self, phase: str, seconds: float) -> None:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
@@ -89,13 +98,10 @@ class Stats:
             self.drafting_seconds += seconds
 
     def __add__(self, other: Stats) -> Stats:
-        counted = [name for name in self.__dataclass_fields__ if name != "seconds"]
-        total = Stats(
-            **{name: getattr(self, name) + getattr(other, name) for name in counted}, seconds=dict(self.seconds)
-        )
-        for phase, seconds in other.seconds.items():
-            total.seconds[phase] = total.seconds.get(phase, 0.0) + seconds
-        return total
+        timed = ("seconds", "seconds_by_drafter")
+        counted = [name for name in self.__dataclass_fields__ if name not in timed]
+        sums = {name: getattr(self, name) + getattr(other, name) for name in counted}
+        return Stats(**sums, **{name: _summed(getattr(self, name), getattr(other, name)) for name in timed})
 
     @property
     def acceptance_rate(self) -> float:
@@ -118,6 +124,16 @@ class Stats:
     def by_drafter(self) -> dict[str, dict[str, int]]:
         return _pairs(self.drafted_by_drafter, self.accepted_by_drafter)
 
+    @property
+    def asked(self) -> dict[str, dict[str, float]]:
+        """By drafter: how often it was asked, and the seconds that took. Steps that a device took by itself are not
+        in it."""
+        took = self.seconds_by_drafter
+        return {
+            name: {"steps": count, "seconds": round(took.get(name, 0.0), 6)}
+            for name, count in sorted(self.asked_by_drafter.items())
+        }
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "tokens": self.tokens,
@@ -130,6 +146,7 @@ class Stats:
             "tokens_per_step": round(self.tokens_per_step, 4),
             "by_depth": {str(depth): counts for depth, counts in self.by_depth.items()},
             "by_drafter": self.by_drafter,
+            "asked": self.asked,
             "seconds": {phase: round(seconds, 6) for phase, seconds in self.seconds.items()},
         }
 
@@ -139,6 +156,12 @@ class Stats:
             f"{self.tokens} tokens in {self.steps} steps ({self.tokens_per_step:.2f} per step), "
             f"{self.accepted} of {self.drafted} drafted tokens kept ({self.acceptance_rate:.0%}); {time}"
         )
+
+
+def _summed(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+    return {
+        name: one.get(name, 0.0) + other.get(name, 0.0) for name in (*one, *(key for key in other if key not in one))
+    }
 
 
 def _pairs(drafted: Counter[Any], accepted: Counter[Any]) -> dict[Any, dict[str, int]]:

@@ -138,6 +138,12 @@ class Drafter:
         """After an answer of `prefix` that was not 0: the target has seen this number of the prompt's tokens, and will
         show the states of the tokens after them."""
 
+    def serves(self, seq: Sequence) -> bool:
+        """Whether it can draft for this sequence at all: not where it needs a grammar or a prediction that is not
+        there."""
+        lacking = (self.reads_grammar and seq.matcher is None) or (self.reads_prediction and not seq.prediction)
+        return self.drafts and not lacking
+
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         """A draft for each sequence, of at most `budgets[i]` nodes."""
         return [EMPTY] * len(seqs)

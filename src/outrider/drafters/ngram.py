@@ -84,6 +84,7 @@ class Ngram(Drafter):
         guessed = [token for token, _ in state.guess]
         for place, kept in judged_chain(guessed, step.seq.tokens[state.length :]):
             state.calibration.learn(state.guess[place][1], kept)
+        state.guess = []  # judged: it may not be asked for the next step
 
     def forget(self, id: int) -> None:
         self._states.pop(id, None)

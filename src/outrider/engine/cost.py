@@ -1,8 +1,12 @@
-"""What a pass of the target costs, learned from the passes themselves."""
+"""What a pass of the target costs: measured when the model is loaded, and learned from the passes themselves."""
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
+
+from outrider.core.draft import Draft
+from outrider.models.base import Feed, Model
 
 # Share of a pass that one more row costs, before anything is measured: as measured for a 4-bit model on a CPU, where
 # rows are dearest (LOG, 2026-11-15, the trained head on a CPU).
@@ -18,8 +22,17 @@ CHEAPEST_ROW = 2e-4
 LARGEST_CHANGE = 0.3
 # Passes of which the shortest counts: on a cold machine the first ones take many times as long as all others.
 FIRST_PASSES = 3
-# Passes over which an average runs: few enough to follow a machine whose other half is used by others. Chosen by hand.
+# Passes over which the average of one number of rows runs. The machine's own speed is followed apart (`PACE`); with 20
+# the simulator's trace of slow and fast passes by turns took 1.11 of the best fixed choice, with 10 it takes 1.03.
 AVERAGED = 10
+# Share of a pass's deviation that counts as the speed of the whole machine at the moment: numbers of rows that were not
+# run for a while change with it, or they would stay as dear as they were when others used the machine (LOG,
+# 2026-11-17, why auto was slower than the head). About seven passes follow a change. Chosen on the simulator's traces.
+PACE = 0.15
+# Rows of the passes that are measured when a model is loaded, seconds after which no further round of them begins, and
+# rounds, of which the shortest pass of a size counts: a first request then knows what rows cost. A round takes 40 ms
+# beside SmolLM2 and 0.5 s beside a model of 1.5 billion weights.
+MEASURED_ROWS, MEASURED_SECONDS, MEASURED_ROUNDS = (1, 2, 3, 4, 6, 8), 0.3, 3
 # Passes: the largest weight of one number of rows in the line, so that plain passes do not outvote all others.
 HEAVIEST = 20
 # Share of the difference by which a measured cost of drafting moves its average, up and down: a draft may take longer
@@ -37,20 +50,30 @@ class PassCost:
     """
 
     def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}  # average by rows
+        self._seconds: dict[int, float] = {}  # average by rows, at a speed of 1
         self._counts: dict[int, int] = {}  # passes by rows
         self._curve = self._fit()  # its corners
         self._known: dict[int, float] = {}  # what was asked of the curve
         self._new = 0  # passes since the fit
+        self._slowness = 1.0  # of the machine now, against its average
 
     def learn(self, rows: int, seconds: float) -> None:
         count = self._counts[rows] = self._counts.get(rows, 0) + 1
+        seconds = self._steady(seconds, self._seconds.get(rows) if count > FIRST_PASSES else None)
         old = self._seconds.setdefault(rows, seconds)
         change = min(max(seconds - old, -LARGEST_CHANGE * old), LARGEST_CHANGE * old)
         self._seconds[rows] = min(old, seconds) if count <= FIRST_PASSES else old + change / min(count, AVERAGED)
         self._new += 1
         if self._new >= REFIT or count < REFIT:
             self._curve, self._known, self._new = self._fit(), {}, 0
+
+    def _steady(self, seconds: float, usual: float | None) -> float:
+        """What a pass would have taken at the machine's average speed. `usual`: what passes of as many rows take."""
+        steady = seconds / self._slowness
+        if usual is not None:
+            ratio = min(max(steady / usual, 1.0 - LARGEST_CHANGE), 1.0 + LARGEST_CHANGE)
+            self._slowness *= ratio**PACE
+        return steady
 
     @property
     def known(self) -> bool:
@@ -62,7 +85,7 @@ class PassCost:
         other = PassCost()
         other._seconds = dict(self._seconds)
         other._counts = {rows: min(count, LINE_WEIGHT) for rows, count in self._counts.items()}
-        other._curve = other._fit()
+        other._curve, other._slowness = other._fit(), self._slowness
         return other
 
     def at(self, rows: int) -> float:
@@ -72,7 +95,7 @@ class PassCost:
             place = bisect_left(curve, rows, key=lambda corner: corner[0])
             (left, low), (right, high) = curve[min(max(place, 1), len(curve) - 1) - 1 :][:2]
             self._known[rows] = low + (high - low) / (right - left) * (rows - left)
-        return self._known[rows]
+        return self._known[rows] * self._slowness
 
     def next_row(self, rows: int) -> float:
         """Seconds that one row more than these takes."""
@@ -113,6 +136,21 @@ class PassCost:
         assumed = ASSUMED_ROW * min(self._seconds.values())
         slope = max((product + SLOPE_WEIGHT * assumed) / (spread + SLOPE_WEIGHT), CHEAPEST_ROW * assumed)
         return max(mean - slope * rows_mean, 0.0), slope
+
+
+def measured(model: Model, id: int = -1) -> PassCost:
+    """The costs of a model that has just been loaded, by passes of a sequence of its own."""
+    cost, begin = PassCost(), time.perf_counter()
+    sizes = [rows for rows in MEASURED_ROWS if rows < min(model.context, model.capacity)]
+    for number in range(1 + MEASURED_ROUNDS):
+        if number > 1 and time.perf_counter() - begin > MEASURED_SECONDS:
+            break
+        for rows in sizes if number else sizes[-1:]:  # the first pass reads weights from the disk; the shortest counts
+            started = time.perf_counter()
+            model.forward([Feed(id, [0], Draft.chain([0] * (rows - 1)))])
+            cost.learn(rows, time.perf_counter() - started)
+            model.free(id)
+    return cost
 
 
 def smoothed(average: float, value: float) -> float:

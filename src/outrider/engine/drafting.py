@@ -87,7 +87,7 @@ class DrafterPool:
         judge."""
         asking = []
         for place, plan in enumerate(plans):
-            members = [member for member in self.members(plan.seq) if member.drafts] if plan.last else ()
+            members = [member for member in self.members(plan.seq) if member.serves(plan.seq)] if plan.last else ()
             if members:
                 asking.append(_Asking(place, plan.seq, plan.budget, members))
         self._asked = {each.seq.id: each for each in asking}
@@ -96,8 +96,7 @@ class DrafterPool:
             return drafts
         begin = time.perf_counter()
         size = PassSize(sum(len(plan.tokens) for plan in plans), sum(plan.last for plan in plans))
-        for member, own in _by_member(asking, free=True):
-            self._ask(member, own, [each.budget for each in own], policy)
+        self._ask_free(asking, size, policy)
         self._ask_costly(asking, size, policy)
         merged = [self._merged(each) for each in asking]
         if policy is not None:
@@ -105,6 +104,19 @@ class DrafterPool:
         for each, draft in zip(asking, merged, strict=True):
             drafts[each.place] = draft
         return drafts
+
+    def _ask_free(self, asking: Seq[_Asking], size: PassSize, policy: DraftingPolicy | None) -> None:
+        """The drafters that run no model, where that pays for batches of this size, or the caller told what comes."""
+        members = _by_member(asking, free=True)
+        told = any(each.seq.prediction or each.seq.matcher is not None for each in asking)
+        if not members or (policy is not None and not policy.asks_free(len(asking)) and not told):
+            return
+        begin = time.perf_counter()
+        for member, own in members:
+            self._ask(member, own, [each.budget for each in own], policy)
+        if policy is not None:
+            seconds = time.perf_counter() - begin
+            policy.learn_free(len(asking), [each.drafts for each in asking], size, seconds)
 
     def _ask_costly(self, asking: Seq[_Asking], size: PassSize, policy: DraftingPolicy | None) -> None:
         """The drafters whose drafts cost something, each for the sequences for which that pays."""
@@ -137,12 +149,14 @@ class DrafterPool:
             unread = 0 if policy is None or member.is_free else sum(map(member.unread, seqs))
             begin = time.perf_counter()
             drafts = self._checked(member.propose(seqs, budgets), seqs, budgets)
+            seconds = time.perf_counter() - begin
             if policy is not None and not member.is_free:
-                policy.learn_cost(member, time.perf_counter() - begin, drafts, unread)
+                policy.learn_cost(member, seconds, drafts, unread)
         except Exception as error:
             self._leave_out(member, seqs, error)
             return
         for (each, _), draft in zip(asked, drafts, strict=True):
+            each.seq.stats.ask(member.name, seconds / len(asked))
             if draft:
                 if not draft.acceptance and policy is not None:
                     draft = replace(draft, acceptance=policy.stated(member, draft))

@@ -11,13 +11,14 @@ What does not pay is tried again now and then, for a bounded share of the time o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence as Seq
 from dataclasses import dataclass
 
 from outrider.core.draft import ROOT, Draft, judged_tree
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Drafter
-from outrider.engine.cost import PassCost, smoothed
+from outrider.engine.cost import SMOOTHING, PassCost, smoothed
 from outrider.engine.throughput import ThroughputTrial
 
 # Factor by which a record fades with every draft: it is an average over about the last 20. Chosen by hand.
@@ -26,6 +27,10 @@ FADE = 0.95
 TRIAL_FADE = 0.8
 # Nodes kept and nodes tried that are assumed before any is seen: an acceptance of 0.7, outvoted after a few drafts.
 ASSUMED_KEPT, ASSUMED_TRIED = 2.8, 4.0
+# Standard deviations by which what a drafter brings is believed to be better than seen, over all its drafts so far: by
+# two wrong guesses at first a draft model that paid was given up, and the text that it then had to read made every
+# later try too dear (LOG, 2026-11-17, a draft model that was never asked again).
+OPTIMISM = 1.0
 # Tokens that a draft of a head brings, and the drafts that this counts for, before any is seen.
 ASSUMED_TOKENS, ASSUMED_DRAFTS = 1.5, 4.0
 # Tokens that a draft is never expected to bring less of, so that shares of it can be told.
@@ -38,8 +43,13 @@ ASSUMED_READ = 0.3
 ASSUMED_PROMPT = 0.05
 # Drafts of which the shortest counts: the first ones also fill caches and allocate memory.
 FIRST_DRAFTS = 4
+# Drafts of lookups in batches of one size after which it counts whether they pay.
+FIRST_FREE = 8
 # Tokens to be read from which on asking a drafter counts as its start and not as the cost of a draft.
 START = 16
+# Tokens that a request is assumed to write before any has ended: without it a head waited in the first request until it
+# had written as much as its prompt takes to read (LOG, 2026-11-17, why auto was slower than the head).
+ASSUMED_LENGTH = 64.0
 # Share of a request's time that may go into drafts that are not expected to pay, so that a change is noticed.
 EXPLORATION = 0.015
 # Tokens of a sequence up to which a row costs the same: each doubling of the length has a cost curve of its own.
@@ -85,6 +95,7 @@ class DrafterRecord:
         self.read = 0.0  # seconds of reading a token; 0: not measured
         self.nodes = 1.0  # of a draft that go into the pass, on average
         self.trial = False  # whether it was last asked only to see whether it pays now
+        self._outcomes = 0  # drafts that were judged, of all time
 
     def acceptance(self, depth: int) -> float:
         """The probability that a node at this depth is kept if its parent is."""
@@ -95,6 +106,11 @@ class DrafterRecord:
         """Tokens that a draft brings, where nothing else was guessed."""
         return max(self._tokens / self._drafts, LEAST_TOKENS)
 
+    @property
+    def doubt(self) -> float:
+        """How much more than seen a share of kept nodes may well be, while few drafts have been judged."""
+        return OPTIMISM * 0.5 / math.sqrt(ASSUMED_TRIED + self._outcomes)
+
     def seconds(self, seqs: int) -> float | None:
         """Of asking it for one of so many sequences; None: not measured."""
         bits = seqs.bit_length()
@@ -102,6 +118,7 @@ class DrafterRecord:
 
     def learn(self, draft: Draft, written: Seq[int]) -> None:
         """How often its nodes are kept, by depth; a node was tried if its parent was kept."""
+        self._outcomes += 1
         fade, depths = TRIAL_FADE if self.trial else FADE, draft.depths()
         tried: dict[int, bool] = {}
         for node, kept in judged_tree(draft.tokens, draft.parents, written):
@@ -128,6 +145,28 @@ class DrafterRecord:
         self.read = smoothed(self.read, seconds) if self.read else seconds
 
 
+class FreeDrafts:
+    """Whether the drafters that run no model are worth asking, by what that takes and saves: with many sequences a row
+    costs so much that hardly any guess pays, and their lookups together take a tenth of a pass."""
+
+    def __init__(self) -> None:
+        self._asked = self._passed = 0  # times that they were asked; passes since then
+        self.saved = self.spent = 0.0  # seconds, averages over their drafts
+
+    def pay(self, seconds: float) -> bool:
+        """Now, in a pass of so many seconds. If not, they are tried as often as a bounded share of the time allows."""
+        self._passed += 1
+        if self._asked < FIRST_FREE or self.saved > self.spent:
+            return True
+        return self._passed * EXPLORATION * seconds >= self.spent
+
+    def learn(self, saved: float, spent: float) -> None:
+        fade = FADE if self._passed == 1 else TRIAL_FADE
+        self._asked, self._passed = self._asked + 1, 0
+        self.saved += (1.0 - fade) * (saved - self.saved)
+        self.spent += (1.0 - fade) * (spent - self.spent) if self._asked > 1 else spent
+
+
 class DraftingPolicy:
     """Drafters are told apart by their identity."""
 
@@ -137,9 +176,10 @@ class DraftingPolicy:
         self.trial = ThroughputTrial()  # whether to draft at all in large batches on a device
         self._costs = {0: self.cost}  # by the bits of that length
         self._records: dict[Hashable, DrafterRecord] = {}
+        self._free: dict[int, FreeDrafts] = {}  # by the bits of the number of sequences
         self._explored: dict[int, float] = {}  # by sequence: seconds of drafts that were not expected to pay
         self._prompt = 0.0  # seconds of the target for a token of a prompt; 0: not measured
-        self._length = 0.0  # tokens that sequences write, on average
+        self._length = ASSUMED_LENGTH  # tokens that sequences write, on average
 
     def use_length(self, tokens: int) -> None:
         """Sequences of this mean length run now: each row of a pass looks at all tokens before it."""
@@ -150,6 +190,15 @@ class DraftingPolicy:
         self.cost = self._costs[bits]
 
     # Which drafters are asked.
+
+    def asks_free(self, seqs: int) -> bool:
+        """Whether the drafters that run no model are asked for so many sequences."""
+        return self._free.setdefault(seqs.bit_length(), FreeDrafts()).pay(self.cost.at(seqs))
+
+    def learn_free(self, seqs: int, drafts: Seq[Seq[Draft]], size: PassSize, seconds: float) -> None:
+        """What asking them took, and what their drafts are expected to save over a pass without any."""
+        plan, plain = self.expected(drafts, size), self.cost.at(size.writing)
+        self._free[seqs.bit_length()].learn(plan.tokens / size.writing * plain - plan.seconds, seconds)
 
     def expected(self, free: Seq[Seq[Draft]], size: PassSize) -> PassPlan:
         """The pass with what was guessed for nothing: for each sequence, the drafts of it."""
@@ -180,15 +229,18 @@ class DraftingPolicy:
     def _paid(
         self, drafter: Drafter, seqs: Seq[Sequence], budgets: Seq[int], chances: Seq[float], plan: PassPlan
     ) -> list[int]:
-        asked = []
+        asked, record = [], self.record(drafter)
         for seq, budget, chance in zip(seqs, budgets, chances, strict=True):
             start = self._start(drafter, seq) / self._steps_left(seq)
-            length, profit = self._best(drafter, len(seqs), budget, chance, plan)
+            length, profit = self._best(drafter, len(seqs), budget, chance, plan, 0.0 if start else record.doubt)
             asked.append(length if profit > start else 0)
         return asked
 
-    def _best(self, drafter: Drafter, seqs: int, most: int, chance: float, plan: PassPlan) -> tuple[int, float]:
-        """The number of nodes to ask for, and the seconds that such a draft is expected to save."""
+    def _best(
+        self, drafter: Drafter, seqs: int, most: int, chance: float, plan: PassPlan, doubt: float
+    ) -> tuple[int, float]:
+        """The number of nodes to ask for, and the seconds that such a draft is expected to save. `doubt`: how much more
+        often its first node may be kept than was seen."""
         record, each = self.record(drafter), self._seconds(drafter, seqs)
         worth = plan.seconds / plan.tokens  # of a token
         if drafter.reports_acceptance:
@@ -197,7 +249,7 @@ class DraftingPolicy:
         best, profit, reach = 0, 0.0, chance
         saved = 0.0
         for depth in range(1, most + 1):
-            reach *= record.acceptance(depth)
+            reach *= min(1.0, record.acceptance(depth) + (doubt if depth == 1 else 0.0))
             saved += reach * worth - each
             if (after := saved - self._rows(plan.rows, seqs, depth)) > profit:
                 best, profit = depth, after
@@ -238,6 +290,8 @@ class DraftingPolicy:
         unread = drafter.unread(seq)
         if unread < START:
             return 0.0
+        if not self.cost.known:  # what a pass takes is not in seconds yet
+            return math.inf
         prompt = self._prompt or ASSUMED_PROMPT * self.cost.at(1)
         return unread * (self.record(drafter).read or ASSUMED_READ * prompt)
 
@@ -316,7 +370,7 @@ class DraftingPolicy:
     def end(self, seq: Sequence) -> None:
         """The sequence has ended."""
         self._explored.pop(seq.id, None)
-        self._length += (len(seq.output) - self._length) * 0.1 if self._length else len(seq.output)
+        self._length += (len(seq.output) - self._length) * SMOOTHING
 
     def forget(self, drafter: Hashable) -> None:
         """A drafter is gone, known by its identity."""

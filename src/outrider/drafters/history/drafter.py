@@ -34,9 +34,10 @@ class History(Drafter):
     class Options:
         length: int = 16  # tokens of a path of the draft, at most
         width: int = 2  # continuations of one node, at most; 1: every draft is a chain
+        own: bool = True  # copy from the request's own prompt even where no other text is there
 
     def __init__(self, options: Options, context: BuildContext) -> None:
-        for name, value in vars(options).items():
+        for name, value in (("length", options.length), ("width", options.width)):
             if value < 1:
                 raise OutriderError(f"history:{name} must be at least 1, not {value}")
         self._options, self._store = options, context.histories
@@ -47,6 +48,8 @@ class History(Drafter):
 
     def _propose(self, seq: Sequence, budget: int) -> Draft:
         state = self._states.get(seq.id) or self._begin(seq)
+        if state.history.index.written == state.only:
+            return EMPTY
         state.matched, state.rows = state.history.index.continuations(seq.tokens, self._options.length)
         state.length = len(seq.tokens)
         if not state.rows or budget < 1:
@@ -54,9 +57,11 @@ class History(Drafter):
         return grown(state.rows, state.matched, state.calibration, budget, self._options.width)
 
     def _begin(self, seq: Sequence) -> _HistoryState:
+        empty = not self._store.of(seq.tenant).index.written
         self._store.add(seq.tenant, seq.tokens[: seq.prompt], seq.prompt)
         history = self._store.of(seq.tenant)
-        state = self._states[seq.id] = _HistoryState(seq, history, MatchCalibration(history.calibration))
+        only = history.index.written if empty and not self._options.own else -1
+        state = self._states[seq.id] = _HistoryState(seq, history, MatchCalibration(history.calibration), only)
         return state
 
     def observe(self, step: Step) -> None:
@@ -64,7 +69,7 @@ class History(Drafter):
         state = self._states.get(step.seq.id)
         if state is None or step.verdict is None:
             return
-        rows = state.rows
+        rows, state.rows = state.rows, []  # judged: it may not be asked for the next step
         for depth, token in enumerate(step.seq.tokens[state.length :]):
             groups = _groups(rows, depth)
             if not groups:
@@ -86,6 +91,7 @@ class _HistoryState:
     seq: Sequence
     history: TenantHistory
     calibration: MatchCalibration
+    only: int  # places of the history while its prompt is the only text, and not to be copied from; else -1
     rows: Rows = field(default_factory=list)  # of the last lookup
     matched: int = 0  # tokens that matched then
     length: int = 0  # tokens that were committed then

@@ -50,14 +50,14 @@ class SuffixIndex:
         self._tokens = np.full(capacity, GAP, np.int32)
         self._back = [np.zeros(capacity, np.uint32) for _ in ORDERS]  # to the suffix before in the same bucket; 0: none
         self._heads = [np.zeros(1 << bits, np.uint32) for _ in ORDERS]  # where the last suffix ended, as a position + 1
-        self._written = 0  # places in all, since the beginning; the position of the next one
+        self.written = 0  # places in all, since the beginning; the position of the next one
         # the same memory, of which single values are read several times as fast
         self._text = self._tokens.data
         self._chains = [(k, h.data, b.data) for k, h, b in zip(ORDERS, self._heads, self._back, strict=True)]
 
     def __len__(self) -> int:
         """Places that hold something."""
-        return min(self._written, self.capacity)
+        return min(self.written, self.capacity)
 
     @property
     def nbytes(self) -> int:
@@ -72,18 +72,18 @@ class SuffixIndex:
 
     def write(self, tokens: Tokens) -> None:
         """Take in texts, each with a gap after it: at most `capacity` places."""
-        start = self._written % self.capacity
+        start = self.written % self.capacity
         if start + len(tokens) > self.capacity:  # texts lie in one piece, so the end of the ring stays empty
             self._tokens[start:] = GAP
-            self._written += self.capacity - start
+            self.written += self.capacity - start
             start = 0
         self._tokens[start : start + len(tokens)] = tokens
         self._link(tokens, start)
-        self._written += len(tokens)
+        self.written += len(tokens)
 
     def tokens(self) -> Tokens:
         """All texts, the oldest first, each with a gap after it."""
-        start = self._written % self.capacity if self._written > self.capacity else 0
+        start = self.written % self.capacity if self.written > self.capacity else 0
         return np.concatenate([self._tokens[start:], self._tokens[:start]])[: len(self)]
 
     def continuations(self, tokens: Seq[int], length: int) -> tuple[int, list[list[int]]]:
@@ -117,7 +117,7 @@ class SuffixIndex:
     def _places(self, level: int, bucket: int, wanted: Seq[int]) -> list[int]:
         """Where a suffix ended, the latest first."""
         order, heads, back = self._chains[level]
-        held, newest, capacity, text = len(self), self._written - 1, self.capacity, self._text
+        held, newest, capacity, text = len(self), self.written - 1, self.capacity, self._text
         age = (newest + 1 - heads[bucket]) & WRAP  # places that were written after it
         found: list[int] = []
         last = wanted[-1]  # in most suffixes of the same bucket that are others, it is another
@@ -185,7 +185,7 @@ class SuffixIndex:
 
     def _chain(self, level: int, ends: NDArray[np.int64], buckets: NDArray[np.int64], start: int) -> None:
         """Put suffixes that end at `start + ends` to the heads of the chains of their buckets."""
-        heads, back, written = self._heads[level], self._back[level], self._written
+        heads, back, written = self._heads[level], self._back[level], self.written
         order = np.argsort(buckets, kind="stable")  # suffixes of one bucket side by side, the oldest of them first
         buckets, ends = buckets[order], ends[order]
         first = np.concatenate([[True], buckets[1:] != buckets[:-1]])

@@ -41,6 +41,7 @@ def metrics(stats: Stats, speedup: float | None) -> Json:
         "estimated_speedup": speedup,
         "by_depth": {str(depth): counts for depth, counts in stats.by_depth.items()},
         "by_drafter": stats.by_drafter,
+        "asked": stats.asked,
         "seconds": {phase: round(seconds, 6) for phase, seconds in stats.seconds.items()},
     }
 

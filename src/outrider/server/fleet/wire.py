@@ -87,7 +87,7 @@ def stats_from_json(fields: Mapping[str, Any]) -> Stats:
     values = dict(fields)
     for key in ("drafted_by_depth", "accepted_by_depth"):
         values[key] = Counter({int(depth): count for depth, count in fields[key].items()})
-    for key in ("drafted_by_drafter", "accepted_by_drafter"):
+    for key in ("drafted_by_drafter", "accepted_by_drafter", "asked_by_drafter"):
         values[key] = Counter(fields[key])
     return Stats(**values)
 

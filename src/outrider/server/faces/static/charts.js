@@ -1,4 +1,4 @@
-// Two small charts, drawn anew as tokens come: what was kept by depth, and tokens over time.
+// Small charts, drawn anew as tokens come: what was kept by depth, who was asked for drafts, and tokens over time.
 
 import { drawing } from "./dom.js";
 
@@ -29,6 +29,33 @@ function bar([depth, kept, drafted], step, scale, roomy) {
   const top = BASE - Math.max(kept, drafted ?? 0) * scale - 4;
   const share = drafted ? Math.round((100 * kept) / drafted) : kept;
   return [...parts, letters(x + width / 2, top, share), letters(x + width / 2, BASE + 13, depth)];
+}
+
+// Two bars for each drafter: its share of the time that asking took, and of the tokens that were kept. The server tells
+// both at the end; a drafter whose upper bar is the longer one costs more than the others for what it brings.
+export function drawAsked(figure, meter) {
+  const rows = meter?.asked() ?? [];
+  figure.hidden = !rows.length;
+  if (!rows.length) return;
+  const wide = widthOf(figure, 272), left = 84, right = wide - 96;
+  const sum = (place) => Math.max(1e-9, rows.reduce((all, row) => all + row[place], 0));
+  const [seconds, kept] = [sum(2), sum(4)];
+  const parts = rows.flatMap(([name, steps, took, drafted, brought], i) => {
+    const y = 6 + i * 30;
+    const block = (kind, share, top) =>
+      drawing("rect", { class: kind, x: left, y: top, width: Math.max(1, share * (right - left)), height: 9 });
+    return [
+      letters(0, y + 9, name, "start"),
+      letters(0, y + 21, `${steps} steps`, "start"),
+      block("drafted", took / seconds, y),
+      letters(wide, y + 9, `${(1000 * took).toFixed(1)} ms`, "end"),
+      block("hit", brought / kept, y + 12),
+      letters(wide, y + 21, `${brought} of ${drafted} kept`, "end"),
+    ];
+  });
+  const words = rows.map(([name, steps, took, drafted, brought]) =>
+    `${name}: asked in ${steps} steps, ${(1000 * took).toFixed(1)} ms, ${brought} of ${drafted} tokens kept`);
+  put(figure, wide, 10 + rows.length * 30, words.join("; "), parts);
 }
 
 // Lines: tokens over seconds, plain and drafted; the steeper one is the faster one.

@@ -1,6 +1,6 @@
 // The figures beside an answer, live.
 
-import { drawDepths } from "./charts.js";
+import { drawAsked, drawDepths } from "./charts.js";
 import { byId, element, perFrame } from "./dom.js";
 import { figure, speed } from "./meter.js";
 import { hue } from "./tokens.js";
@@ -33,6 +33,7 @@ export class Figures {
     byId("numbers").replaceChildren(...pairs);
     drawDepths(byId("depths"), meter);
     this.legend(meter);
+    drawAsked(byId("asked"), meter);
   }
 
   legend(meter) {

@@ -1,5 +1,7 @@
 // What one answer has shown so far: how many tokens, how fast, who wrote them, and how deep drafts were kept.
 
+const LEAST = 0.001; // seconds: a drafter that drafted nothing and took less is not shown
+
 export class Meter {
   constructor(now = performance.now()) {
     this.begin = now;
@@ -49,6 +51,15 @@ export class Meter {
   }
 
   get perStep() { return this.steps ? this.tokens / this.steps : null; }
+
+  // [drafter, steps in which it was asked, seconds, drafted, kept], of the drafters that took time or brought something.
+  asked() {
+    const told = this.totals?.asked ?? {}, nodes = this.totals?.by_drafter ?? {};
+    const names = [...new Set([...Object.keys(nodes), ...Object.keys(told)])];
+    return names
+      .map((name) => [name, told[name]?.steps ?? 0, told[name]?.seconds ?? 0, nodes[name]?.drafted ?? 0, nodes[name]?.accepted ?? 0])
+      .filter(([, , seconds, drafted]) => drafted || seconds >= LEAST);
+  }
 
   // [depth, kept, drafted or null], from depth 1 down.
   depths() {
