@@ -40,8 +40,8 @@ def provenance(out):
     return json.loads((out / "provenance.json").read_text())
 
 
-@pytest.mark.parametrize(("kind", "drafter"), [("eagle", "eagle:head="), ("medusa", "medusa:head=")])
-def test_a_head_learns(kind, drafter, calm_folder, prompt_file, tmp_path, capsys):
+@pytest.mark.parametrize("kind", ["eagle", "block", "medusa"])
+def test_a_head_learns(kind, calm_folder, prompt_file, tmp_path, capsys):
     out = tmp_path / "head"
     assert train(kind, calm_folder, out, "--tokens", 2000, "--epochs", 10, "--prompts", prompt_file) == 0
     losses = [line["loss"] for line in log(out)]
@@ -56,7 +56,7 @@ def test_a_head_learns(kind, drafter, calm_folder, prompt_file, tmp_path, capsys
     shown = capsys.readouterr().out
     assert f"{first:.2f}" in shown
     assert f"{first:.2f}" in (out / f"{results.TABLE}.md").read_text()
-    with LLM(str(calm_folder), draft=f"{drafter}{out}", pace=False) as llm:
+    with LLM(str(calm_folder), draft=f"{kind}:head={out}", pace=False) as llm:
         asked = [["the red fox", "the blue fox and the sea", "count the stars, one, two", "a river"]]
         speculative, plain = (
             llm.generate(*asked, SamplingParams(max_tokens=40), **more) for more in ({}, {"draft": "none"})
@@ -227,7 +227,7 @@ def refused(capsys, *args):
 def test_what_cannot_be_trained_is_refused(calm_folder, tiny_stranger, prompt_file, tmp_path, capsys):
     out = tmp_path / "out"
     model = ("--model", calm_folder, "--out", out)
-    assert "known: eagle, medusa, draft" in refused(capsys, "lookahead", *model)
+    assert "known: eagle, block, medusa, draft" in refused(capsys, "lookahead", *model)
     assert "no run to go on with" in refused(capsys, "eagle", "--out", out, "--resume")
     assert "--reads takes" in refused(capsys, "eagle", *model, "--reads", "a")
     assert "--draft-vocab takes" in refused(capsys, "eagle", *model, "--draft-vocab", "some")
