@@ -22,7 +22,7 @@ from outrider.train.data.corpus import FOLDER
 from outrider.train.teacher import Teacher
 from outrider.train.tune_tree import rates
 
-QUICK = ("--batch-tokens", "512", "--rate", "0.1", "--unroll", "3", "--writers", "16")
+QUICK = ("--batch-tokens", "512", "--rate", "0.1", "--unroll", "3", "--block", "3", "--writers", "16")
 
 
 def train(kind, model, out, *more):
@@ -50,6 +50,9 @@ def test_a_head_learns(kind, calm_folder, prompt_file, tmp_path, capsys):
     untrained, trained = said["figures"]["live"][0][1], said["figures"]["tokens_per_pass"]
     first = next(iter(trained.values()))["all"]["tokens_per_pass"]
     assert first > untrained + 0.1
+    held = [entry[3] for entry in said["figures"]["held_out"]]  # tokens per pass, from hits
+    assert max(held[len(held) // 2 :]) > held[0] + 0.1
+    assert log(out)[said["figures"]["best_step"] - 1]["held_hit1"] > log(out)[4]["held_hit1"]
     assert said["steps"] == said["planned_steps"] == len(losses)
     assert str(tmp_path) not in json.dumps(said)  # no paths of this machine
     assert f"train {kind} --model calm --out head" in said["command"]
@@ -103,6 +106,8 @@ def test_killed_and_resumed_it_goes_on_exactly(calm_folder, prompt_file, tmp_pat
     assert process.returncode == -signal.SIGKILL
     before = len(log(out))
     assert 0 < before < len(whole)
+    model = load(str(calm_folder), LoadOptions(torch.device("cpu"), torch.float32, 1 << 28)).model
+    heads.read(out, model)  # what is there can be used
     assert resume(out) == 0
     assert log(out) == whole
     assert (out / "model.safetensors").read_bytes() == weights
@@ -231,6 +236,9 @@ def test_what_cannot_be_trained_is_refused(calm_folder, tiny_stranger, prompt_fi
     assert "no run to go on with" in refused(capsys, "eagle", "--out", out, "--resume")
     assert "--reads takes" in refused(capsys, "eagle", *model, "--reads", "a")
     assert "--draft-vocab takes" in refused(capsys, "eagle", *model, "--draft-vocab", "some")
+    assert "--sequential takes" in refused(capsys, "block", *model, "--sequential", "some")
+    assert "--block must be" in refused(capsys, "block", *model, "--block", "1")
+    assert "give one of them" in refused(capsys, "block", *model, "--about", prompt_file, "--prompts", prompt_file)
     few = tmp_path / "few.txt"
     few.write_text("a\nb\n")
     assert "too few" in refused(capsys, "eagle", *model, "--prompts", few)

@@ -14,7 +14,7 @@ from outrider.train.checkpoint import TrainingState
 from outrider.train.held_out import HeldOut, tokens_per_pass
 from outrider.train.loop import LossLog
 
-LOOKS_AT_HELD_OUT = 40  # times in a run; on a GPU every ten seconds or so of ten minutes
+LOOKS_AT_HELD_OUT = 25  # times in a run: each takes a second or so on a GPU, a twentieth of ten minutes in all
 BEFORE_PLANNED = 100  # steps between two looks while the number of steps is not known yet
 FEWEST_STEPS = 5  # between two looks: one takes as long as a step or two
 # Share by which training may gain more than held-out texts before that is said: half of the gap of a head that had
