@@ -7,12 +7,14 @@ import torch
 from tiny import VOCAB, block_head, family, lesson, new_heads, parts, prompts, run
 
 from outrider import drafters
+from outrider.core.dice import Dice
 from outrider.core.errors import OutriderError
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.block.head import BlockHead
 from outrider.drafters.block.runner import BlockRunner
 from outrider.drafters.heads import files
+from outrider.drafters.heads.chooser import Chooser, offers_with_noise
 from outrider.train import block
 
 FORMS = {
@@ -130,6 +132,22 @@ def test_what_cannot_be_a_block_head_is_refused(model, tmp_path):
         drafters.build("block:head=eagle", context)
     with pytest.raises(OutriderError, match="holds"):
         drafters.build("eagle:head=block", context)
+
+
+def test_rows_with_shared_noise_are_offered_as_one_by_one(model):
+    """Chains and trees of requests that share the target's noise are chosen together: the same tokens as each alone."""
+    torch.manual_seed(3)
+    params = SamplingParams(temperature=0.8, max_tokens=9)
+    seqs = [Sequence(i, prompt, params, dice=Dice(5, i), rule="coupled") for i, prompt in enumerate(prompts(3))]
+    choosers, ids = [Chooser(seq, 5, False) for seq in seqs], torch.arange(0, VOCAB, 2)
+    assert all(chooser.shares_noise for chooser in choosers)
+    logits = torch.randn(6, len(ids)) * 3
+    tokens, logarithms = offers_with_noise(choosers, logits, ids, 2, 4)
+    for row in range(6):
+        full = torch.full((VOCAB,), float("-inf")).index_copy_(0, ids, logits[row])
+        alone, values = choosers[row // 2].offers(full, [1, 2], 4)
+        assert tokens[row].tolist() == alone.tolist()
+        torch.testing.assert_close(logarithms[row], values, rtol=1e-3, atol=1e-4)
 
 
 def test_a_chain_is_as_long_as_the_block(model):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
@@ -14,8 +15,9 @@ from outrider.drafters.base import BuildContext
 from outrider.drafters.block.head import BlockHead
 from outrider.drafters.block.runner import BlockRunner
 from outrider.drafters.confidence import StatedCalibration
-from outrider.drafters.eagle.drafter import Eagle
+from outrider.drafters.eagle.drafter import NEVER, Eagle
 from outrider.drafters.eagle.runner import HeadOutput, gathered
+from outrider.drafters.heads.chooser import Chooser, offers_with_noise
 from outrider.drafters.heads.kinds import BLOCK
 from outrider.models.base import Readable
 
@@ -65,6 +67,22 @@ class BlockDrafter(Eagle):
     @classmethod
     def build(cls, options: Options, context: BuildContext) -> BlockDrafter:  # type: ignore[override]
         return cls(options, context)
+
+    def _choose(self, choosers: Seq[Chooser], logits: Tensor) -> None:
+        """One more token for each; those that share the target's noise all at once."""
+        if not all(chooser.shares_noise for chooser in choosers):
+            super()._choose(choosers, logits)
+            return
+        tokens, logarithms = offers_with_noise(choosers, logits, self._ids, len(choosers[0].tokens), 1)
+        chosen = zip(choosers, tokens[:, 0].tolist(), logarithms[:, 0].exp().tolist(), strict=True)
+        for chooser, token, stated in chosen:
+            chooser.put(token, stated)
+
+    def _offers(self, choosers: Seq[Chooser], logits: Tensor, paths: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        if not all(chooser.shares_noise for chooser in choosers):
+            return super()._offers(choosers, logits, paths, width)
+        tokens, logarithms = offers_with_noise(choosers, logits, self._ids, paths.shape[1], width)
+        return tokens, logarithms.nan_to_num(NEVER)  # what overflowed is never kept
 
     def _take_in(self, seqs: Seq[Sequence], keep: int) -> HeadOutput:
         """Where no draft follows, no block is run."""
