@@ -4,7 +4,8 @@
         [--prompts spec_bench.jsonl] [--tokens 128] [--limit N] [--sampled-limit N] [--out DIR] [--device cuda]
 
 `--head eagle=` is the head that is shipped for the model. `--limit` takes that many prompts of each kind, and
-`--sampled-limit` does at temperature 1. The table is printed as it grows, and written to head_table.json and head_table.md.
+`--sampled-limit` does at temperature 1. The table is printed as it grows, and written to head_table.json and
+head_table.md.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from outrider.drafters.base import BuildContext
 from outrider.drafters.block.head import BlockHead
 from outrider.drafters.block.runner import BlockRunner
 from outrider.drafters.confidence import StatedCalibration
-from outrider.drafters.eagle.drafter import NEVER, Eagle
+from outrider.drafters.eagle.drafter import NARROW, NEVER, STOP, Eagle
 from outrider.drafters.eagle.runner import HeadOutput, gathered
 from outrider.drafters.heads.chooser import Chooser, offers_with_noise
 from outrider.drafters.heads.kinds import BLOCK
@@ -35,12 +35,10 @@ class BlockDrafter(Eagle):
         length: int = 0  # of a chain, or how deep a tree may be; 0: as long as the head's block
         tree: int = 0  # nodes; 0: a chain
         width: int = 6  # nodes of a tree that are followed at each depth
-        stop: float = -1.0  # end below nodes less likely to be reached; -1: never
-        vocab: int = 0  # write only the first tokens of its vocabulary; 0: all
+        stop: float = -1.0  # end below nodes less likely to be reached; -1: 0.4 beside a packed target, else 0
+        vocab: int = 0  # write only the first tokens of its vocabulary; 0: 8192 beside a packed target, else all
         greedy: bool = False  # guess the likeliest token even where the request samples
-        quantize: Literal["auto", "none", "int8", "int4"] = (
-            "auto"  # its output matrix; auto: int4 beside a packed target
-        )
+        quantize: Literal["auto", "none", "int8", "int4"] = "auto"  # auto: int4 beside a packed target
 
     def __init__(self, options: Options, context: BuildContext) -> None:
         _check(options)
@@ -54,12 +52,12 @@ class BlockDrafter(Eagle):
         self._options: BlockDrafter.Options = options  # type: ignore[assignment]
         self._seen = context.target.length
         self._length = min(options.length or head.config.block, head.config.block)
-        if options.vocab:
-            head.narrow(options.vocab)
+        if options.vocab or target.packed:
+            head.narrow(options.vocab or NARROW)
         self.layers = head.config.layers
         self._places = _places(head, target, context.cache_bytes)
         self._runner: BlockRunner = BlockRunner(head, target, self._length, options.quantize)  # type: ignore[assignment]
-        self._loop, self._stop = None, max(0.0, options.stop)
+        self._loop, self._stop = None, options.stop if options.stop >= 0.0 else STOP if target.packed else 0.0
         self._ids, self._vocab = head.draft_ids.to(target.device), target.vocab_size
         self._states = {}
         self._guessing, self._drawing = StatedCalibration(), StatedCalibration()

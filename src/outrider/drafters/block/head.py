@@ -132,7 +132,8 @@ class SequentialPart(nn.Module):
 
     def reduced(self, embedded: Tensor) -> Tensor:
         """[..., hidden] embeddings of the target -> [..., rank], what stands for a token."""
-        return self.reduce(F.rms_norm(embedded.float(), embedded.shape[-1:]).to(self.reduce.weight.dtype))
+        normed = F.rms_norm(embedded.float(), embedded.shape[-1:])
+        return self.reduce(normed.to(embedded.dtype))
 
     def step(self, state: Tensor, before: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
         """g [..., rank] and the next state, from the state [..., rank], the token before and the slot's own state."""
@@ -212,7 +213,8 @@ class BlockHead(nn.Module):
         """[..., layers, hidden] residuals of the target -> [..., hidden], of which keys and values are made."""
         if self.config.starts:
             hidden = torch.stack([norm(x) for norm, x in zip(self.fc_norm, hidden.unbind(-2), strict=True)], -2)
-        return self.hidden_norm(self.fc(hidden.flatten(-2).to(self.fc.weight.dtype))).to(self.fc.weight.dtype)
+        dtype = self.hidden_norm.weight.dtype
+        return self.hidden_norm(self.fc(hidden.flatten(-2).to(dtype))).to(dtype)
 
     def begin(self, newest: Tensor, last: Tensor, unknown: Tensor, count: int) -> Tensor:
         """[count, ..., hidden] the slots as they begin. `newest`: the target's newest state, joined; `last`,

@@ -6,32 +6,37 @@ from collections.abc import Sequence as Seq
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.drafters.block.head import BlockAttention, BlockHead, BlockNorm
 from outrider.drafters.eagle.runner import HeadOutput
 from outrider.drafters.eagle.torch_runner import Slots
-from outrider.drafters.heads.output import OutputMatrix, bits
+from outrider.drafters.heads.output import OutputMatrix, bits, pack
 from outrider.models.base import Readable
+from outrider.models.native.packed import packable
 from outrider.models.rope import rotate
 
 _POSITIONS = 1024  # positions of the rotary tables to begin with
 
 
 class BlockRunner:
-    """In torch, on any device, in the target's own dtype. `extend` runs the block; `step` goes one slot further along
-    some paths of it, for which only the sequential part is run."""
+    """In torch, on any device, in the target's own dtype; beside a packed target its matrices are packed, too.
+
+    `extend` runs the block; `step` goes one slot further along some paths of it, for which only the sequential part is
+    run."""
 
     def __init__(self, head: BlockHead, target: Readable, length: int, quantize: str = "none") -> None:
         """`length`: slots that are run, at most those of the head."""
-        config = self.config = head.config
-        self._device, self._count = target.device, length
+        config, count = head.config, bits(quantize, target)
+        self.config, self._device, self._count = config, target.device, length
         self._dtype = target.embed(torch.zeros(1, dtype=torch.long, device=self._device)).dtype
         self._head = head.to(self._device, self._dtype)
         self._embed = head.embed_tokens if config.own_embedding else target.embed
         rows = head.lm_head.weight if config.own_output else target.output_rows(head.draft_ids)
-        self._output = OutputMatrix(rows, bits(quantize, target), self._dtype)
-        self._bias = self._sequential_rows(rows, bits(quantize, target)) if config.rank else None
+        self._output = OutputMatrix(rows, count, self._dtype)
+        self._bias = self._sequential_rows(rows, count) if config.rank else None
+        if count:
+            pack_linears(self._head, count)
         self._slots = Slots((config.depth, config.num_kv_heads, config.head_dim), self._dtype, self._device)
         self._turns = torch.empty(2, 0, config.head_dim)
         self._rows: dict[int, int] = {}  # of each sequence of the last call
@@ -131,6 +136,26 @@ class BlockRunner:
             self._turns = torch.stack(tables).to(self._device, self._dtype)
         cos, sin = self._turns[:, positions]
         return cos, sin
+
+
+class PackedLinear(nn.Module):
+    """A matrix of the head, run by the CPU kernels."""
+
+    def __init__(self, linear: nn.Linear, count: int) -> None:
+        super().__init__()
+        self._packed = pack(linear.weight, count, linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._packed(x.flatten(0, -2).contiguous()).view(*x.shape[:-1], -1)
+
+
+def pack_linears(module: nn.Module, count: int) -> None:
+    """Pack all matrices in `count` bits that the kernels can run; the others stay as they are."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.Linear) and packable(*child.weight.shape):
+            setattr(module, name, PackedLinear(child, count))
+        else:
+            pack_linears(child, count)
 
 
 def _attention(attention: BlockAttention, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
