@@ -1,6 +1,7 @@
 """Block heads: the runner computes what was trained, laws are stated as they are, and files keep a head as it is."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -154,3 +155,37 @@ def test_a_chain_is_as_long_as_the_block(model):
     seqs = [Sequence(i, prompt, SamplingParams(max_tokens=12)) for i, prompt in enumerate(prompts(3))]
     engine = run(model, drafters.build("block:head=block,length=99", parts("llama")), seqs)
     assert len(engine.stats.by_depth) == dict(new_heads(model))["block"].config.block
+
+
+@pytest.mark.parametrize("place", ["m.gguf.outrider-head", "m.outrider-head", "m.outrider-head/block", "heads/block"])
+def test_a_head_beside_the_model_is_found(model, place, tmp_path):
+    path = tmp_path / "m.gguf"
+    path.write_text("")
+    assert files.beside("block", str(path)) is None
+    files.write(made(model, "own"), tmp_path / place, model, "m")
+    assert files.beside("block", str(path)) == tmp_path / place
+    assert files.beside("eagle", str(path)) is None
+    assert isinstance(files.find("block", "", model, str(path)), BlockHead)
+
+
+def test_auto_takes_a_block_head_that_lies_in_the_model_folder(model, tmp_path):
+    folder = tmp_path / "m"
+    files.write(made(model, "own"), folder / "heads" / "block", model, "m")
+    context = replace(parts("llama"), name=str(folder))
+    assert "block" in [member.name for member in drafters.build("auto", context).members]
+    assert drafters.find("auto").share(drafters.parse("auto").options, str(folder)) > 0
+    files.write(dict(new_heads(model))["eagle"], folder / "heads" / "eagle", model, "m")
+    names = [member.name for member in drafters.build("auto", context).members]
+    assert "eagle" in names
+    assert "block" not in names  # the kernels run EAGLE heads faster
+
+
+def test_a_head_beside_the_model_that_does_not_fit_is_an_error(model, tmp_path):
+    folder = tmp_path / "m.outrider-head"
+    files.write(made(model, "own"), folder, model, "m")
+    config = json.loads((folder / "config.json").read_text())
+    config["transformer_layer_config"]["hidden_size"] += 2
+    (folder / "config.json").write_text(json.dumps(config))
+    (tmp_path / "m").mkdir()
+    with pytest.raises(OutriderError, match="hidden numbers"):
+        files.find("block", "", model, str(tmp_path / "m"))

@@ -223,5 +223,4 @@ class BlockHead(nn.Module):
             return torch.stack([last, *[unknown.expand_as(last)] * (count - 1)]).to(newest.dtype)
         normed = F.rms_norm(last.float(), last.shape[-1:]).to(newest.dtype)
         first = newest + self.embed_proj(normed).to(newest.dtype)
-        others = [newest + slot.to(newest.dtype) for slot in self.slots[0, : count - 1]]
-        return torch.stack([first, *others])
+        return torch.stack([first, *(first + slot.to(newest.dtype) for slot in self.slots[0, : count - 1])])
