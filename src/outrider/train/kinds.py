@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from outrider.drafters.block.head import BlockHead
+from outrider.drafters.block.head import BlockHead, Sequential
 from outrider.drafters.eagle.head import EagleHead
 from outrider.drafters.heads import files as heads
 from outrider.drafters.medusa.head import MedusaHead
@@ -42,7 +43,8 @@ def fresh(job: TrainingJob, target: Target, draft_ids: Tensor | None, longest: i
     if job.kind == "medusa":
         return medusa.fresh(target, draft_ids, job.heads, layers)
     if job.kind == "block":
-        return block.fresh(target, draft_ids, job.reads, layers, job.block, job.inner, job.sequential, job.public)
+        sequential = cast(Sequential, job.sequential)  # checked by the job
+        return block.fresh(target, draft_ids, job.reads, layers, job.block, job.inner, sequential, job.public)
     return eagle.fresh(target, draft_ids, job.reads, layers, inner=job.inner)
 
 

@@ -136,7 +136,7 @@ class ConversationRunner:
 class CorpusWriter:
     """Has the target write conversations; the one with number n is the same in every run of the same seed."""
 
-    def __init__(self, loaded: Loaded, job: TrainingJob, device: str, prompts: Seq[str], about: Seq[str]) -> None:
+    def __init__(self, loaded: Loaded, job: TrainingJob, device: str, prompts: Seq[str], about: Seq[str] = ()) -> None:
         """`prompts`: user turns to answer. `about`: openers of user turns beside ours. Both may be empty."""
         self._chat, self._ends, self._seed = ChatFormat.of(loaded.tokenizer), loaded.ends, job.seed
         self._prompts, self._about, self._mix = prompts, about, mix_for(Path(job.model).name)
