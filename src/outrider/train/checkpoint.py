@@ -27,7 +27,7 @@ class TrainingState:
     planned: int = 0  # steps in all; 0: not known yet
     warm: int = 0  # steps until the rate reaches its peak
     seconds: float = 0.0  # spent so far, in this process and in those before it
-    best: float = 0.0  # tokens per pass on held-out texts, about, where they were most
+    best: float = 0.0  # tokens per pass on held-out texts, about, greedy and drawn, where they were most
     best_step: int = 0  # after which they were
     segments: list[list[int]] = field(default_factory=list)  # [step, waves]: from that step on, the texts of so many
     figures: dict[str, Any] = field(default_factory=dict)  # for the provenance: acceptance, speeds

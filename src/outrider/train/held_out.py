@@ -57,11 +57,12 @@ class HeldOut:
         return {name: float(total / answers.clamp(min=1)) for name, total in sums.items()}
 
 
-def tokens_per_pass(figures: dict[str, float]) -> float:
+def tokens_per_pass(figures: dict[str, float], what: str = "hit") -> float:
     """About how many tokens a pass of the target writes with chains as deep as the student learns, from its hits at
-    each depth: the target's own token, and each node that is reached and right."""
+    each depth (or from what rejection keeps, `keep`): the target's own token, and each node that is reached and right.
+    """
     total = reach = 1.0
     for depth in range(1, DEEPEST + 1):
-        reach *= figures.get(f"hit{depth}", 0.0)
+        reach *= figures.get(f"{what}{depth}", 0.0)
         total += reach
     return total
