@@ -191,13 +191,19 @@ class _TrainingRun:
         if seconds:
             before, begun = texts.info.waves, self._budget.spent
             texts.write(seconds)
-            self._say_texts(texts)
-            state.segments.append([state.step, texts.info.waves])
-            new, every = texts.read(texts.info.waves, before), texts.read(texts.info.waves)
-            learning.order.add(state.step, *(held_out.without(some, learning.held) for some in (new, every)))
+            if texts.info.waves > before:  # else no conversation got far enough
+                self._say_texts(texts)
+                self._learn_also(learning, before)
             loop.plan(state, left - (self._budget.spent - begun))
             self._save(learning.student, learning.optimiser)
         self._divide_at = state.step + max(1, (state.planned - state.step) // DIVISIONS)
+
+    def _learn_also(self, learning: _Learning, before: int) -> None:
+        """From the next step on also the texts of the waves from `before` on."""
+        waves = learning.texts.info.waves
+        self._state.segments.append([self._state.step, waves])
+        new, every = learning.texts.read(waves, before), learning.texts.read(waves)
+        learning.order.add(self._state.step, *(held_out.without(some, learning.held) for some in (new, every)))
 
     def _epochs(self, texts: TextSource) -> float:
         return self._state.step * self._job.batch_tokens / max(texts.info.tokens, 1)
@@ -230,7 +236,8 @@ class _TrainingRun:
                 break
             if learning.texts.grows and loop.seconds and state.step >= self._divide_at and state.step < state.planned:
                 self._divide(learning, loop, budget.left - reserve - pauses)
-        self._progress.look(student, log, budget.spent)
+        if not self._task.stop.is_set():  # a run that goes on looks when it is due
+            self._progress.look(student, log, budget.spent)
         log.flush()
         state.figures |= {"loss": log.curve(), "last": {name: round(v, 4) for name, v in log.recent().items()}}
         state.figures |= {"epochs": round(self._epochs(learning.texts), 2), "best_step": state.best_step}
