@@ -371,7 +371,7 @@ def test_a_job_says_what_is_wrong_with_it():
     assert jobs.TrainingJob("eagle").draft_tokens(300) == 300
     assert jobs.TrainingJob("eagle").draft_tokens(50_000) == 32_768
     assert jobs.TrainingJob("eagle", draft_vocab=-1).draft_tokens(50_000) == 50_000
-    with pytest.raises(OutriderError, match="known: eagle, medusa, draft"):
+    with pytest.raises(OutriderError, match="known: eagle, block, medusa, draft"):
         jobs.TrainingJob("lookahead")
     with pytest.raises(OutriderError, match="--batch-tokens must be at least 64"):
         jobs.TrainingJob("eagle", batch_tokens=1)
