@@ -155,7 +155,7 @@ DRAFTER_WORDS: dict[str, set[str]] = {
     "build.py": {"history"},  # the same setting
     "settings.py": {"ngram"},  # the default
     "llm.py": {"ngram", "prediction"},  # the same default, and the argument of that name
-    "train/": {"eagle", "medusa", "draft_model"},  # what is trained
+    "train/": {"eagle", "block", "medusa", "draft_model"},  # what is trained
     "bench/": {"none", "ngram", "draft_model", "oracle"},  # what is measured, here and at other engines
 }
 DRAFTER_PLACES = {"draft", "drafter", "method", "name", "spec"}  # names that hold a drafter's name or spec

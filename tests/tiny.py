@@ -15,6 +15,7 @@ from outrider.core.draft import Draft
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext, Drafter
+from outrider.drafters.block.head import BlockConfig, BlockHead
 from outrider.drafters.eagle.head import EagleConfig, EagleHead
 from outrider.drafters.history.store import HistoryStore
 from outrider.drafters.medusa.head import MedusaConfig, MedusaHead
@@ -153,6 +154,9 @@ def new_heads(model):
     yield "eagle", eagle_head(model)
     yield "eagle_cut", eagle_head(model, every_other, depth=2, norm_output=True)
     yield "eagle_1", eagle_head(model, layers=())
+    yield "block", block_head(model)
+    yield "block_public", block_head(model, every_other, starts=False, causal=False, qk_norm=True, sequential="gated")
+    yield "block_bare", block_head(model, rank=0, depth=1, confidence=False)
     yield "medusa", medusa_head(model)
     yield "medusa_cut", medusa_head(model, every_other, depth=2)
 
@@ -168,6 +172,17 @@ def eagle_head(model, ids=None, layers=None, **more):
         *sizes, body.norm_eps, body.rope_theta, model.vocab_size, vocab, layers, context=model.context, **more
     )
     return _peaky(EagleHead(config, ids))
+
+
+def block_head(model, ids=None, **more):
+    body, n = model.anatomy, model.num_layers
+    sizes = (body.hidden_size, body.num_heads, body.num_kv_heads, body.head_dim, body.intermediate_size)
+    vocab = model.vocab_size if ids is None else len(ids)
+    more = dict(block=5, depth=2, rank=8) | more
+    config = BlockConfig(
+        *sizes, body.norm_eps, body.rope_theta, model.vocab_size, vocab, tuple(range(n)), context=model.context, **more
+    )
+    return _peaky(BlockHead(config, ids))
 
 
 def medusa_head(model, ids=None, heads=3, **more):
@@ -481,6 +496,12 @@ SPECS = {
         "eagle:head=eagle_cut,length=4,stop=0.05,lookup=2",
         "eagle:head=eagle_1,length=2,greedy=true,vocab=5",
     ],
+    "block": [
+        "block:head=block",
+        "block:head=block,tree=9,width=3",
+        "block:head=block_public,length=4,stop=0.05",
+        "block:head=block_bare,length=3,greedy=true,vocab=5",
+    ],
     "medusa": ["medusa:head=medusa,nodes=9,length=3", "medusa:head=medusa_cut,nodes=4,length=2"],
     "grammar": ["grammar:length=5"],
     "oracle": ["oracle:rate=0.7,length=4"],
@@ -491,8 +512,9 @@ COMBINED = [
     "eagle:head=eagle,length=3+ngram:min_n=1,length=4",
     "layer_skip:layers=2,length=2+draft_model:model=noisy,length=3",
     "medusa:head=medusa,nodes=5+eagle:head=eagle_cut,length=4,tree=7,width=3+history:length=5,width=3",
+    "block:head=block,length=4,tree=6,width=2+ngram:min_n=1,length=4",
     "grammar:length=4+draft_model:model=shorter,length=3+prediction:length=6+ngram:min_n=1+history+oracle:rate=0.6",
 ]
 ALL_SPECS = [*(spec for name in drafters.TABLE for spec in SPECS.get(name, ())), *COMBINED]
-HEADS = ("eagle", "medusa")  # drafters that need a target that they can read
+HEADS = ("eagle", "block", "medusa")  # drafters that need a target that they can read
 CASES = [(kind, spec) for kind in CONFIGS for spec in ALL_SPECS if kind in OWN or "head=" not in spec]

@@ -73,11 +73,17 @@ def test_conversations_that_begin_ahead_are_the_same_and_leave_nothing_behind(lo
     chat = ChatFormat.of(loaded.tokenizer)
     line = ((number, conversation(chat, loaded.ends, Random(number))) for number in itertools.count())
     runner = ConversationRunner(engine, loaded.ends, 3, 0)
-    waves = [runner.run(line, until=until) for until in (2, 4, 7)]
+    steps = iter(range(60))
+    first = runner.run(line, goes_on=lambda: next(steps) < 40)
+    second = runner.run(line, goes_on=lambda: next(steps, 60) < 59)
     assert engine.busy  # with the conversations after them
-    runner.stop()
+    ended = {text.talk: [one for one in first + second if one.talk == text.talk] for text in first + second}
+    assert len(ended) > 2
+    assert ended == {talk: written(loaded, [talk], 1) for talk in ended}
+    cut = runner.stop()
     assert not engine.busy
-    assert waves == [written(loaded, numbers, 7) for numbers in (range(2), range(2, 4), range(4, 7))]
+    assert all(len(text.tokens) - text.answer >= 16 for text in cut)
+    assert {text.talk for text in cut}.isdisjoint(ended)
 
 
 class InstantEngine:
@@ -365,7 +371,7 @@ def test_a_job_says_what_is_wrong_with_it():
     assert jobs.TrainingJob("eagle").draft_tokens(300) == 300
     assert jobs.TrainingJob("eagle").draft_tokens(50_000) == 32_768
     assert jobs.TrainingJob("eagle", draft_vocab=-1).draft_tokens(50_000) == 50_000
-    with pytest.raises(OutriderError, match="known: eagle, medusa, draft"):
+    with pytest.raises(OutriderError, match="known: eagle, block, medusa, draft"):
         jobs.TrainingJob("lookahead")
     with pytest.raises(OutriderError, match="--batch-tokens must be at least 64"):
         jobs.TrainingJob("eagle", batch_tokens=1)

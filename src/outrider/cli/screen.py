@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
@@ -49,8 +51,12 @@ class Painter:
 
 
 @contextmanager
-def bar(*columns: str | ProgressColumn) -> Iterator[Callable[[str, int, int | None], None]]:
-    """A progress bar on stderr, gone when done; no terminal, no bar. Yields show(what, done, total)."""
+def bar(*columns: str | ProgressColumn, plain: float = 0.0) -> Iterator[Callable[[str, int, int | None], None]]:
+    """A progress bar on stderr, gone when done. Yields show(what, done, total). No terminal, no bar, but with `plain` a
+    line every so many seconds."""
+    if plain and not sys.stderr.isatty():
+        yield _plain_lines(plain)
+        return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
@@ -62,3 +68,16 @@ def bar(*columns: str | ProgressColumn) -> Iterator[Callable[[str, int, int | No
             progress.update(task, description=what, completed=done, total=total, visible=True)
 
         yield show
+
+
+def _plain_lines(every: float) -> Callable[[str, int, int | None], None]:
+    """The first thing to be shown at once, then the newest one every so many seconds."""
+    last = -math.inf
+
+    def show(what: str, done: int, total: int | None) -> None:
+        nonlocal last
+        if time.monotonic() - last >= every:
+            last = time.monotonic()
+            note(what)
+
+    return show

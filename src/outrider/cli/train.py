@@ -27,6 +27,7 @@ from outrider.train import job as jobs
 if TYPE_CHECKING:
     from outrider.train.run import TrainingResult
 
+LINE_SECONDS = 10.0  # between two lines of progress where no terminal is there
 HELD = 20  # one of this many prompts of a file is held out, to measure with
 
 
@@ -38,8 +39,20 @@ class PromptFile:
         shown="the model writes them",
     )
 
+    about: Path | None = option(
+        None, "Beginnings of user turns, one per line, which the model ends; half of the texts begin so.", shown=False
+    )
+
     def read(self) -> list[tuple[str, str]]:
         return [] if self.prompts is None else read_prompts(self.prompts)
+
+    def openers(self) -> list[str]:
+        """\\n is a new line in them."""
+        if self.about is None:
+            return []
+        if self.prompts is not None:
+            raise OutriderError("--prompts are whole user turns and --about their beginnings; give one of them")
+        return [text.replace("\\n", "\n") for _, text in read_prompts(self.about)]
 
 
 @dataclass(frozen=True)
@@ -96,12 +109,13 @@ def _rest(own: TrainOptions, asked: PromptFile) -> dict[str, Any]:
         return {
             "data": own.data,
             "prompts": [text for i, (_, text) in enumerate(texts) if i % HELD],
+            "about": asked.openers(),
             "held_out": texts[::HELD] or _own(),
             "evaluation": _questions(own.evaluation),
             "whole": own.whole,
         }
-    if asked.prompts is not None or own.data is not None:
-        raise OutriderError("a run that goes on has its texts already; leave out --prompts and --data with --resume")
+    if asked.prompts is not None or asked.about is not None or own.data is not None:
+        raise OutriderError("a run that goes on has its texts; leave out --prompts, --about and --data with --resume")
     stored = {name: value for name, value in checkpoint.stored(own.out).items() if name != "job"}
     stored["data"] = None if stored["data"] is None else Path(stored["data"])
     return {**stored, "evaluation": _questions(own.evaluation) or stored["evaluation"]}
@@ -116,7 +130,7 @@ def _run(
     job = jobs.resumed(kind, given, checkpoint.stored(own.out)["job"]) if own.resume else jobs.new(kind, given)
     where = run.dense(build.load_options(place))
     options.pull_known(job.model)
-    with bar() as show, _stoppable() as stop:
+    with bar(plain=LINE_SECONDS) as show, _stoppable() as stop:
         task = run.TrainingTask(
             job,
             own.out,
@@ -139,8 +153,11 @@ def _report(outcome: TrainingResult, out: Path) -> None:
 
     if outcome.measured:
         print(results.text(outcome.measured))
+    if outcome.advice and not outcome.interrupted:
+        note(outcome.advice)
     what = "interrupted; go on with --resume" if outcome.interrupted else "done"
-    note(f"{what} after {outcome.state.step} steps: {out}")
+    best = f"; written as it was after {outcome.state.best_step}" if outcome.state.best else ""
+    note(f"{what} after {outcome.state.step} steps{best}: {out}")
 
 
 @contextmanager

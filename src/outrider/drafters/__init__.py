@@ -35,6 +35,7 @@ TABLE = {
     PREDICTION: "outrider.drafters.prediction:Prediction",
     "layer_skip": "outrider.drafters.layer_skip:LayerSkip",
     "eagle": "outrider.drafters.eagle.drafter:Eagle",
+    "block": "outrider.drafters.block.drafter:BlockDrafter",
     "medusa": "outrider.drafters.medusa.drafter:Medusa",
     GRAMMAR: "outrider.drafters.grammar:GrammarDrafter",
     "oracle": "outrider.drafters.oracle:Oracle",

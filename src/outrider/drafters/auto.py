@@ -1,4 +1,4 @@
-"""Whatever can draft for the target guesses together: the head that is shipped for it, or given; the text so far and
+"""Whatever can draft for the target guesses together: the head beside it, shipped for it, or given; the text so far and
 earlier ones; the answer that the caller expects; the grammar of the request; a draft model, if one is named."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from outrider.drafters import AUTO, DRAFT_MODEL, GRAMMAR, HISTORY, LOOKUP, PREDI
 from outrider.drafters.base import BuildContext, Drafter
 from outrider.drafters.combined import Combined
 from outrider.drafters.heads import files
-from outrider.drafters.heads.kinds import EAGLE
+from outrider.drafters.heads.kinds import BLOCK, EAGLE
 from outrider.models.base import Paged
 
 # Nodes of the head's tree on a GPU, where rows are nearly free: with a copy of 7 tokens beside it and the last token
@@ -31,7 +31,8 @@ class Auto(Combined):
 
     @dataclass(frozen=True)
     class Options:
-        head: str = ""  # folder of an EAGLE head; "": the head that is shipped for the target, if there is one
+        # Folder of an EAGLE or block head; "": the one beside the target or shipped for it, if there is one.
+        head: str = ""
         model: str = ""  # a draft model: name, folder, hub id or GGUF file; "": none
         length: int = 0  # of a path of the draft, at most; 0: as each drafter has it
 
@@ -48,7 +49,8 @@ class Auto(Combined):
 
     @classmethod
     def share(cls, options: Any, target: str) -> float:
-        head = options.head or files.shipped(EAGLE, target) is not None
+        near = any(files.beside(kind, target) is not None for kind in (EAGLE, BLOCK))
+        head = options.head or near or files.shipped(EAGLE, target) is not None
         return drafters.find(EAGLE).cache_share if head else 0.0
 
 
@@ -56,11 +58,19 @@ def _head(options: Auto.Options, given: dict[str, Any], context: BuildContext) -
     """None where no head fits the target, unless one was asked for."""
     try:
         tree = TREE_ON_GPU if isinstance(context.target, Paged) else 0
-        return [_member(EAGLE, {"head": options.head, "tree": tree, **given}, context)]
+        return [_member(_kind(options, context), {"head": options.head, "tree": tree, **given}, context)]
     except OutriderError:
         if options.head:
             raise
         return []
+
+
+def _kind(options: Auto.Options, context: BuildContext) -> str:
+    """EAGLE, unless the head that is given, or the only one beside the target, is a block head."""
+    if options.head:
+        return files.kind_in(options.head, context.heads.get(options.head))
+    near = files.beside(EAGLE, context.name) is None and files.beside(BLOCK, context.name) is not None
+    return BLOCK if near else EAGLE
 
 
 def _member(name: str, values: dict[str, Any], context: BuildContext) -> Drafter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,16 @@ class TrainingState:
     planned: int = 0  # steps in all; 0: not known yet
     warm: int = 0  # steps until the rate reaches its peak
     seconds: float = 0.0  # spent so far, in this process and in those before it
+    best: float = 0.0  # tokens per pass on held-out texts, about, greedy and drawn, where they were most
+    best_step: int = 0  # after which they were
+    segments: list[list[int]] = field(default_factory=list)  # [step, waves]: from that step on, the texts of so many
     figures: dict[str, Any] = field(default_factory=dict)  # for the provenance: acceptance, speeds
 
 
-def save(out: Path, state: TrainingState, student: nn.Module, optimiser: Optimiser) -> None:
+def save(out: Path, state: TrainingState, student: nn.Module, optimiser: Optimiser, best: Mapping[str, Tensor]) -> None:
+    """`best`: the weights that did best on held-out texts."""
     tensors: dict[str, Tensor] = {f"weight.{name}": weight for name, weight in student.state_dict().items()}
+    tensors |= {f"best.{name}": weight for name, weight in best.items()}
     tensors |= {f"memory.{name}": value for name, value in optimiser.state().items()}
     write_tensors(out / FOLDER / NAME, tensors, {"state": json.dumps(vars(state))})
 
@@ -77,12 +83,15 @@ def _state(out: Path) -> TrainingState:
         raise OutriderError(f"the checkpoint {path} cannot be read ({error}); begin the run anew") from error
 
 
-def restore(out: Path, student: nn.Module, optimiser: Optimiser) -> None:
+def restore(out: Path, student: nn.Module, optimiser: Optimiser) -> dict[str, Tensor]:
+    """Weights and the optimiser's memory; the best weights so far are returned."""
     from safetensors.torch import load_file
 
     tensors = load_file(out / FOLDER / NAME)
     student.load_state_dict(_under(tensors, "weight."))
     optimiser.restore(_under(tensors, "memory."))
+    device = next(student.parameters()).device
+    return {name: value.to(device) for name, value in _under(tensors, "best.").items()}
 
 
 def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.core.errors import OutriderError
+from outrider.drafters.block.head import BlockHead
 from outrider.drafters.eagle.head import EagleAttention, EagleConfig, EagleHead
 from outrider.models.base import Feed, Model, Readable
 from outrider.models.rope import swap_halves
 from outrider.train.objective import STEP_DECAY, Figures, Laws, TeacherBatch, distance
+from outrider.train.widths import inner_size, kept_inner
 
 Past = list[tuple[Tensor, Tensor]]  # of one layer, by step: keys and values [b, heads, t, head_dim]
 
@@ -26,8 +28,10 @@ def fresh(
     norm_inputs: bool = True,
     norm_residual: bool = True,
     norm_output: bool = False,
+    inner: int = 0,
 ) -> EagleHead:
-    """A head to be trained, begun from the target's last layers. `layers`: blocks to read; (): three, evenly."""
+    """A head to be trained, begun from the target's last layers. `layers`: blocks to read; (): three, evenly. `inner`:
+    numbers inside its layers; 0: what suits."""
     body, n = target.anatomy, target.num_layers
     layers = tuple(sorted(set(layers) or {max(0, round(n * i / 3) - 1) for i in (1, 2, 3)}))
     if not all(0 <= layer < n for layer in layers) or not 1 <= depth <= n:
@@ -37,7 +41,7 @@ def fresh(
         body.num_heads,
         body.num_kv_heads,
         body.head_dim,
-        body.intermediate_size,
+        inner_size(body, inner),
         body.norm_eps,
         body.rope_theta,
         target.vocab_size,
@@ -66,9 +70,10 @@ def _copy_layers(head: EagleHead, target: Readable) -> None:
     head.fc.weight.zero_()
     head.fc.weight[:, -size:] = torch.eye(size)
     head.norm.weight.copy_(target.tensor("model.norm.weight"))
-    residual = _residual_size(target, max(first - 1, 0))
+    residual = residual_size(target, max(first - 1, 0))
     for index, layer in enumerate(head.decoder):
         prefix = f"model.layers.{first + index}."
+        kept = kept_inner(target, prefix, head.config.inner_size)
         for name, weight in layer.named_parameters():
             if name == "hidden_norm.weight" or (index == 0 and name == "input_layernorm.weight"):
                 continue  # stay 1: what the target's norm does is in the matrices that read it
@@ -76,10 +81,12 @@ def _copy_layers(head: EagleHead, target: Readable) -> None:
             if index == 0 and name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
                 taken = taken * target.tensor(prefix + "input_layernorm.weight")
                 taken = torch.cat([taken * float("v_proj" in name), taken], 1)
+            if kept is not None and "mlp." in name:
+                taken = taken[:, kept] if "down_proj" in name else taken[kept]
             weight.copy_(taken / residual if name.endswith(("o_proj.weight", "down_proj.weight")) else taken)
 
 
-def _residual_size(target: Readable, block: int) -> float:
+def residual_size(target: Readable, block: int) -> float:
     """The root mean square of the target's residual after a block, over some text."""
     model = cast(Model, target)
     tokens = [(7919 * i) % target.vocab_size for i in range(1, 65)]
@@ -114,7 +121,7 @@ def loss(head: EagleHead, batch: TeacherBatch, steps: int = 6) -> tuple[Tensor, 
     turns = rotations(head, batch.tokens.shape[1] + steps, state.device)
     total, figures, rows = torch.zeros((), device=state.device), {}, batch.tokens.shape[1]
     for step in range(min(steps, rows - 2)):
-        embedded = F.embedding(_shifted(batch.tokens, 1 + step), embedding)
+        embedded = F.embedding(shifted(batch.tokens, 1 + step), embedding)
         state, normed = draft_step(head, embedded, state, pasts, turns[:, step : step + rows])
         places, counts = answers.before(2 + step)
         normed = normed.flatten(0, 1).index_select(0, places)
@@ -131,7 +138,7 @@ def output_matrix(head: EagleHead, target: Tensor) -> Tensor:
     return target if head.writes_all else target[head.draft_ids]
 
 
-def rotations(head: EagleHead, places: int, device: torch.device) -> Tensor:
+def rotations(head: EagleHead | BlockHead, places: int, device: torch.device) -> Tensor:
     """cos and signed sin, [2, places, head_dim]"""
     angles = torch.outer(torch.arange(places, device=device, dtype=torch.float32), head.frequencies)
     cos, sin = angles.cos() * head.rope.scale, angles.sin() * head.rope.scale
@@ -161,8 +168,8 @@ def draft_step(
 def _attend(config: EagleConfig, attention: EagleAttention, x: Tensor, past: Past, turns: Tensor) -> Tensor:
     """Place s of step j sees the places up to s of step 0 and place s of the steps 1 to j."""
     (b, t, _), groups = x.shape, config.num_heads // config.num_kv_heads
-    q = _turned(attention.q_proj(x).view(b, t, config.num_heads, -1).transpose(1, 2), turns)
-    k = _turned(attention.k_proj(x).view(b, t, config.num_kv_heads, -1).transpose(1, 2), turns)
+    q = turned(attention.q_proj(x).view(b, t, config.num_heads, -1).transpose(1, 2), turns)
+    k = turned(attention.k_proj(x).view(b, t, config.num_kv_heads, -1).transpose(1, 2), turns)
     v = attention.v_proj(x).view(b, t, config.num_kv_heads, -1).transpose(1, 2)
     past.append((k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
     values = attention_values(q, past, config.head_dim**-0.5)
@@ -187,12 +194,12 @@ def attention_values(q: Tensor, past: Seq[tuple[Tensor, Tensor]], scale: float) 
     return mixed
 
 
-def _shifted(x: Tensor, places: int) -> Tensor:
-    """[b, t] -> the same with x[:, i + places] at i; zeros where there is nothing."""
-    return F.pad(x[:, places:], (0, places))
+def shifted(x: Tensor, places: int) -> Tensor:
+    """[b, t, ...] -> the same with x[:, i + places] at i; zeros where there is nothing."""
+    return torch.cat([x[:, places:], torch.zeros_like(x[:, :places])], 1)
 
 
-def _turned(x: Tensor, turns: Tensor) -> Tensor:
+def turned(x: Tensor, turns: Tensor) -> Tensor:
     """[b, heads, t, head_dim] rotated; turns [2, t, head_dim]."""
     cos, sin = turns.to(x.dtype)
     return x * cos + swap_halves(x) * sin

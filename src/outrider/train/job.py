@@ -12,7 +12,8 @@ from typing import Any
 from outrider.core.errors import OutriderError
 from outrider.core.option import option
 
-KINDS = ("eagle", "medusa", "draft")
+KINDS = ("eagle", "block", "medusa", "draft")
+SEQUENTIAL = ("vanilla", "gated", "rnn")
 MINUTES = 10.0  # minutes of a run for which neither time nor tokens are given
 LARGE_VOCABULARY = 40_000  # tokens: from this size on a head writes the most frequent ones only
 DRAFT_VOCABULARY = 32_768  # tokens that it then writes (docs/LOG.md: accepts more than 8,192 and 4,096)
@@ -50,17 +51,28 @@ class TrainingJob:
     epochs: float = option(0.0, "How often a text is learned from.", shown="by time, else 1", panel=LEARN)
     batch_tokens: int = option(8_192, "Tokens of a step.", panel=LEARN)
     layers: int = option(
-        0, "Layers of the head or draft model; of medusa, blocks per head.", shown="1, draft 4", panel=LEARN
+        0, "Layers of the head or draft model; of medusa, blocks per head.", shown="1, block 3, draft 4", panel=LEARN
+    )
+    inner: int = option(
+        0,
+        "Numbers inside a layer of an EAGLE or block head.",
+        shown="as the target, at most 3 times hidden",
+        panel=LEARN,
     )
     reads: tuple[int, ...] = option(
         (),
-        "Blocks of the target, from 0, that an EAGLE head reads: 9,19,29.",
-        shown="three, evenly",
+        "Blocks of the target, from 0, that an EAGLE or block head reads: 9,19,29.",
+        shown="three, block five, evenly",
         panel=LEARN,
         parse=_block_numbers,
     )
     heads: int = option(4, "Of Medusa.", panel=LEARN)
     unroll: int = option(6, "Draft steps an EAGLE head learns.", panel=LEARN)
+    block: int = option(8, "Tokens that one call of a block head guesses.", panel=LEARN)
+    sequential: str = option(
+        "rnn", "What a token of a block hangs on: vanilla (the one before), gated, rnn (all before it).", panel=LEARN
+    )
+    public: bool = option(False, "A block head of the form that vLLM has, too (DSpark).", panel=LEARN)
     draft_vocab: int = option(
         0,  # -1: all
         "Tokens a head can write: a number or all.",
@@ -75,6 +87,8 @@ class TrainingJob:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise OutriderError(f"cannot train {self.kind!r}; known: {', '.join(KINDS)}")
+        if self.sequential not in SEQUENTIAL:
+            raise OutriderError(f"--sequential takes {', '.join(SEQUENTIAL)}, not {self.sequential!r}")
         for name, least in _LEAST.items():
             if not getattr(self, name) >= least:
                 raise OutriderError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(self, name)}")
@@ -97,6 +111,8 @@ _LEAST = {
     "layers": 0,
     "heads": 1,
     "unroll": 1,
+    "inner": 0,
+    "block": 2,
     "draft_vocab": -1,
     "rate": 0,
     "norm_rate": 0,

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from outrider.drafters.block.head import BlockHead, Sequential
 from outrider.drafters.eagle.head import EagleHead
 from outrider.drafters.heads import files as heads
 from outrider.drafters.medusa.head import MedusaHead
 from outrider.models.tokenizer import Tokenizer
-from outrider.train import eagle, medusa
+from outrider.train import block, eagle, medusa
 from outrider.train.draft_model import DraftNet
 from outrider.train.job import TrainingJob
 from outrider.train.objective import Figures, TeacherBatch
 from outrider.train.teacher import Target
 
 CHAIN, TREE = 5, 16  # nodes of the drafts that are measured, as in docs/benchmarks
-_LAYERS = {"eagle": 1, "medusa": 1, "draft": 4}  # where none are asked for
+BLOCK_CHAIN, LARGE_TREES = 7, (32, 64)  # those of block heads, too: longer drafts cost them little
+_LAYERS = {"eagle": 1, "block": block.DEPTH, "medusa": 1, "draft": 4}  # where none are asked for
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +42,10 @@ def fresh(job: TrainingJob, target: Target, draft_ids: Tensor | None, longest: i
         return DraftNet(target, layers, longest)
     if job.kind == "medusa":
         return medusa.fresh(target, draft_ids, job.heads, layers)
-    return eagle.fresh(target, draft_ids, job.reads, layers)
+    if job.kind == "block":
+        sequential = cast(Sequential, job.sequential)  # checked by the job
+        return block.fresh(target, draft_ids, job.reads, layers, job.block, job.inner, sequential, job.public)
+    return eagle.fresh(target, draft_ids, job.reads, layers, inner=job.inner)
 
 
 def loss(student: nn.Module, batch: TeacherBatch, steps: int) -> tuple[Tensor, Figures]:
@@ -48,6 +54,8 @@ def loss(student: nn.Module, batch: TeacherBatch, steps: int) -> tuple[Tensor, F
         return eagle.loss(student, batch, steps)
     if isinstance(student, MedusaHead):
         return medusa.loss(student, batch, steps)
+    if isinstance(student, BlockHead):
+        return block.loss(student, batch)
     assert isinstance(student, DraftNet)
     return student.loss(batch, steps)
 
@@ -62,9 +70,13 @@ def write(student: nn.Module, out: Path, destination: Destination) -> None:
     if isinstance(student, DraftNet):
         student.write(out, destination.source, destination.tokenizer)
         return
-    assert isinstance(student, EagleHead | MedusaHead)
-    dtype = torch.float32 if destination.target.dtype == torch.float32 else torch.bfloat16
-    heads.write(student, out, destination.target, destination.name, destination.whole, dtype)
+    assert isinstance(student, EagleHead | MedusaHead | BlockHead)
+    heads.write(student, out, destination.target, destination.name, destination.whole, file_dtype(destination.target))
+
+
+def file_dtype(target: Target) -> torch.dtype:
+    """Of the weights in a file."""
+    return torch.float32 if target.dtype == torch.float32 else torch.bfloat16
 
 
 def specs(kind: str, out: Path) -> dict[str, str]:
@@ -73,5 +85,6 @@ def specs(kind: str, out: Path) -> dict[str, str]:
         return {f"chain {CHAIN}": f"draft_model:model={out},length={CHAIN}"}
     if kind == "medusa":
         return {"tree": f"medusa:head={out}"}
-    chain = f"eagle:head={out},length={CHAIN}"
-    return {f"chain {CHAIN}": chain, f"tree {TREE}": f"eagle:head={out},tree={TREE}"}
+    chains, trees = ((CHAIN, BLOCK_CHAIN), (TREE, *LARGE_TREES)) if kind == "block" else ((CHAIN,), (TREE,))
+    found = {f"chain {length}": f"{kind}:head={out},length={length}" for length in chains}
+    return found | {f"tree {nodes}": f"{kind}:head={out},tree={nodes}" for nodes in trees}

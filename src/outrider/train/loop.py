@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.core.errors import OutriderError
 from outrider.train.checkpoint import TrainingState
-from outrider.train.data.batches import BatchOrder, TextBatch
+from outrider.train.data.batches import GrowingOrder, TextBatch
 from outrider.train.data.corpus import FOLDER
 from outrider.train.job import TimeBudget
 from outrider.train.objective import Figures
@@ -27,15 +27,18 @@ from outrider.train.teacher import Teacher
 
 WARM_UP = 20  # steps until the rate reaches its peak; a run with few planned steps takes a tenth of them
 SETTLED = {"cpu": 20, "cuda": 400}  # steps after which compiling and recording are over; the last quarter is timed
+SETTLED_SHARE = 0.1  # of the time: after that they are over, so that short runs have a plan as well
+TIMED = 5  # steps whose mean is taken then, at least
 PLANNED_SHARE = 0.97  # share of the time left that is planned: steps vary a little
 LOG = "log.jsonl"
 RECENT = 50  # steps whose mean is shown; also how many wait on the device before they are written
 
 
 class TrainingLoop:
-    def __init__(self, student: Any, teacher: Teacher, order: BatchOrder, optimiser: Optimiser, unroll: int) -> None:
+    def __init__(self, student: Any, teacher: Teacher, order: GrowingOrder, optimiser: Optimiser, unroll: int) -> None:
         self._gradients, self._order, self._optimiser = GradientStep(student, teacher, unroll), order, optimiser
         self._device = teacher.model.device
+        self.seconds = 0.0  # of a step; 0: not known yet
 
     def run(
         self, state: TrainingState, log: LossLog, budget: TimeBudget, reserve: float, pauses: float
@@ -44,43 +47,51 @@ class TrainingLoop:
 
         `pauses`: seconds that the caller will take in between.
         """
-        batches, timer = self._order.batches(state.step), _StepTimer(self._device, state.step)
+        timer = _StepTimer(self._device, state.step, SETTLED_SHARE * budget.limit)
         while not state.planned or state.step < state.planned:
             if state.step and budget.left <= reserve:
                 return
-            self._step(next(batches), state, log)
-            seconds = 0.0 if state.planned else timer.seconds(state.step)
-            if seconds:
-                state.planned = state.step + max(1, int(PLANNED_SHARE * (budget.left - reserve - pauses) / seconds))
+            self._step(self._order.batch(state.step), state, log)
+            self.seconds = self.seconds or timer.seconds(state.step)
+            if self.seconds and not state.planned:
+                self.plan(state, budget.left - reserve - pauses)
             timer.pause()
             yield
             timer.go_on()
 
+    def plan(self, state: TrainingState, seconds: float) -> None:
+        """As many steps as fit into that time from now on."""
+        state.planned = state.step + max(1, int(PLANNED_SHARE * seconds / self.seconds))
+
     def _step(self, batch: TextBatch, state: TrainingState, log: LossLog) -> None:
         figures = self._gradients(batch)
         self._optimiser.step(rate(state.step, state.warm, state.planned))
-        log.add(state.step, figures)
-        if len(log) >= RECENT:
+        if len(log) >= RECENT:  # before the new one: what is measured after this step belongs on its line
             log.flush()
+        log.add(state.step, figures)
         state.step += 1
 
 
 class _StepTimer:
     """Seconds of a step, once the first steps, which take longer, are over."""
 
-    def __init__(self, device: torch.device, step: int) -> None:
-        self._device, self._until = device, step + SETTLED[device.type]
+    def __init__(self, device: torch.device, step: int, seconds: float) -> None:
+        """`seconds` after which they count as over, however few there were."""
+        self._device, self._until, self._seconds = device, step + SETTLED[device.type], seconds
+        self._made = time.monotonic()
         self._begun: tuple[int, float] | None = None
         self._paused = 0.0  # since then
 
     def seconds(self, step: int) -> float:
         """0 until it is known; asked after every step."""
+        waited = time.monotonic() - self._made
         if self._begun is None:
-            if step >= self._until - SETTLED[self._device.type] // 4:
+            if step >= self._until - SETTLED[self._device.type] // 4 or waited >= 0.75 * self._seconds:
                 self._begun, self._paused = (step, self._now()), 0.0
             return 0.0
         before, begun = self._begun
-        return (self._now() - begun - self._paused) / (step - before) if step >= self._until else 0.0
+        over = step >= self._until or (waited >= self._seconds and step >= before + TIMED)
+        return (self._now() - begun - self._paused) / (step - before) if over else 0.0
 
     def pause(self) -> None:
         """The caller does something else now."""
@@ -106,6 +117,8 @@ class LossLog:
         kept = [line for line in self._lines() if json.loads(line)["step"] < step]
         self._path.write_text("".join(f"{line}\n" for line in kept))
         self._waiting: list[tuple[int, list[str], Tensor]] = []
+        self._held: dict[int, dict[str, float]] = {}
+        self.last_held_out: dict[str, float] = {}
         self._recent: deque[dict[str, float]] = deque((json.loads(line) for line in kept[-RECENT:]), RECENT)
 
     def _lines(self) -> list[str]:
@@ -117,13 +130,20 @@ class LossLog:
     def add(self, step: int, figures: Figures) -> None:
         self._waiting.append((step, list(figures), torch.stack([value.float() for value in figures.values()])))
 
+    def held_out(self, step: int, figures: dict[str, float]) -> None:
+        """What was measured on held-out texts after that step, which is not written yet."""
+        if figures:
+            self._held[step] = {f"held_{name}": value for name, value in figures.items()}
+            self.last_held_out = figures
+
     def __len__(self) -> int:
         return len(self._waiting)
 
     def flush(self) -> None:
         """Reading the figures waits for the device."""
         lines = [
-            {"step": step, **dict(zip(names, values.tolist(), strict=True))} for step, names, values in self._waiting
+            {"step": step, **dict(zip(names, values.tolist(), strict=True)), **self._held.pop(step, {})}
+            for step, names, values in self._waiting
         ]
         self._waiting.clear()
         self._recent.extend(lines)
@@ -133,14 +153,18 @@ class LossLog:
         except OSError as error:
             raise OutriderError(f"cannot write {self._path} ({error.strerror}); make space, then --resume") from error
 
-    def recent(self) -> dict[str, float]:
-        """Means over the last steps."""
-        names = [name for name in (self._recent[-1] if self._recent else ()) if name != "step"]
-        return {name: sum(line[name] for line in self._recent if name in line) / len(self._recent) for name in names}
+    def recent(self, steps: int = RECENT) -> dict[str, float]:
+        """Means over the last steps, as far as they are written."""
+        lines = list(self._recent)[-steps:]
+        names = [name for name in (lines[-1] if lines else ()) if name != "step" and not name.startswith("held_")]
+        return {name: sum(line[name] for line in lines if name in line) / len(lines) for name in names}
+
+    def lines(self) -> list[dict[str, float]]:
+        return [json.loads(line) for line in self._lines()]
 
     def curve(self, points: int = 20) -> list[list[float]]:
         """[step, loss] at about this many steps, each the mean since the one before."""
-        lines = [json.loads(line) for line in self._lines()]
+        lines = self.lines()
         width = max(1, -(-len(lines) // points))
         parts = [lines[i : i + width] for i in range(0, len(lines), width)]
         return [[part[-1]["step"], round(sum(line["loss"] for line in part) / len(part), 4)] for part in parts]

@@ -74,28 +74,35 @@ class Laws:
 
 
 def distance(states: Tensor, output: Tensor, laws: Laws, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, the share of draws that rejection keeps, and how often the head's likeliest token is the target's.
+    """The loss, the share of draws that rejection keeps, and how often the head's likeliest token is the target's,
+    averaged over the rows where `counts` [n] is true; see `distances`."""
+    loss, kept, hit = distances(states, output, laws, counts)
+    weight = counts / counts.sum().clamp(min=1)
+    return loss, (kept * weight).sum(), (hit * weight).sum()
+
+
+def distances(
+    states: Tensor, output: Tensor, laws: Laws, counts: Tensor, variation: float = VARIATION_WEIGHT
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean loss of the rows where `counts` [n] is true; what rejection keeps, and what is hit, in each row [n].
 
     The loss is the cross-entropy of the head's law q (of states [n, hidden] through its output matrix) against the
-    target's p, plus VARIATION_WEIGHT * (1 - sum min(p, q)); rejection keeps sum min(p, q). All are averaged over the
-    rows where `counts` [n] is true.
+    target's p, plus variation * (1 - sum min(p, q)); rejection keeps sum min(p, q).
     """
     weight = counts / counts.sum().clamp(min=1)
     if states.is_cuda:
         from outrider.train.kernels import distance as fused
 
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else states.dtype
-        loss, kept, hit = fused(states.to(dtype), output.to(dtype), laws.law, laws.best, weight, VARIATION_WEIGHT)
-    else:
-        rows, kept, hit = measures(F.linear(states, output.to(states.dtype)), laws)
-        loss = (rows * weight).sum()
-    return loss, (kept * weight).sum(), (hit * weight).sum()
+        return fused(states.to(dtype), output.to(dtype), laws.law, laws.best, weight, variation)
+    rows, kept, hit = measures(F.linear(states, output.to(states.dtype)), laws, variation)
+    return (rows * weight).sum(), kept, hit
 
 
-def measures(logits: Tensor, laws: Laws) -> tuple[Tensor, Tensor, Tensor]:
+def measures(logits: Tensor, laws: Laws, variation: float = VARIATION_WEIGHT) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, what is kept, and whether it is hit, in each row [n]."""
     log_q = torch.log_softmax(logits.float(), -1)
     entropy = -(laws.law * log_q).sum(-1)
     kept = torch.minimum(laws.law, log_q.exp()).sum(-1)
     chosen = laws.law.gather(-1, logits.argmax(-1, keepdim=True)).squeeze(-1)
-    return entropy + VARIATION_WEIGHT * (1.0 - kept), kept.detach(), (chosen >= laws.best).float()
+    return entropy + variation * (1.0 - kept), kept.detach(), (chosen >= laws.best).float()

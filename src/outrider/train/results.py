@@ -15,8 +15,9 @@ import torch
 
 from outrider import drafters
 from outrider.build import check_vocabularies
+from outrider.core.dice import Dice
 from outrider.core.sampling import SamplingParams
-from outrider.core.sequence import Sequence
+from outrider.core.sequence import Rule, Sequence
 from outrider.core.stats import Stats
 from outrider.drafters.base import BuildContext, Drafter
 from outrider.engine.engine import Engine
@@ -38,21 +39,27 @@ Measured = Mapping[str, Mapping[str, Stats]]  # way of drafting -> kind of promp
 class Evaluator:
     """Counts the tokens per pass of a drafter in the running engine.
 
-    Greedy, without the policy that chooses draft lengths, all prompts in one batch.
+    Without the policy that chooses draft lengths, all prompts in one batch; greedy unless a temperature is given.
     """
 
     target: Loaded
     chat: ChatFormat
     where: LoadOptions  # where a draft model is loaded
     chunk: int  # prompt tokens of a pass
+    name: str = ""  # of the target, by which a shipped head is found
 
-    def measure(self, spec: str, prompts: Prompts, max_tokens: int) -> dict[str, Stats]:
+    def measure(
+        self, spec: str, prompts: Prompts, max_tokens: int, temperature: float = 0.0, rule: Rule = "coupled"
+    ) -> dict[str, Stats]:
         """What was drafted and kept, by kind of prompt. Prompts too long for the model are left out."""
-        model, params = self.target.model, SamplingParams(max_tokens=max_tokens)
+        model, params = self.target.model, SamplingParams(max_tokens=max_tokens, temperature=temperature)
         tokens = [(kind, self.chat.ask(text)) for kind, text in prompts]
         fitting = [(kind, ids) for kind, ids in tokens if len(ids) + max_tokens <= model.context]
         engine = Engine(model, self._drafter(spec), Limits(len(fitting), self.chunk))
-        seqs = [Sequence(id, ids, params, self.target.ends) for id, (_, ids) in enumerate(fitting)]
+        seqs = [
+            Sequence(id, ids, params, self.target.ends, dice=Dice(0, id), rule=rule)
+            for id, (_, ids) in enumerate(fitting)
+        ]
         for seq in seqs:
             engine.add(seq)
         while engine.busy:
@@ -68,7 +75,7 @@ class Evaluator:
             check_vocabularies(self.target, found, name)
             return found.model
 
-        return drafters.build(spec, BuildContext(self.target.model, other))
+        return drafters.build(spec, BuildContext(self.target.model, other, self.name))
 
 
 def total(by_kind: dict[str, Stats]) -> Stats:

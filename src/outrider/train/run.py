@@ -16,25 +16,31 @@ from outrider.core.errors import OutriderError
 from outrider.models import sources
 from outrider.models.load import load
 from outrider.models.weights import LoadOptions
-from outrider.train import checkpoint, kinds, results
+from outrider.train import checkpoint, held_out, kinds, results
 from outrider.train.checkpoint import TrainingState
 from outrider.train.data import writer
-from outrider.train.data.batches import BatchOrder
+from outrider.train.data.batches import GrowingOrder
 from outrider.train.data.conversations import ChatFormat
-from outrider.train.data.corpus import Corpus, CorpusFolder, CorpusInfo
+from outrider.train.data.corpus import FOLDER, Corpus, CorpusFolder
+from outrider.train.held_out import HeldOut
 from outrider.train.job import TimeBudget, TrainingJob, as_dict
 from outrider.train.loop import WARM_UP, LossLog, TrainingLoop
 from outrider.train.optimiser import Optimiser
+from outrider.train.progress import Progress, advice
 from outrider.train.results import Prompts
 from outrider.train.teacher import Teacher
+from outrider.train.texts import TextSource
 
 LONGEST = 1024  # tokens of a text that are learned from; memory grows with it, and answers are shorter
 LOOKS, LOOK_TOKENS = 5, 64  # times acceptance is measured during learning, and tokens of each answer then
 LOOKING_SHARE = 0.05  # largest share of the time for these measurements
 MEASURING_SHARE = 0.25  # largest share of the time after the texts that is kept for the table at the end
 TABLE_TOKENS = 128  # tokens of an answer in the table at the end
+TREES_LONGER = 1.5  # times as long as a chain takes, the other ways of drafting take on average
 SAVING = 2.0  # seconds kept for the last checkpoint
 SAVE_SECONDS = 30.0  # seconds between two checkpoints: a killed run loses at most these
+SAVING_EVERY = 20.0  # times as long as a checkpoint takes: large heads on slow disks are saved more seldom
+DIVISIONS = 3  # the time left is divided anew between texts and steps after this part of it
 SHOW_SECONDS = 0.5  # seconds between two lines of progress
 FEWEST_PROMPTS = 8  # prompts of a file; with fewer a head learns them by heart
 
@@ -49,6 +55,7 @@ class TrainingTask:
     resume: bool = False
     data: Path | None = None  # of another run, whose texts are learned from
     prompts: Sequence[str] = ()  # user turns; (): the target writes them as well
+    about: Sequence[str] = ()  # openers of user turns, beside our own
     held_out: Prompts = ()  # for the acceptance during learning
     evaluation: Prompts = ()  # for the table at the end; (): the held-out ones
     whole: bool = True  # heads with the target's output rows, as vLLM needs them
@@ -65,7 +72,7 @@ class TrainingTask:
         return {
             "job": as_dict(self.job),
             "data": None if self.data is None else str(self.data.resolve()),
-            **{name: list(getattr(self, name)) for name in ("prompts", "held_out", "evaluation")},
+            **{name: list(getattr(self, name)) for name in ("prompts", "about", "held_out", "evaluation")},
             "whole": self.whole,
         }
 
@@ -75,6 +82,18 @@ class TrainingResult:
     measured: results.Measured
     state: TrainingState
     interrupted: bool
+    advice: str  # what would help most
+
+
+@dataclass(frozen=True, eq=False)
+class _Learning:
+    """What a run learns with."""
+
+    student: nn.Module
+    optimiser: Optimiser
+    order: GrowingOrder
+    texts: TextSource
+    held: Corpus  # texts that are never learned from
 
 
 def dense(where: LoadOptions) -> LoadOptions:
@@ -111,49 +130,83 @@ class _TrainingRun:
             self._teacher.model, self._name, source, self._loaded.tokenizer, task.whole
         )
         self._saved = self._shown = time.monotonic()
-        self._looked = 0.0  # seconds
+        self._looked, self._save_seconds = 0.0, SAVE_SECONDS
+        self._divide_at = 0  # step at which the time is divided anew between texts and steps
 
     def go(self) -> TrainingResult:
-        corpus = self._corpus()
-        student = self._student(corpus)
+        texts = self._begin_texts()
+        first = texts.read(self._state.segments[0][1])
+        student = self._student(first)
+        held = held_out.choose(first, held_out.MOST[self._device.type])
         optimiser = Optimiser(student, self._job.rate, self._job.norm_rate)
+        measure = HeldOut(held, self._teacher, self._job.batch_tokens, self._job.unroll)
+        self._progress = Progress(self._state, measure, kinds.file_dtype(self._teacher.model))
         if self._state.step:
-            checkpoint.restore(self._out, student, optimiser)
-        self._learn(student, optimiser, corpus)
+            self._progress.best = checkpoint.restore(self._out, student, optimiser)
+        learning = _Learning(student, optimiser, self._order(texts, held), texts, held)
+        log = self._learn(learning)
         self._save(student, optimiser)
         measured: results.Measured = {}
         if not self._task.stop.is_set():
             measured = self._measure_all()
+        said = advice(self._state.figures, self._epochs(texts))
+        self._state.figures["advice"] = said
         self._write_provenance(measured)
-        return TrainingResult(measured, self._state, self._task.stop.is_set())
+        self._draw(log)
+        return TrainingResult(measured, self._state, self._task.stop.is_set(), said)
 
     # The texts.
 
-    def _corpus(self) -> Corpus:
-        folder = CorpusFolder(self._task.data or self._out)
-        info = folder.info() or self._new_corpus()
-        self._check(info, folder)
-        checkpoint.record_job(self._out, self._task.stored())
-        if not info.complete:
-            corpus_writer = writer.CorpusWriter(self._loaded, self._job, self._device.type, self._task.prompts)
-            info = writer.write_corpus(corpus_writer, folder, info, self._job, self._budget, self._show_or_stop)
-            self._task.note(f"the target wrote {info.tokens:,} tokens in {info.seconds:.0f} s")
+    def _begin_texts(self) -> TextSource:
+        task, given = self._task, self._task.data is not None
+        texts = TextSource(
+            self._loaded, self._job, self._name, CorpusFolder(task.data or self._out), given, task.prompts, task.about,
+            self._budget, self._show_or_stop,
+        )  # fmt: skip
+        checkpoint.record_job(self._out, task.stored())
+        texts.begin()
+        self._state.segments = self._state.segments or [[0, texts.info.waves]]
+        self._say_texts(texts)
+        return texts
+
+    def _say_texts(self, texts: TextSource) -> None:
+        info = texts.info
         self._state.figures["data"] = vars(info)
-        return folder.read(info.waves)
+        speed = info.tokens / max(info.seconds, 1e-9)
+        self._task.note(f"the target wrote {info.tokens:,} tokens in {info.seconds:.0f} s ({speed:,.0f}/s)")
 
-    def _new_corpus(self) -> CorpusInfo:
-        if self._task.data is not None:
-            raise OutriderError(f"{self._task.data} has no texts of a training run; give the --out of one")
-        return CorpusInfo(self._name, self._loaded.model.vocab_size, self._job.seed)
+    def _order(self, texts: TextSource, held: Corpus) -> GrowingOrder:
+        order = GrowingOrder(self._job.batch_tokens, self._teacher.longest, self._job.seed, self._device)
+        before = 0
+        for step, waves in self._state.segments:
+            new = texts.read(waves, before)
+            order.add(step, held_out.without(new, held), held_out.without(texts.read(waves), held))
+            before = waves
+        return order
 
-    def _check(self, info: CorpusInfo, folder: CorpusFolder) -> None:
-        if (info.model, info.vocab) != (self._name, self._loaded.model.vocab_size):
-            raise OutriderError(
-                f"the texts in {folder.folder} were written by {info.model} ({info.vocab} tokens), not by {self._name} "
-                f"({self._loaded.model.vocab_size} tokens); give texts of this model"
-            )
-        if self._task.data is not None and not info.complete:
-            raise OutriderError(f"the texts in {folder.folder} are not complete; finish that run with --resume first")
+    def _divide(self, learning: _Learning, loop: TrainingLoop, left: float) -> None:
+        """Write further texts now if they help more than steps do; then as many steps as still fit."""
+        state, texts = self._state, learning.texts
+        seconds = texts.wanted(left, loop.seconds, state.step, self._progress.gap())
+        if seconds:
+            before, begun = texts.info.waves, self._budget.spent
+            texts.write(seconds)
+            if texts.info.waves > before:  # else no conversation got far enough
+                self._say_texts(texts)
+                self._learn_also(learning, before)
+            loop.plan(state, left - (self._budget.spent - begun))
+            self._save(learning.student, learning.optimiser)
+        self._divide_at = state.step + max(1, (state.planned - state.step) // DIVISIONS)
+
+    def _learn_also(self, learning: _Learning, before: int) -> None:
+        """From the next step on also the texts of the waves from `before` on."""
+        waves = learning.texts.info.waves
+        self._state.segments.append([self._state.step, waves])
+        new, every = learning.texts.read(waves, before), learning.texts.read(waves)
+        learning.order.add(self._state.step, *(held_out.without(some, learning.held) for some in (new, every)))
+
+    def _epochs(self, texts: TextSource) -> float:
+        return self._state.step * self._job.batch_tokens / max(texts.info.tokens, 1)
 
     # Learning.
 
@@ -168,23 +221,29 @@ class _TrainingRun:
         self._state.figures["parameters"] = sum(weight.numel() for weight in student.parameters())
         return student
 
-    def _learn(self, student: nn.Module, optimiser: Optimiser, corpus: Corpus) -> None:
-        state, budget = self._state, self._budget
-        order = BatchOrder(corpus, self._job.batch_tokens, self._teacher.longest, self._job.seed, self._device)
-        self._plan(order)
+    def _learn(self, learning: _Learning) -> LossLog:
+        state, budget, student = self._state, self._budget, learning.student
+        self._plan(learning.order)
         if not state.step:
-            kinds.prepare(student, self._teacher.read(next(order.batches(0))))
+            kinds.prepare(student, self._teacher.read(learning.order.batch(0)))
         log = LossLog(self._out, state.step)
-        loop = TrainingLoop(student, self._teacher, order, optimiser, self._job.unroll)
+        loop = TrainingLoop(student, self._teacher, learning.order, learning.optimiser, self._job.unroll)
         seconds, reserve = self._times(student)
-        for _ in loop.run(state, log, budget, reserve, min(LOOKS * seconds, LOOKING_SHARE * budget.limit)):
-            self._after_step(student, optimiser, log)
+        pauses = min(LOOKS * seconds, LOOKING_SHARE * budget.limit)
+        for _ in loop.run(state, log, budget, reserve, pauses):
+            self._after_step(student, learning.optimiser, log)
             if self._task.stop.is_set():
                 break
+            if learning.texts.grows and loop.seconds and state.step >= self._divide_at and state.step < state.planned:
+                self._divide(learning, loop, budget.left - reserve - pauses)
+        if not self._task.stop.is_set():  # a run that goes on looks when it is due
+            self._progress.look(student, log, budget.spent)
         log.flush()
         state.figures |= {"loss": log.curve(), "last": {name: round(v, 4) for name, v in log.recent().items()}}
+        state.figures |= {"epochs": round(self._epochs(learning.texts), 2), "best_step": state.best_step}
+        return log
 
-    def _plan(self, order: BatchOrder) -> None:
+    def _plan(self, order: GrowingOrder) -> None:
         """Without a limit of time the number of steps is known at once."""
         state, epochs = self._state, self._job.epochs
         if not state.planned and (epochs or not self._job.minutes):
@@ -193,40 +252,34 @@ class _TrainingRun:
 
     def _after_step(self, student: nn.Module, optimiser: Optimiser, log: LossLog) -> None:
         """Measure, save and show, each when it is due."""
-        state, now = self._state, time.monotonic()
+        state, now, progress = self._state, time.monotonic(), self._progress
+        if progress.due():
+            progress.look(student, log, self._budget.spent)
+            if warning := progress.warning():
+                self._task.note(warning)
         every = max(1, (state.planned or 10 * WARM_UP) // LOOKS)
         looked = self._looked < LOOKING_SHARE * self._budget.spent
         if state.step % every == 0 and state.step != state.planned and looked:
             log.flush()
             self._look(student)
-            self._task.note(self._line(log))
+            self._task.note(progress.line(log))
         if self._save_due(now):
             log.flush()
             self._save(student, optimiser)
-            self._saved = time.monotonic()
         if now - self._shown > SHOW_SECONDS:
-            self._task.show(self._line(log), state.step, state.planned or None)
+            self._task.show(progress.line(log), state.step, state.planned or None)
             self._shown = now
 
     def _save_due(self, now: float) -> bool:
         every = self._task.save_every
-        return self._state.step % every == 0 if every else now - self._saved > SAVE_SECONDS
-
-    def _line(self, log: LossLog) -> str:
-        recent = log.recent()
-        hits = " ".join(f"{value:.2f}" for name, value in recent.items() if name.startswith("hit"))
-        live = self._state.figures.get("live") or [[0, 0.0]]
-        return (
-            f"step {self._state.step}/{self._state.planned or '?'}: loss {recent.get('loss', 0.0):.3f}, hits {hits}, "
-            f"{live[-1][1]:.2f} tokens per pass"
-        )
+        return self._state.step % every == 0 if every else now - self._saved > self._save_seconds
 
     # Measuring.
 
     def _look(self, student: nn.Module) -> float:
         """Acceptance on the held-out prompts as of now; the seconds it took."""
         begin = time.monotonic()
-        self._write(student)
+        kinds.write(student, self._trial, self._destination)  # the file in --out keeps the best weights
         found = results.total(self._evaluator.measure(self._specs[0], self._task.held_out, LOOK_TOKENS))
         self._state.figures.setdefault("live", []).append([self._state.step, round(found.tokens_per_step, 3)])
         self._looked += time.monotonic() - begin
@@ -238,10 +291,11 @@ class _TrainingRun:
         first = self._look(student)
         if self._task.evaluation:
             return first, SAVING
-        looks = [first] * len(self._specs)
-        if self._device.type == "cuda":  # the first one built what all others use; a tree takes longer than a chain
-            looks = [self._timed_look(spec) for spec in self._specs]
-        return looks[0], reserved(SAVING + first + sum(looks) * TABLE_TOKENS / LOOK_TOKENS, self._budget.left)
+        one = (
+            self._timed_look(self._specs[0]) if self._device.type == "cuda" else first
+        )  # the first one compiled as well
+        table = TREES_LONGER * one * len(self._specs) * TABLE_TOKENS / LOOK_TOKENS
+        return one, reserved(SAVING + first + table, self._budget.left)
 
     def _timed_look(self, spec: str) -> float:
         begin = time.monotonic()
@@ -264,12 +318,22 @@ class _TrainingRun:
     # Files.
 
     def _save(self, student: nn.Module, optimiser: Optimiser) -> None:
+        """A checkpoint, and the head as it was best."""
+        begin = time.monotonic()
         self._state.seconds = self._budget.spent
-        checkpoint.save(self._out, self._state, student, optimiser)
-        self._write(student)
+        checkpoint.save(self._out, self._state, student, optimiser, self._progress.best)
+        with self._progress.best_weights(student):
+            kinds.write(student, self._out, self._destination)
+        self._saved = time.monotonic()
+        self._save_seconds = max(SAVE_SECONDS, SAVING_EVERY * (self._saved - begin))
 
-    def _write(self, student: nn.Module) -> None:
-        kinds.write(student, self._out, self._destination)
+    def _draw(self, log: LossLog) -> None:
+        try:
+            from outrider.train.plot import draw
+        except ImportError:
+            self._task.note("no training.png: matplotlib is not installed (pip install 'outrider[plot]')")
+            return
+        draw(log.lines(), self._state.figures, self._out / "training.png", self._name)
 
     def _write_provenance(self, measured: results.Measured) -> None:
         state = self._state
@@ -285,8 +349,13 @@ class _TrainingRun:
 
     @property
     def _specs(self) -> list[str]:
-        """The ways in which the head is measured; the first one during learning, too."""
-        return list(kinds.specs(self._job.kind, self._out).values())
+        """The ways in which a head is measured while it learns: the first one from time to time."""
+        return list(kinds.specs(self._job.kind, self._trial).values())
+
+    @property
+    def _trial(self) -> Path:
+        """Where the head lies as it is now, to be measured."""
+        return self._out / FOLDER / "now"
 
     @property
     def _name(self) -> str:

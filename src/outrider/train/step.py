@@ -24,6 +24,15 @@ T = TypeVar("T")
 _Shape = tuple[torch.Size, torch.Size]
 
 
+def autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Students have float32 weights and compute in bfloat16 on a GPU."""
+    return contextlib.nullcontext() if device.type == "cpu" else torch.autocast(device.type, torch.bfloat16)
+
+
+def loss_of(student: Any, teacher: Teacher, batch: TextBatch, unroll: int) -> tuple[Tensor, Figures]:
+    return kinds.loss(student, teacher.read(batch), unroll)
+
+
 class GraphRecorder:
     """Records work of many small kernels, which the host takes longer to launch than the device to run, as one graph.
 
@@ -82,15 +91,10 @@ class GradientStep:
         return dict(zip(graph.names, graph.figures.clone().unbind(), strict=True))
 
     def _gradients(self, batch: TextBatch) -> Figures:
-        with self._autocast():
-            loss, figures = kinds.loss(self._student, self._teacher.read(batch), self._unroll)
+        with autocast(self._device):
+            loss, figures = loss_of(self._student, self._teacher, batch, self._unroll)
         loss.backward()
         return figures
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self._device.type == "cpu":
-            return contextlib.nullcontext()
-        return torch.autocast(self._device.type, torch.bfloat16)
 
     def _record(self, recorder: GraphRecorder, shape: _Shape, batch: TextBatch) -> None:
         """Where it cannot be recorded, for lack of memory for instance, this shape and all new ones run as they are."""

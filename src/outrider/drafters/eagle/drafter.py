@@ -78,7 +78,7 @@ class Eagle(Drafter):
         _check(options)
         head = context.head("eagle", options.head, options.allow_pickle)
         if not isinstance(head, EagleHead):
-            raise OutriderError(f"{options.head} holds a Medusa head; write medusa:head={options.head}")
+            raise OutriderError(f"{options.head} holds no EAGLE head; use the drafter that its kind is named after")
         self._begin(head, context, options)
 
     def _begin(self, head: EagleHead, context: BuildContext, options: Options) -> None:
@@ -229,7 +229,7 @@ class Eagle(Drafter):
         """Run what the target has shown, but for the last `keep` rows: each state with the token after it."""
         tokens, hidden = [], []
         for seq in seqs:
-            some, shown = self._shown(seq, keep)
+            some, shown = self.shown(seq, keep)
             tokens.append(some)
             hidden += shown
         ahead = self._runner.extend([seq.id for seq in seqs], tokens, gathered(hidden))
@@ -242,7 +242,7 @@ class Eagle(Drafter):
         if isinstance(self._runner, KeepsPrefixes) and not self._states[seq.id].first:
             self._runner.keep(seq.id, seq.tokens, seq.tenant)
 
-    def _shown(self, seq: Sequence, keep: int) -> tuple[list[int], list[ShownStates]]:
+    def shown(self, seq: Sequence, keep: int) -> tuple[list[int], list[ShownStates]]:
         """The tokens to be taken in, and the target's states before them."""
         state = self._states[seq.id]
         count, first = state.waiting - keep, state.first + state.taken + 1
@@ -253,7 +253,7 @@ class Eagle(Drafter):
         runner, able = self._runner, [chooser for chooser in choosers if chooser.by_rows]
         if not able or not isinstance(runner, WritesDrafts):
             return choosers
-        taken = [self._shown(chooser.seq, keep=0) for chooser in able]
+        taken = [self.shown(chooser.seq, keep=0) for chooser in able]
         tokens, shown = [some for some, _ in taken], [states for _, states in taken]
         for chooser, grown in zip(
             able, runner.write([w.seq.id for w in able], tokens, shown, list(map(_request, able))), strict=True
@@ -269,7 +269,7 @@ class Eagle(Drafter):
             return False
         if not isinstance(runner, PackedRunner) or not runner.chains:
             return False
-        tokens, shown = self._shown(chooser.seq, keep=0)
+        tokens, shown = self.shown(chooser.seq, keep=0)
         chain = runner.chain(chooser.seq.id, tokens, shown, chooser.length, self._stop)
         self._keep(chooser.seq)
         for token, stated in chain:

@@ -30,6 +30,7 @@ class Chooser:
         self._shares = not guesses and not self.draws  # the target's own noise
         self.temperature = 0.0 if guesses else seq.params.temperature
         self.by_rows = not self.draws and not seq.params.adjusts  # needs nothing but a row of logits and the noise
+        self.shares_noise = self.by_rows and self._shares and not seq.params.cuts
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.stated: list[float] = []  # the probability that the head itself states for each
@@ -86,3 +87,17 @@ class Chooser:
         probs = torch.stack(self.laws) if self.laws else None
         acceptance = tuple(map(calibration.probability, self.stated))
         return Draft(tuple(self.tokens), tuple(self.parents), probs, acceptance=acceptance)
+
+
+def offers_with_noise(
+    choosers: Seq[Chooser], logits: Tensor, ids: Tensor, depth: int, count: int
+) -> tuple[Tensor, Tensor]:
+    """`offers` for many rows at once, of choosers that share the target's noise; each has as many rows.
+    logits [rows, ids] of the tokens `ids`, at that depth -> [rows, count] twice."""
+    each, device = len(logits) // len(choosers), logits.device
+    heat = torch.tensor([chooser.temperature for chooser in choosers], device=device, dtype=torch.float64)
+    noise = torch.stack([w.seq.dice.noise(len(w.seq.tokens) + depth, ids) for w in choosers]).log()
+    laws = torch.log_softmax(logits.double() / heat.repeat_interleave(each).unsqueeze(1), -1)
+    scores = (laws - noise.repeat_interleave(each, 0)).float() / BLUR
+    best = scores.log_softmax(-1).topk(min(count, len(ids)))
+    return ids[best.indices], best.values

@@ -1,6 +1,7 @@
 """Heads in files. Written in the form that vLLM loads (its `speculators` form); read in that and the older public ones.
 
-Read: `speculators` EAGLE-3, EAGLE-3 and EAGLE-1/2 as their authors save them, Medusa v1/v2. Pickles only if allowed.
+Read: `speculators` EAGLE-3 and DSpark, EAGLE-3 and EAGLE-1/2 as their authors save them, Medusa v1/v2. Pickles only if
+allowed. Block heads that go beyond DSpark are written in a form of our own.
 """
 
 from __future__ import annotations
@@ -8,15 +9,27 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from outrider.core.errors import OutriderError, one_line
-from outrider.drafters.heads.formats import Head, Tensors, eagle, eagle_config, medusa, medusa_config, same
-from outrider.drafters.heads.kinds import EAGLE, MEDUSA, kind_of
+from outrider.drafters.block.head import BlockHead
+from outrider.drafters.heads.formats import (
+    Head,
+    Tensors,
+    block,
+    block_config,
+    block_tensors,
+    eagle,
+    eagle_config,
+    medusa,
+    medusa_config,
+    same,
+)
+from outrider.drafters.heads.kinds import BLOCK, EAGLE, MEDUSA, OWN_BLOCK, PUBLIC_BLOCK, kind_of
 from outrider.drafters.medusa.head import MedusaHead
 from outrider.models.base import Readable
 
@@ -26,11 +39,14 @@ _ALIKE = 0.9  # what their cosine must be; the same weights in 4 bits have 0.99
 
 
 def find(kind: str, name: str, target: Readable, target_name: str, allow_pickle: bool = False) -> Head:
-    """The head in the folder `name`, or the head that is shipped for the target."""
+    """The head in the folder `name`; else the head that lies beside the target, or that is shipped for it."""
     if name:
         if not os.path.isdir(name):  # also False where the name is too long for a path
             raise OutriderError(f"there is no folder {name} with a head for {kind}")
         return read(name, target, allow_pickle)
+    near = beside(kind, target_name)
+    if near is not None:
+        return read(near, target)
     named = shipped(kind, target_name)
     if named is not None:
         return read(named, target)
@@ -41,6 +57,37 @@ def find(kind: str, name: str, target: Readable, target_name: str, allow_pickle:
         f"no head for {kind} is shipped for {target_name or 'this target'}; "
         f"train one (outrider train {kind} --model {target_name or 'M'} --out DIR) and write {kind}:head=DIR"
     )
+
+
+def beside(kind: str, target_name: str) -> Path | None:
+    """The folder of a head of that kind next to the target's file or folder: NAME.outrider-head, with a head in it or
+    with one in a folder for each kind; or a folder of that kind in `heads`."""
+    path = Path(target_name)
+    if not target_name or not os.path.exists(path):
+        return None
+    own = path if path.is_dir() else path.parent
+    named = [path.with_name(f"{name}.outrider-head") for name in dict.fromkeys((path.name, path.stem))]
+    for folder in [*named, *(each / kind for each in named), own / "heads" / kind]:
+        if _holds(folder, kind):
+            return folder
+    return None
+
+
+def kind_in(folder: str, head: object = None) -> str:
+    """BLOCK or EAGLE, as far as the folder says; of a head in memory its own kind."""
+    if head is not None:
+        return BLOCK if isinstance(head, BlockHead) else EAGLE
+    return BLOCK if os.path.isdir(folder) and _holds(Path(folder), BLOCK) else EAGLE
+
+
+def _holds(folder: Path, kind: str) -> bool:
+    """Whether it says that it has a head of that kind; what is wrong with it is said when it is read."""
+    if not (folder / "config.json").is_file():
+        return False
+    try:
+        return kind_of(_config(folder)) == kind
+    except OutriderError:
+        return True
 
 
 def shipped(kind: str, target_name: str) -> Path | None:
@@ -57,7 +104,7 @@ def read(folder: str | Path, target: Readable, allow_pickle: bool = False) -> He
     _check_target(folder, fields, target)
     try:
         with torch.no_grad():
-            head = medusa(folder, fields, tensors, target) if kind == MEDUSA else eagle(folder, fields, tensors, target)
+            head = _READERS[kind](folder, fields, tensors, target)
     except OutriderError:
         raise
     except Exception as error:  # whatever values of another type or shape than expected make Python or torch raise
@@ -77,13 +124,25 @@ def write(
     out: smaller, and still ours to read, but vLLM needs them where the draft vocabulary is cut."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    fields = medusa_config(head) if isinstance(head, MedusaHead) else eagle_config(head, name, target)
+    fields = _fields(head, name, target)
     fields["torch_dtype"] = str(dtype).removeprefix("torch.")
     sizes = {"num_layers": target.num_layers, "vocab_size": target.vocab_size}
     fields["outrider"] = {**sizes, "embedding": _sample(target)}
-    tensors = {key: value.detach().to("cpu", dtype).contiguous() for key, value in head.state_dict().items()}
-    tensors |= _vocabulary(head, target, whole, dtype)
+    weights = block_tensors(head, target) if isinstance(head, BlockHead) else head.state_dict()
+    tensors = {key: value.detach().to("cpu", dtype).contiguous() for key, value in weights.items()}
+    tensors |= _vocabulary(head, target, whole and _loads_elsewhere(head), dtype)
     _save(folder, fields, tensors)
+
+
+def _fields(head: Head, name: str, target: Readable) -> dict[str, Any]:
+    if isinstance(head, BlockHead):
+        return block_config(head, name, target)
+    return medusa_config(head) if isinstance(head, MedusaHead) else eagle_config(head, name, target)
+
+
+def _loads_elsewhere(head: Head) -> bool:
+    """A block head of our own form is read by Outrider alone, so it needs none of the target's rows."""
+    return not isinstance(head, BlockHead) or not head.config.starts
 
 
 def _save(folder: Path, fields: Mapping[str, Any], tensors: Tensors) -> None:
@@ -128,6 +187,12 @@ def _sample(target: Readable) -> list[list[float]]:
 
 
 # Reading.
+
+_READERS: dict[str, Callable[[Path, Mapping[str, Any], Tensors, Readable], Head]] = {
+    EAGLE: eagle,
+    BLOCK: block,
+    MEDUSA: medusa,
+}
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -176,8 +241,10 @@ def _unpickled(folder: Path, allowed: bool) -> Tensors:
 
 def _kind(folder: Path, fields: Mapping[str, Any], tensors: Tensors) -> str:
     kind = fields.get("speculators_model_type")
-    if kind not in (None, "eagle3"):
-        raise OutriderError(f"{folder} is a speculators head of type {kind!r}; Outrider runs eagle3")
+    if kind not in (None, "eagle3", PUBLIC_BLOCK, OWN_BLOCK):
+        raise OutriderError(f"{folder} is a speculators head of type {kind!r}; Outrider runs eagle3 and dspark")
+    if kind_of(fields) == BLOCK:
+        return BLOCK
     if kind is None and kind_of(fields) == MEDUSA:
         return MEDUSA
     if any(name.removeprefix("model.") == "fc.weight" for name in tensors):

@@ -10,18 +10,20 @@ import torch
 from torch import Tensor
 
 from outrider.core.errors import OutriderError
+from outrider.drafters.block.head import BlockConfig, BlockHead
 from outrider.drafters.eagle.head import EagleConfig, EagleHead
+from outrider.drafters.heads.kinds import OWN_BLOCK, PUBLIC_BLOCK
 from outrider.drafters.medusa.head import MedusaConfig, MedusaHead, Paths
 from outrider.models.base import Readable
 
-Head = EagleHead | MedusaHead
-H = TypeVar("H", EagleHead, MedusaHead)
+Head = EagleHead | MedusaHead | BlockHead
+H = TypeVar("H", EagleHead, MedusaHead, BlockHead)
 Tensors = dict[str, Tensor]
 
 # Bounds of what a config may ask for, far above any published head: a module is made for each layer, without memory for
 # its weights, before its shapes are compared with the file's.
 LARGEST = 1 << 20  # rows of a matrix, tokens, attention heads
-LAYERS = 128  # decoder layers of an EAGLE head; heads of Medusa and blocks of each
+LAYERS = 128  # decoder layers of an EAGLE or block head, tokens of a block; heads of Medusa and blocks of each
 
 
 def eagle_config(head: EagleHead, name: str, target: Readable) -> dict[str, Any]:
@@ -65,6 +67,136 @@ def eagle_config(head: EagleHead, name: str, target: Readable) -> dict[str, Any]
             "verifier": {"name_or_path": name, "architectures": ["LlamaForCausalLM"]},
         },
     }
+
+
+def block_config(head: BlockHead, name: str, target: Readable) -> dict[str, Any]:
+    """In the form of `speculators` (DSpark); what that has no word for makes it a form of our own, under the same
+    names otherwise."""
+    config = head.config
+    public = not config.starts
+    kind = PUBLIC_BLOCK if public else OWN_BLOCK
+    return {
+        "architectures": ["DSparkSpeculator" if public else "OutriderBlock"],
+        "speculators_model_type": kind,
+        "draft_vocab_size": config.draft_vocab_size,
+        "block_size": config.block,
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in config.layers],  # counted from the embedding
+        "mask_token_id": config.mask_token,
+        "sample_from_anchor": True,
+        "markov_rank": config.rank,
+        "markov_head_type": config.sequential,
+        "enable_confidence_head": config.confidence,
+        "confidence_head_with_markov": bool(config.rank),
+        "causal": config.causal,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": {
+            "model_type": "qwen3" if config.qk_norm else "llama",
+            "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
+            "hidden_act": "silu",
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.inner_size,
+            "num_attention_heads": config.num_heads,
+            "num_key_value_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "num_hidden_layers": config.depth,
+            "rms_norm_eps": config.norm_eps,
+            "rope_theta": config.rope_theta,
+            "rope_scaling": config.rope_scaling,
+            "vocab_size": config.vocab_size,
+            "max_position_embeddings": target.context,
+            "attention_bias": config.attention_bias,
+            "tie_word_embeddings": False,
+        },
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.block}],
+            "verifier": {"name_or_path": name, "architectures": ["LlamaForCausalLM"]},
+        },
+    }
+
+
+@torch.no_grad()
+def block_tensors(head: BlockHead, target: Readable) -> Tensors:
+    """As the form has them: in the public one the sequential part's matrices go over the whole vocabulary."""
+    tensors: Tensors = dict(head.state_dict())
+    if head.config.starts or head.config.own_sequential or not head.config.rank:
+        return tensors
+    part = head.markov_head
+    every = torch.arange(target.vocab_size, device=target.device)
+    rows = target.output_rows(head.draft_ids.to(target.device)).float()
+    for name in ("reduce", "lift"):
+        del tensors[f"markov_head.{name}.weight"]
+    place = part.lift.weight.device
+    tensors["markov_head.markov_w1.weight"] = part.reduced(target.embed(every).to(place, part.reduce.weight.dtype))
+    tensors["markov_head.markov_w2.weight"] = rows.to(place) @ part.lift.weight.float()
+    return tensors
+
+
+def block(folder: Path, fields: Mapping[str, Any], tensors: Tensors, target: Readable) -> BlockHead:
+    tensors = {name.removeprefix("model."): value for name, value in tensors.items()}
+    layer = fields.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise _wrong(folder, "transformer_layer_config", "an object")
+    hidden, vocab = _number(folder, layer, "hidden_size"), _number(folder, layer, "vocab_size")
+    same(folder, "hidden numbers", hidden, target.anatomy.hidden_size)
+    same(folder, "tokens", vocab, target.vocab_size)
+    _check_block(folder, fields)
+    heads, kv_heads, head_dim = _attention_sizes(folder, layer, hidden)
+    ids = _draft_ids(folder, tensors, vocab)
+    shared = _shared(tensors, target, ids)
+    own = "starts" if "slots" in tensors else ""
+    config = BlockConfig(
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        inner_size=_number(folder, layer, "intermediate_size"),
+        norm_eps=_norm_eps(folder, layer),
+        rope_theta=_rope(folder, layer)[0],
+        rope_scaling=_rope(folder, layer)[1],
+        vocab_size=vocab,
+        draft_vocab_size=vocab if ids is None else len(ids),
+        layers=_read_layers(folder, fields, "aux_hidden_state_layer_ids", tensors, hidden, target.num_layers),
+        block=_number(folder, fields, "block_size", LAYERS),
+        depth=_number(folder, layer, "num_hidden_layers", LAYERS),
+        context=target.context,
+        rank=fields.get("markov_rank", 256),
+        sequential=fields.get("markov_head_type", "vanilla"),
+        starts=bool(own),
+        causal=bool(fields.get("causal", False)),
+        qk_norm="layers.0.self_attn.q_norm.weight" in tensors,
+        mask_token=fields.get("mask_token_id") or 0,
+        attention_bias="layers.0.self_attn.q_proj.bias" in tensors,
+        confidence="confidence_head.proj.weight" in tensors,
+        own_sequential="markov_head.markov_w1.weight" in tensors,
+        own_output="lm_head.weight" in tensors and "lm_head.weight" not in shared,
+        own_embedding="embed_tokens.weight" in tensors and "embed_tokens.weight" not in shared,
+    )
+    ignored = shared | {"d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight"}
+    return _filled(folder, lambda: BlockHead(config, ids), tensors, ignored)
+
+
+def _check_block(folder: Path, fields: Mapping[str, Any]) -> None:
+    """What the form allows and a head of ours cannot be."""
+    rank, mask = fields.get("markov_rank", 256), fields.get("mask_token_id") or 0
+    if not isinstance(rank, int) or not 0 <= rank <= LARGEST:
+        raise _wrong(folder, "markov_rank", f"a whole number between 0 and {LARGEST}")
+    if fields.get("markov_head_type", "vanilla") not in ("vanilla", "gated", "rnn"):
+        raise _wrong(folder, "markov_head_type", "vanilla, gated or rnn")
+    if not isinstance(mask, int) or not 0 <= mask < LARGEST:
+        raise _wrong(folder, "mask_token_id", "a token")
+    if not fields.get("sample_from_anchor", True):
+        raise OutriderError(
+            f"the head in {folder} guesses nothing at its first slot (sample_from_anchor is false), and Outrider does "
+            "not run that; use a DSpark head"
+        )
+    if fields.get("sliding_window_non_causal") or "sliding_attention" in _layer_types(fields):
+        raise OutriderError(f"the head in {folder} has sliding windows, which Outrider does not run; use one without")
+
+
+def _layer_types(fields: Mapping[str, Any]) -> list[Any]:
+    return list((fields.get("transformer_layer_config") or {}).get("layer_types") or ())
 
 
 def medusa_config(head: MedusaHead) -> dict[str, Any]:
@@ -170,12 +302,19 @@ def _rope(folder: Path, layer: Mapping[str, Any]) -> tuple[float, dict[str, Any]
 
 
 def _layers(folder: Path, fields: Mapping[str, Any], tensors: Tensors, hidden: int, total: int) -> tuple[int, ...]:
-    """The target's blocks that the head reads, counted from 0; vLLM counts from the embedding."""
+    """The target's blocks that an EAGLE head reads, counted from 0; (): it is of the first form."""
     if "layers.0.hidden_norm.weight" not in tensors:
         return ()
-    ids = _eagle_option(fields, "eagle_aux_hidden_state_layer_ids", None) or (2, total // 2, total - 3)
+    return _read_layers(folder, fields, "eagle_aux_hidden_state_layer_ids", tensors, hidden, total)
+
+
+def _read_layers(
+    folder: Path, fields: Mapping[str, Any], key: str, tensors: Tensors, hidden: int, total: int
+) -> tuple[int, ...]:
+    """The target's blocks that the head reads, counted from 0; the file counts from the embedding."""
+    ids = _eagle_option(fields, key, None) or (2, total // 2, total - 3)
     if not isinstance(ids, list | tuple) or not all(isinstance(id, int) for id in ids):
-        raise _wrong(folder, "eagle_aux_hidden_state_layer_ids", "a list of whole numbers")
+        raise _wrong(folder, key, "a list of whole numbers")
     layers = tuple(sorted({id - 1 for id in ids}))
     if not all(0 <= layer < total for layer in layers):
         raise OutriderError(

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-EAGLE, MEDUSA = "eagle", "medusa"
+EAGLE, BLOCK, MEDUSA = "eagle", "block", "medusa"
+PUBLIC_BLOCK, OWN_BLOCK = "dspark", "outrider_block"  # what the configs of block heads call themselves
 
 
 def kind_of(config: Mapping[str, Any]) -> str:
-    """Medusa's files say what they are; all others are read as EAGLE's."""
+    """Files of Medusa and of block heads say what they are; all others are read as EAGLE's."""
+    if config.get("speculators_model_type") in (PUBLIC_BLOCK, OWN_BLOCK):
+        return BLOCK
     medusa = config.get("model_type") == MEDUSA or any(MEDUSA in key for key in config)
     return MEDUSA if medusa else EAGLE

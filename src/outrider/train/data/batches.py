@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,41 @@ class TextBatch:
     tokens: Tensor  # [b, t] int64, padded on the right
     mask: Tensor  # [b, t] bool: tokens of answers
     known: Tensor | None = None  # [n] where the mask is true, as TeacherBatch has it
+
+
+class GrowingOrder:
+    """The batch of each step while texts are added: from the step on at which some came, first these, once, then all,
+    again and again. Decided by the texts, the steps at which they came, and the seed."""
+
+    def __init__(self, batch_tokens: int, longest: int, seed: int, device: torch.device) -> None:
+        self._make = partial(BatchOrder, batch_tokens=batch_tokens, longest=longest, seed=seed, device=device)
+        self._new: BatchOrder | None = None
+        self._first = 0  # step from which on the newest texts are learned from
+        self._batches: tuple[int, Iterator[TextBatch]] | None = None  # from a step on
+
+    def add(self, step: int, new: Corpus, all_texts: Corpus) -> None:
+        """From that step on also these; `all_texts` has them too."""
+        self._first, self._batches = step, None
+        self._new = self._make(new) if len(new) < len(all_texts) else None
+        self._all = self._make(all_texts)
+
+    @property
+    def per_epoch(self) -> int:
+        """Steps in which all texts are seen once."""
+        return self._all.per_epoch
+
+    def batch(self, step: int) -> TextBatch:
+        if self._batches is None or self._batches[0] != step:
+            self._batches = step, self._from(step)
+        batches = self._batches[1]
+        self._batches = step + 1, batches
+        return next(batches)
+
+    def _from(self, step: int) -> Iterator[TextBatch]:
+        place, count = step - self._first, 0 if self._new is None else self._new.per_epoch
+        if self._new is not None and place < count:
+            yield from islice(self._new.batches(place), count - place)
+        yield from self._all.batches(max(0, place - count))
 
 
 class BatchOrder:

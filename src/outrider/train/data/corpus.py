@@ -17,6 +17,7 @@ from outrider.train.data.conversations import WrittenText
 
 FOLDER = "training"  # below --out: the files that only --resume needs
 _INFO = "data.json"
+_ARRAYS = ("tokens", "lengths", "answers", "talks")
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +25,7 @@ class Corpus:
     tokens: Tensor  # [all] int32
     lengths: Tensor  # [texts] int32
     answers: Tensor  # [texts] int32: where the answer begins
+    talks: Tensor  # [texts] int32: the conversation that each is of; texts of one share their words
 
     @classmethod
     def of(cls, texts: Sequence[WrittenText]) -> Corpus:
@@ -31,11 +33,19 @@ class Corpus:
             torch.tensor([token for text in texts for token in text.tokens], dtype=torch.int32),
             torch.tensor([len(text.tokens) for text in texts], dtype=torch.int32),
             torch.tensor([text.answer for text in texts], dtype=torch.int32),
+            torch.tensor([text.talk for text in texts], dtype=torch.int32),
         )
 
     @classmethod
     def join(cls, parts: Sequence[Corpus]) -> Corpus:
-        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in ("tokens", "lengths", "answers")))
+        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in _ARRAYS))
+
+    def pick(self, texts: Tensor) -> Corpus:
+        """Some of the texts, by their places."""
+        lengths = self.lengths[texts]
+        firsts = self.starts[texts] - (torch.cumsum(lengths.long(), 0) - lengths)
+        places = torch.arange(int(lengths.sum())) + firsts.repeat_interleave(lengths)
+        return Corpus(self.tokens[places], lengths, self.answers[texts], self.talks[texts])
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -89,22 +99,30 @@ class CorpusFolder:
     def add(self, corpus: Corpus, info: CorpusInfo) -> None:
         """A wave, then the info that counts it; a kill in between leaves a shard that the next run writes again."""
         small = torch.uint16 if info.vocab <= 1 << 16 else torch.int32
-        tensors = {"tokens": corpus.tokens.to(small), "lengths": corpus.lengths, "answers": corpus.answers}
+        tensors = {name: getattr(corpus, name) for name in _ARRAYS} | {"tokens": corpus.tokens.to(small)}
         write_tensors(self._shard(info.waves - 1), tensors)
         self.write_info(info)
 
     def write_info(self, info: CorpusInfo) -> None:
         write_text(self.folder / _INFO, json.dumps(vars(info), indent=1) + "\n")
 
-    def read(self, waves: int) -> Corpus:
+    def read(self, waves: int, first: int = 0) -> Corpus:
+        """The texts of the waves from `first` on, up to that number of them."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         try:
-            shards = [load_file(self._shard(wave)) for wave in range(waves)]
+            shards = [load_file(self._shard(wave)) for wave in range(first, waves)]
         except (OSError, SafetensorError) as error:
             raise OutriderError(f"the texts in {self.folder} cannot be read ({error}); write them anew") from error
-        return Corpus.join([Corpus(s["tokens"].to(torch.int32), s["lengths"], s["answers"]) for s in shards])
+        return Corpus.join([_corpus(shard) for shard in shards])
 
     def _shard(self, wave: int) -> Path:
         return self.folder / f"data-{wave:04d}.safetensors"
+
+
+def _corpus(shard: dict[str, Tensor]) -> Corpus:
+    """Shards of earlier versions do not say which conversation a text is of: each counts as its own."""
+    lengths = shard["lengths"]
+    talks = shard.get("talks", torch.arange(len(lengths), dtype=torch.int32))
+    return Corpus(shard["tokens"].to(torch.int32), lengths, shard["answers"], talks)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from random import Random
 
 from outrider.core.dice import Dice
@@ -28,15 +29,22 @@ from outrider.train.data.conversations import (
     WrittenText,
     answer_to,
     conversation,
+    mix_for,
 )
 from outrider.train.data.corpus import Corpus, CorpusFolder, CorpusInfo
 from outrider.train.job import TimeBudget, TrainingJob
 
-WRITING_SHARE = 0.4  # share of the time that goes into writing; the rest is for learning and measuring
+WRITING_SHARE = 0.4  # share of the time in which the tokens that a job asks for are written, at most
+SHARD_SECONDS = 20.0  # of writing that a killed run loses, at most
+FEWEST_TOKENS = 16  # of an answer that is learned from though it was cut
+HELD_TOKENS = 512  # tokens of the cache that a conversation may hold: a long prompt, an answer, room for pages
 ROUNDS = 4  # times the conversations that run at once make a wave; a killed run loses its last wave
 MEAN_TOKENS = 260  # tokens of a conversation, about: a guess until a wave has shown it
 WRITERS = {"cpu": 32, "cuda": 2048}  # conversations at once, unless --writers says otherwise
-PROMPT_CHUNK = {"cpu": 512, "cuda": 2048}  # prompt tokens of a pass; on a GPU longer ones have no graph
+PROMPT_CHUNK = {"cpu": 512, "cuda": 2048}  # prompt tokens of a pass that measures; on a GPU longer ones have no graph
+# Prompt tokens of a pass that writes. On a GPU a pass costs the host some 15 ms for 2,048 sequences, whatever it feeds:
+# with 2,048 tokens a pass the host alone could write 140,000 tokens/s, with 16,384 it could 350,000 (docs/LOG.md).
+WRITING_CHUNK = {"cpu": 512, "cuda": 16_384}
 _MOST_REQUESTS = 8  # more than any conversation has: each request gets random numbers of its own
 
 Show = Callable[[str, int, int | None], None]
@@ -47,6 +55,7 @@ class _Running:
     number: int
     conversation: Conversation
     requests: int = 0
+    answers: bool = False  # what it writes now is an answer
 
 
 class ConversationRunner:
@@ -62,32 +71,32 @@ class ConversationRunner:
         self,
         conversations: Iterable[tuple[int, Conversation]],
         on_tokens: Callable[[int], None] = lambda tokens: None,
-        until: int | None = None,
+        goes_on: Callable[[], bool] = lambda: True,
     ) -> list[WrittenText]:
-        """The texts of these numbered conversations, in the order of their numbers. `on_tokens` hears how many tokens
-        each one has when it ends.
+        """The texts of the conversations that ended, in the order of their numbers, which ascend. `on_tokens` hears how
+        many tokens each one has when it ends.
 
-        With `until` only the conversations below that number are waited for; the others run beside them, for a later
-        call: the numbers must ascend.
+        While `goes_on` says so; the conversations that still run then go on in the next call.
         """
         waiting = iter(conversations)
         self._start(waiting)
-        while self._engine.busy and self._waited_for(until):
+        while self._engine.busy and goes_on():
             for seq in self._engine.step():
                 ended = self._go_on(seq)
                 on_tokens(sum(len(text.tokens) for text in ended))
             self._start(waiting)
-        done = sorted(number for number in self._done if until is None or number < until)
-        return [text for number in done for text in self._done.pop(number)]
+        done, self._done = self._done, {}
+        return [text for number in sorted(done) for text in done[number]]
 
-    def stop(self) -> None:
-        """Drop the conversations that still run."""
-        for id in list(self._running):
-            self._engine.cancel(id)
+    def stop(self) -> list[WrittenText]:
+        """End the conversations that still run. What they have of an answer is as good to learn from as a whole one."""
+        texts = []
+        for id, running in self._running.items():
+            for seq in self._engine.cancel(id):
+                if running.answers and len(seq.tokens) - seq.prompt >= FEWEST_TOKENS:
+                    texts.append(WrittenText(seq.tokens, seq.prompt, running.number))
         self._running.clear()
-
-    def _waited_for(self, until: int | None) -> bool:
-        return until is None or any(running.number < until for running in self._running.values())
+        return texts
 
     def _start(self, waiting: Iterator[tuple[int, Conversation]]) -> None:
         while len(self._running) < self._batch:
@@ -105,8 +114,9 @@ class ConversationRunner:
         try:
             self._add(running, running.conversation.send(seq.tokens[seq.prompt :]))
         except StopIteration as end:
-            self._done[running.number] = end.value
-            return list(end.value)
+            texts = [replace(text, talk=running.number) for text in end.value]
+            self._done[running.number] = texts
+            return texts
         return []
 
     def _add(self, running: _Running, request: WriteRequest) -> None:
@@ -116,6 +126,7 @@ class ConversationRunner:
             return
         self._ids += 1
         running.requests += 1
+        running.answers = request.answer
         params = SamplingParams(max_tokens=min(request.max_tokens, budget), temperature=request.temperature)
         dice = Dice(self._seed, running.number * _MOST_REQUESTS + running.requests)
         self._running[self._ids] = running
@@ -125,57 +136,94 @@ class ConversationRunner:
 class CorpusWriter:
     """Has the target write conversations; the one with number n is the same in every run of the same seed."""
 
-    def __init__(self, loaded: Loaded, job: TrainingJob, device: str, prompts: Seq[str]) -> None:
+    def __init__(self, loaded: Loaded, job: TrainingJob, device: str, prompts: Seq[str], about: Seq[str] = ()) -> None:
+        """`prompts`: user turns to answer. `about`: openers of user turns beside ours. Both may be empty."""
         self._chat, self._ends, self._seed = ChatFormat.of(loaded.tokenizer), loaded.ends, job.seed
-        self._prompts = prompts
-        self._endless: Iterator[tuple[int, Conversation]] | None = None  # the conversations that run ahead
-        self.batch = job.writers or WRITERS[device]
-        limits = Limits(self.batch, PROMPT_CHUNK[device])
+        self._prompts, self._about, self._mix = prompts, about, mix_for(Path(job.model).name)
+        self._endless: Iterator[tuple[int, Conversation]] | None = None
+        self.started = 0  # the number of the conversation that would be next
+        self.batch = job.writers or at_once(loaded.model.capacity, device)
+        limits = Limits(self.batch, WRITING_CHUNK[device])
         plain = Drafter(Drafter.Options(), BuildContext(loaded.model, _no_other))
         self._runner = ConversationRunner(Engine(loaded.model, plain, limits), loaded.ends, self.batch, job.seed)
 
-    def wave(self, first: int, count: int, on_tokens: Callable[[int], None], ahead: bool = False) -> Corpus:
-        """The conversations of `count` numbers. With `ahead` those of the next wave, which follows without a gap, begin
-        as soon as a place is free: the end of a wave, when few are left, takes as long as its middle."""
-        if not ahead:
-            return Corpus.of(self._runner.run(self._numbered(range(first, first + count)), on_tokens))
+    def wave(self, first: int, count: int, on_tokens: Callable[[int], None]) -> Corpus:
+        """The conversations of `count` numbers."""
+        return self._corpus(self._runner.run(self._numbered(range(first, first + count)), on_tokens))
+
+    def some(self, first: int, on_tokens: Callable[[int], None], goes_on: Callable[[], bool]) -> Corpus:
+        """What ends while it goes on; conversations begin with that number, and go on in the next call."""
         if self._endless is None:
             self._endless = self._numbered(itertools.count(first))
-        return Corpus.of(self._runner.run(self._endless, on_tokens, first + count))
+        return self._corpus(self._runner.run(self._endless, on_tokens, goes_on))
 
-    def stop(self) -> None:
-        """Drop the conversations that were begun ahead."""
-        self._runner.stop()
+    def rest(self) -> Corpus:
+        """End the conversations that still run; the answers that they have so far."""
+        self._endless = None
+        return self._corpus(self._runner.stop())
+
+    def _corpus(self, texts: list[WrittenText]) -> Corpus:
+        corpus = Corpus.of(texts)
+        if self._prompts:  # all answers to one prompt count as one conversation
+            corpus = replace(corpus, talks=corpus.talks % len(self._prompts))
+        return corpus
 
     def _numbered(self, numbers: Iterable[int]) -> Iterator[tuple[int, Conversation]]:
         for number in numbers:
+            self.started = number + 1
             yield number, self._conversation(number)
 
     def _conversation(self, number: int) -> Conversation:
         random = Random(f"{self._seed} {number}")
         if self._prompts:
             return answer_to(self._chat, self._prompts[number % len(self._prompts)], random)
-        return conversation(self._chat, self._ends, random)
+        return conversation(self._chat, self._ends, random, self._about, self._mix)
+
+
+def at_once(capacity: int, device: str) -> int:
+    """How many conversations run at once: as many as the cache holds, in tokens, up to what one graph takes."""
+    return max(1, min(WRITERS[device], capacity // HELD_TOKENS))
 
 
 def write_corpus(
     writer: CorpusWriter, folder: CorpusFolder, info: CorpusInfo, job: TrainingJob, budget: TimeBudget, show: Show
 ) -> CorpusInfo:
-    """Waves until there are enough tokens, or the time for writing is over."""
+    """Waves until there are as many tokens as the job asks for, or the time for writing is over."""
     until = WRITING_SHARE * budget.limit
     while not _enough(info, job) and (not info.waves or budget.spent + _next_seconds(info, writer, job) <= until):
         begin, count = budget.spent, _wave_size(info, writer, job)
-        progress = _WritingProgress(info, job, budget, show)
-        corpus = writer.wave(info.talks, count, progress.add, ahead=not job.tokens)
-        info = replace(
-            info,
-            waves=info.waves + 1,
-            talks=info.talks + count,
-            tokens=info.tokens + len(corpus.tokens),
-            seconds=info.seconds + budget.spent - begin,
-        )
-        folder.add(corpus, info)
-    writer.stop()
+        corpus = writer.wave(info.talks, count, _WritingProgress(info, job.tokens, budget, until, show).add)
+        info = _counted(folder, info, corpus, info.talks + count, budget.spent - begin)
+    return _complete(folder, info)
+
+
+def write_until(
+    writer: CorpusWriter, folder: CorpusFolder, info: CorpusInfo, end: float, budget: TimeBudget, show: Show
+) -> CorpusInfo:
+    """Conversations until `end`, in seconds of the run, in shards; at least some. What is begun then is cut."""
+    first = info.talks
+    while budget.spent < end or not info.tokens:
+        begin, until = budget.spent, min(end, budget.spent + SHARD_SECONDS)
+        progress = _WritingProgress(info, 0, budget, end, show)
+        corpus = writer.some(first, progress.add, lambda until=until: budget.spent < until)  # type: ignore[misc]
+        if not len(corpus) and not info.tokens:
+            end = max(end, budget.spent + 1.0)
+        if budget.spent >= end:
+            corpus = Corpus.join([corpus, writer.rest()])
+        if len(corpus):
+            info = _counted(folder, info, corpus, writer.started, budget.spent - begin)
+    return _complete(folder, info)
+
+
+def _counted(folder: CorpusFolder, info: CorpusInfo, corpus: Corpus, talks: int, seconds: float) -> CorpusInfo:
+    tokens = info.tokens + len(corpus.tokens)
+    info = replace(info, waves=info.waves + 1, talks=talks, tokens=tokens, seconds=info.seconds + seconds)
+    folder.add(corpus, info)
+    return info
+
+
+def _complete(folder: CorpusFolder, info: CorpusInfo) -> CorpusInfo:
+    """From now on other runs may learn from it."""
     info = replace(info, complete=True)
     folder.write_info(info)
     return info
@@ -184,8 +232,9 @@ def write_corpus(
 class _WritingProgress:
     """Shows how far the writing is."""
 
-    def __init__(self, info: CorpusInfo, job: TrainingJob, budget: TimeBudget, show: Show) -> None:
-        self._tokens, self._job, self._budget, self._show = info.tokens, job, budget, show
+    def __init__(self, info: CorpusInfo, wanted: int, budget: TimeBudget, end: float, show: Show) -> None:
+        """`wanted`: tokens; 0: until `end`, in seconds of the run."""
+        self._tokens, self._wanted, self._budget, self._end, self._show = info.tokens, wanted, budget, end, show
         self._before, self._begun = info.tokens, budget.spent
 
     def add(self, tokens: int) -> None:
@@ -194,10 +243,10 @@ class _WritingProgress:
         self._tokens += tokens
         speed = (self._tokens - self._before) / max(self._budget.spent - self._begun, 1e-9)
         what = f"the target writes: {self._tokens:,} tokens, {speed:,.0f}/s"
-        if self._job.tokens:
-            self._show(what, self._tokens, self._job.tokens)
+        if self._wanted:
+            self._show(what, self._tokens, self._wanted)
         else:
-            self._show(what, int(self._budget.spent), int(WRITING_SHARE * self._budget.limit))
+            self._show(what, int(self._budget.spent), int(self._end))
 
 
 def _enough(info: CorpusInfo, job: TrainingJob) -> bool:
@@ -205,10 +254,9 @@ def _enough(info: CorpusInfo, job: TrainingJob) -> bool:
 
 
 def _wave_size(info: CorpusInfo, writer: CorpusWriter, job: TrainingJob) -> int:
-    """Conversations of the next wave; the first one shows how long they take."""
-    full = writer.batch * (ROUNDS if info.waves or job.tokens else 1)
+    """Conversations of the next wave."""
     mean = info.tokens / info.talks if info.talks else MEAN_TOKENS
-    return min(full, math.ceil((job.tokens - info.tokens) / mean)) if job.tokens else full
+    return min(ROUNDS * writer.batch, math.ceil((job.tokens - info.tokens) / mean))
 
 
 def _next_seconds(info: CorpusInfo, writer: CorpusWriter, job: TrainingJob) -> float:

@@ -1,0 +1,107 @@
+"""`block`: one call of a head guesses a whole block of tokens, as a chain or a tree (`head.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from outrider.core.errors import OutriderError
+from outrider.core.sequence import Sequence
+from outrider.drafters.base import BuildContext
+from outrider.drafters.block.head import BlockHead
+from outrider.drafters.block.runner import BlockRunner
+from outrider.drafters.confidence import StatedCalibration
+from outrider.drafters.eagle.drafter import NARROW, NEVER, STOP, Eagle
+from outrider.drafters.eagle.runner import HeadOutput, gathered
+from outrider.drafters.heads.chooser import Chooser, offers_with_noise
+from outrider.drafters.heads.kinds import BLOCK
+from outrider.models.base import Readable
+
+
+class BlockDrafter(Eagle):
+    """It follows the target's states as an EAGLE head does; only what runs is another head, whose steps along a draft
+    cost next to nothing. Each token is drawn from the head's law of it given the tokens before it."""
+
+    name = BLOCK
+    variants = ("tree=16",)
+
+    @dataclass(frozen=True)
+    class Options:
+        head: str = ""  # folder; "": the head beside the model, or that is shipped for it
+        length: int = 0  # of a chain, or how deep a tree may be; 0: as long as the head's block
+        tree: int = 0  # nodes; 0: a chain
+        width: int = 6  # nodes of a tree that are followed at each depth
+        stop: float = -1.0  # end below nodes less likely to be reached; -1: 0.4 beside a packed target, else 0
+        vocab: int = 0  # write only the first tokens of its vocabulary; 0: 8192 beside a packed target, else all
+        greedy: bool = False  # guess the likeliest token even where the request samples
+        quantize: Literal["auto", "none", "int8", "int4"] = "auto"  # auto: int4 beside a packed target
+
+    def __init__(self, options: Options, context: BuildContext) -> None:
+        _check(options)
+        head = context.head(BLOCK, options.head, False)
+        if not isinstance(head, BlockHead):
+            raise OutriderError(f"{options.head} holds no block head; use the drafter that its kind is named after")
+        self._start(head, context, options)
+
+    def _start(self, head: BlockHead, context: BuildContext, options: Options) -> None:
+        target = context.readable("a block head")
+        self._options: BlockDrafter.Options = options  # type: ignore[assignment]
+        self._seen = context.target.length
+        self._length = min(options.length or head.config.block, head.config.block)
+        if options.vocab or target.packed:
+            head.narrow(options.vocab or NARROW)
+        self.layers = head.config.layers
+        self._places = _places(head, target, context.cache_bytes)
+        self._runner: BlockRunner = BlockRunner(head, target, self._length, options.quantize)
+        self._loop, self._stop = None, options.stop if options.stop >= 0.0 else STOP if target.packed else 0.0
+        self._ids, self._vocab = head.draft_ids.to(target.device), target.vocab_size
+        self._states = {}
+        self._guessing, self._drawing = StatedCalibration(), StatedCalibration()
+
+    @classmethod
+    def build(cls, options: Options, context: BuildContext) -> BlockDrafter:  # type: ignore[override]
+        return cls(options, context)
+
+    def _choose(self, choosers: Seq[Chooser], logits: Tensor) -> None:
+        """One more token for each; those that share the target's noise all at once."""
+        if not all(chooser.shares_noise for chooser in choosers):
+            super()._choose(choosers, logits)
+            return
+        tokens, logarithms = offers_with_noise(choosers, logits, self._ids, len(choosers[0].tokens), 1)
+        chosen = zip(choosers, tokens[:, 0].tolist(), logarithms[:, 0].exp().tolist(), strict=True)
+        for chooser, token, stated in chosen:
+            chooser.put(token, stated)
+
+    def _offers(self, choosers: Seq[Chooser], logits: Tensor, paths: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        if not all(chooser.shares_noise for chooser in choosers):
+            return super()._offers(choosers, logits, paths, width)
+        tokens, logarithms = offers_with_noise(choosers, logits, self._ids, paths.shape[1], width)
+        return tokens, logarithms.nan_to_num(NEVER)  # what overflowed is never kept
+
+    def _take_in(self, seqs: Seq[Sequence], keep: int) -> HeadOutput:
+        """Where no draft follows, no block is run."""
+        if not keep:
+            return super()._take_in(seqs, keep)
+        shown = [self.shown(seq, keep) for seq in seqs]
+        hidden = gathered([states for _, some in shown for states in some])
+        self._runner.take_in([seq.id for seq in seqs], [len(tokens) for tokens, _ in shown], hidden)
+        return HeadOutput(hidden[:0], hidden[:0])
+
+
+def _places(head: BlockHead, target: Readable, memory: int) -> int:
+    """Tokens whose keys and values the head may hold in `memory` bytes, in buffers that double in number and length."""
+    dtype = target.embed(torch.zeros(1, dtype=torch.long, device=target.device)).dtype
+    config = head.config
+    return memory // (2 * 4 * dtype.itemsize * config.depth * config.num_kv_heads * config.head_dim)
+
+
+def _check(options: BlockDrafter.Options) -> None:
+    for name, least in (("length", 0), ("tree", 0), ("width", 1), ("vocab", 0)):
+        if getattr(options, name) < least:
+            raise OutriderError(f"block:{name} must be at least {least}, not {getattr(options, name)}")
+    if not 0.0 <= options.stop < 1.0 and options.stop != -1.0:
+        raise OutriderError(f"block:stop must be at least 0 and below 1, not {options.stop}")
