@@ -166,7 +166,7 @@ class DrafterPool:
     def writing(self, seqs: Seq[Sequence], budget: int) -> Drafter | None:
         """The drafter of all these sequences that can write them together with the target. It then drafts alone, so
         not where others have been asked for by name, or the caller has told what to expect."""
-        if not seqs or any(seq.prediction for seq in seqs):
+        if not seqs or any(seq.prediction or seq.adapter is not None for seq in seqs):
             return None
         if any(len(self.members(seq)) > 1 and not self.drafters[seq.draft].one_may_write for seq in seqs):
             return None
