@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from outrider import __version__
-from outrider.cli import audit, bench, chat, config, demo, generate, models, profile, serve, train, tune_tree
+from outrider.cli import audit, bench, chat, config, demo, generate, merge, models, profile, serve, train, tune_tree
 from outrider.cli.screen import paint
 from outrider.core.errors import OutriderError
 
@@ -25,6 +25,7 @@ for command in (
     profile.profile,
     train.train,
     tune_tree.tune_tree,
+    merge.merge,
     models.pull,
     models.models,
     demo.demo,

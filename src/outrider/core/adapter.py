@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from outrider.core.errors import OutriderError, quoted
 
-# How adapters become one. `cat`: the weighted sum of what each adds, exactly; the others as PEFT's add_weighted_adapter.
+# How adapters become one. `cat`: exactly the weighted sum of what each adds; the others: PEFT's add_weighted_adapter.
 Strategy = Literal["cat", "linear", "ties", "dare_linear", "dare_ties"]
 Majority = Literal["total", "frequency"]  # how ties finds the sign that most adapters agree on: by sum, or by count
 STRATEGIES: tuple[str, ...] = get_args(Strategy)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from outrider.core.adapter import ReadyAdapter
-from outrider.core.errors import OutriderError
 from outrider.core.sequence import Scope
 from outrider.models.adapters import dense
 from outrider.models.adapters.adapter import Adapter, AdapterBase, shapes
 from outrider.models.base import Feed, Output
 from outrider.models.cache import Cache, Slot
 from outrider.models.llama_weights import LlamaConfig, ReadableWeights, Weights
+from outrider.models.native import adapters as native_adapters
 from outrider.models.native.packed import Packed
 from outrider.models.native.stack import NativeStack
 from outrider.models.paged_cache import SIZE, PagedCache, PagedSlot
@@ -156,8 +156,12 @@ class PackedLlama(Llama):
         self._pages = PagedCache(layers, kv_heads, head_dim, self._memory)
         return self._pages, self._pages.count * SIZE
 
+    def adapter_bytes(self, adapter: Adapter) -> int:
+        return native_adapters.packed_bytes(adapter)
+
     def adapt(self, adapter: Adapter, key: str) -> ReadyAdapter:
-        raise OutriderError("packed weights take no adapters yet; load the model dense (dtype float32)")
+        packed = native_adapters.pack(adapter, self.adapter_base, self.num_layers)
+        return ReadyAdapter(key, packed, packed.nbytes)
 
     def begin(self, id: int, tokens: Sequence[int], scope: Scope = "") -> int:
         return self._pages.begin(id, tokens, scope)

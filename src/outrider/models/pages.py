@@ -4,8 +4,8 @@ Only bookkeeping, on the host. A page that is full of committed tokens is known 
 sequence that begins alike takes it as its own. Pages that no sequence holds any more keep what they know until they are
 needed for something else, the longest unused first and the end of a text before its beginning.
 
-Only sequences of the same scope share, which is a tenant and an adapter: how long a prompt takes, and how much of it was
-cached, would tell one tenant what another has sent; and an adapter changes keys and values.
+Only sequences of the same scope share, which is a tenant and an adapter: how long a prompt takes, and how much of it
+was cached, would tell one tenant what another has sent; and an adapter changes keys and values.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _REFUSED = {
     "layer_replication": "repeats layers of the base; merge it into the model with PEFT and load that",
     "target_parameters": "is for parameters that are no matrices of a llama-like model; use another adapter",
     "trainable_token_indices": "trains single rows of the embedding; merge it into the model with PEFT and load that",
-    "alora_invocation_tokens": "begins in the middle of a text (aLoRA), which Outrider does not run; train a plain LoRA",
+    "alora_invocation_tokens": "begins in the middle of a text (aLoRA), which Outrider does not run; train a LoRA",
     "kasa_config": "is KaSA, which Outrider does not run; train a plain LoRA",
     "use_bdlora": "is BD-LoRA, which Outrider does not run; train a plain LoRA",
     "arrow_config": "chooses between adapters by itself (Arrow), which Outrider does not run; name one of them",

@@ -634,8 +634,159 @@ double dots_per_second(double seconds) {
 #endif
 }
 
+// ---- adapters: y += B (A x), in float; each row by the same operations in the same order, whatever rows are beside it ----
+
+struct AdapterPart {  // of one of the joined matrices
+    const int8_t* b;      // [outputs / 16][rank][16]
+    int64_t first, outputs;  // which outputs of the joined matrices these are
+    int64_t low, rank;       // which of the inner values are its own
+};
+
+struct AdapterMatrix {
+    const int8_t* a;      // [rank / 16][inputs][16]
+    const float* scales;  // [rank] of A's rows, B's columns and the adapter together
+    int64_t rank;         // of all parts together, a multiple of 16; 0: nothing is added to these matrices
+    int64_t count;        // parts
+    AdapterPart parts[3];
+};
+
+struct AdapterLayer {
+    AdapterMatrix qkv, output, gate_up, down;
+};
+
+using AdapterField = AdapterMatrix AdapterLayer::*;
+
+struct Adapters {
+    const AdapterLayer* const* rows;  // [rows] the layers of each row's adapter, or null
+    float* low;                       // [rows][stride] A x of the matrix at hand
+    int64_t stride;
+};
+
+// What the rows of a pass add to one matrix; without a table, nothing.
+struct Added {
+    const Adapters* adapters;
+    int64_t layer;
+    AdapterField field;
+
+    const AdapterMatrix* of(int64_t row) const {
+        const AdapterLayer* const own = adapters->rows[row];
+        return own && (own[layer].*field).rank ? &(own[layer].*field) : nullptr;
+    }
+    float* low(int64_t row) const { return adapters->low + row * adapters->stride; }
+};
+
+constexpr int NARROW = 4;  // rows of one adapter that share a reading of its matrices
+
+#if WIDE
+inline __m512 sixteen(const int8_t* q) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q))));
+}
+
+// low = scales * (A x) for N rows, a `step` of floats apart. Four sums for each tile, so that no product waits for the last.
+template <int N>
+void narrow_rows(const AdapterMatrix& m, const float* x, int64_t inputs, int64_t step, float* low, int64_t stride) {
+    for (int64_t tile = 0; tile < m.rank / TILE; tile++) {
+        const int8_t* a = m.a + tile * inputs * TILE;
+        __m512 sums[N][4];
+        for (int n = 0; n < N; n++)
+            for (int j = 0; j < 4; j++) sums[n][j] = _mm512_setzero_ps();
+        for (int64_t i = 0; i < inputs; i += 4)
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) {
+                const __m512 weights = sixteen(a + (i + j) * TILE);
+                for (int n = 0; n < N; n++) sums[n][j] = _mm512_fmadd_ps(weights, _mm512_set1_ps(x[n * step + i + j]), sums[n][j]);
+            }
+        const __m512 scales = _mm512_loadu_ps(m.scales + tile * TILE);
+        for (int n = 0; n < N; n++) {
+            const __m512 sum = _mm512_add_ps(_mm512_add_ps(sums[n][0], sums[n][1]), _mm512_add_ps(sums[n][2], sums[n][3]));
+            _mm512_storeu_ps(low + n * stride + tile * TILE, _mm512_mul_ps(sum, scales));
+        }
+    }
+}
+
+// y += B low for N rows and 16 outputs.
+template <int N>
+inline void widen_rows(const int8_t* b, int64_t rank, const float* low, int64_t stride, float* y, int64_t step) {
+    __m512 sums[N][2];
+    for (int n = 0; n < N; n++) sums[n][0] = sums[n][1] = _mm512_setzero_ps();
+    int64_t k = 0;
+    for (; k + 2 <= rank; k += 2)
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+            const __m512 weights = sixteen(b + (k + j) * TILE);
+            for (int n = 0; n < N; n++) sums[n][j] = _mm512_fmadd_ps(weights, _mm512_set1_ps(low[n * stride + k + j]), sums[n][j]);
+        }
+    if (k < rank) {
+        const __m512 weights = sixteen(b + k * TILE);
+        for (int n = 0; n < N; n++) sums[n][0] = _mm512_fmadd_ps(weights, _mm512_set1_ps(low[n * stride + k]), sums[n][0]);
+    }
+    for (int n = 0; n < N; n++)
+        _mm512_storeu_ps(y + n * step, _mm512_add_ps(_mm512_loadu_ps(y + n * step), _mm512_add_ps(sums[n][0], sums[n][1])));
+}
+
+#else
+// The same numbers: sums of inputs with the same place modulo 4, and modulo 2.
+template <int N>
+void narrow_rows(const AdapterMatrix& m, const float* x, int64_t inputs, int64_t step, float* low, int64_t stride) {
+    for (int n = 0; n < N; n++)
+        for (int64_t tile = 0; tile < m.rank / TILE; tile++) {
+            const int8_t* a = m.a + tile * inputs * TILE;
+            float sums[4][TILE] = {};
+            for (int64_t i = 0; i < inputs; i++)
+                for (int o = 0; o < TILE; o++) sums[i % 4][o] = std::fma(static_cast<float>(a[i * TILE + o]), x[n * step + i], sums[i % 4][o]);
+            for (int o = 0; o < TILE; o++)
+                low[n * stride + tile * TILE + o] = ((sums[0][o] + sums[1][o]) + (sums[2][o] + sums[3][o])) * m.scales[tile * TILE + o];
+        }
+}
+
+template <int N>
+void widen_rows(const int8_t* b, int64_t rank, const float* low, int64_t stride, float* y, int64_t step) {
+    for (int n = 0; n < N; n++) {
+        float sums[2][TILE] = {};
+        for (int64_t k = 0; k < rank; k++)
+            for (int o = 0; o < TILE; o++) sums[k % 2][o] = std::fma(static_cast<float>(b[k * TILE + o]), low[n * stride + k], sums[k % 2][o]);
+        for (int o = 0; o < TILE; o++) y[n * step + o] += sums[0][o] + sums[1][o];
+    }
+}
+#endif
+
+// Rows from `row` on, before `end`, that have the same adapter: at most NARROW.
+int64_t alike(const Added& added, const AdapterMatrix* m, int64_t row, int64_t end) {
+    int64_t count = 1;
+    while (count < NARROW && row + count < end && added.of(row + count) == m) count++;
+    return count;
+}
+
+// The inner values of rows [begin, end). x: where row 0 is, `step` floats from row to row.
+void narrow(const Added& added, const float* x, int64_t inputs, int64_t step, int64_t begin, int64_t end) {
+    if (!added.adapters) return;
+    for (int64_t row = begin, count; row < end; row += count) {
+        const AdapterMatrix* m = added.of(row);
+        count = alike(added, m, row, end);
+        if (!m) continue;
+        const auto some = count == 1 ? narrow_rows<1> : count == 2 ? narrow_rows<2> : count == 3 ? narrow_rows<3> : narrow_rows<4>;
+        some(*m, x + row * step, inputs, step, added.low(row), added.adapters->stride);
+    }
+}
+
+// y += what the rows' adapters add to the 16 outputs from `output` on.
+void widen(const Added& added, int64_t output, int64_t begin, int64_t end, float* y, int64_t outputs) {
+    for (int64_t row = begin, count; row < end; row += count) {
+        const AdapterMatrix* m = added.of(row);
+        count = alike(added, m, row, end);
+        for (int64_t p = 0; m && p < m->count; p++) {
+            const AdapterPart& part = m->parts[p];
+            if (output < part.first || output >= part.first + part.outputs) continue;
+            const int8_t* b = part.b + (output - part.first) * part.rank;
+            const auto some = count == 1 ? widen_rows<1> : count == 2 ? widen_rows<2> : count == 3 ? widen_rows<3> : widen_rows<4>;
+            some(b, part.rank, added.low(row) + part.low, added.adapters->stride, y + row * outputs + output, outputs);
+        }
+    }
+}
+
 // Tiles [begin, end) of all parts.
-void product_of_tiles(const JoinedMatrices& w, const Activations& x, Rows rows, int64_t begin, int64_t end, float* y, const float* add) {
+void product_of_tiles(const JoinedMatrices& w, const Activations& x, Rows rows, int64_t begin, int64_t end, float* y, const float* add,
+                      const Added& added) {
     int64_t part = 0, first = 0;  // of the tiles of this part
     TileFunction tile = tile_function(w.parts[0]);
     for (int64_t t = begin; t < end; t++) {
@@ -645,15 +796,16 @@ void product_of_tiles(const JoinedMatrices& w, const Activations& x, Rows rows, 
         }
         const int64_t offset = first * TILE;
         tile(w.parts[part], t - first, x, rows, y + offset, add ? add + offset : nullptr, w.outputs);
+        if (added.adapters) widen(added, t * TILE, rows.begin, rows.end, y, w.outputs);
     }
 }
 
-void product(const JoinedMatrices& w, const Activations& x, int64_t rows, float* y, const float* add) {
+void product(const JoinedMatrices& w, const Activations& x, int64_t rows, float* y, const float* add, const Added& added = {}) {
     const int64_t row = w.parts[0].inputs / BLOCK * (2 * BLOCK + sizeof(float) + sizeof(BlockSums));  // bytes
     const int64_t step = NEAR / row < 2 * ROWS ? 2 * ROWS : NEAR / row / ROWS * ROWS;
     pool().run(w.outputs / TILE, 1, [&](int64_t begin, int64_t end, int64_t) {
         for (int64_t from = 0; from < rows; from += step)
-            product_of_tiles(w, x, {from, from + step < rows ? from + step : rows, rows}, begin, end, y, add);
+            product_of_tiles(w, x, {from, from + step < rows ? from + step : rows, rows}, begin, end, y, add, added);
     });
 }
 
@@ -1070,8 +1222,9 @@ double outrider_peak(double seconds) {
 // How many threads the calling thread's kernels use.
 void outrider_threads(int64_t threads) { pool().resize(threads > 1 ? threads : 1); }
 
-// y = W norm(x); `norm` may be null.
-void outrider_linear(const JoinedMatrices* w, const float* x, const float* norm, float eps, int64_t rows, float* y, const Work* work) {
+// y = W norm(x), with what adapters add; `norm` may be null.
+static void linear(const JoinedMatrices* w, const float* x, const float* norm, float eps, int64_t rows, float* y, const Work* work,
+                   const Added& added) {
     const int64_t inputs = w->parts[0].inputs;
     pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
         for (int64_t r = begin; r < end; r++) {
@@ -1082,8 +1235,13 @@ void outrider_linear(const JoinedMatrices* w, const float* x, const float* norm,
             }
             quantise_row(row, inputs, r, rows, work->x);
         }
+        narrow(added, norm ? work->normed : x, inputs, inputs, begin, end);
     });
-    product(*w, work->x, rows, y, nullptr);
+    product(*w, work->x, rows, y, nullptr, added);
+}
+
+void outrider_linear(const JoinedMatrices* w, const float* x, const float* norm, float eps, int64_t rows, float* y, const Work* work) {
+    linear(w, x, norm, eps, rows, y, work, {});
 }
 
 // [norm(embedded), norm(x)] of each row, ready to be multiplied
@@ -1102,10 +1260,11 @@ static void join(const Shape& s, const Layer& layer, const HeadInputs& head_inpu
 // The layers of a model over the rows of all spans; x [rows][hidden] is read and overwritten.
 // cos, sin: [rows][head_dim]; positions: [rows]; parents: [rows], a row's parent among its span's rows, or -1.
 // kept: for each layer of `wanted`, x after it, [count][rows][hidden].
-// head_inputs: null for the layers of a model.
+// head_inputs: null for the layers of a model. adapters: null where no row has one; a head's rows never have.
 void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans, int64_t span_count, int64_t rows, float* x,
                      const float* cos, const float* sin, const int32_t* positions, const int32_t* parents,
-                     const int32_t* wanted, int64_t wanted_count, float* kept, const Work* work, const HeadInputs* head_inputs) {
+                     const int32_t* wanted, int64_t wanted_count, float* kept, const Work* work, const HeadInputs* head_inputs,
+                     const Adapters* adapters) {
     const Shape& s = *shape;
     const auto shared = [&](int64_t n) { return head_inputs && head_inputs->seen ? head_inputs->seen[n] : spans[n].start; };
     const int64_t q_size = s.heads * s.head_dim, all = (s.heads + 2 * s.kv_heads) * s.head_dim;
@@ -1140,7 +1299,7 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
         if (index == 0 && head_inputs && head_inputs->embedded) {
             join(s, layer, *head_inputs, rows, x, work);
             product(layer.qkv, work->x, rows, work->qkv, nullptr);
-        } else outrider_linear(&layer.qkv, x, layer.attention_norm, s.eps, rows, work->qkv, work);
+        } else linear(&layer.qkv, x, layer.attention_norm, s.eps, rows, work->qkv, work, {adapters, index, &AdapterLayer::qkv});
         pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
             for (int64_t row = begin; row < end; row++) {
                 const Span& span = spans[work->owners[row]];
@@ -1159,19 +1318,22 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
             for (int64_t item = begin; item < end; item++)
                 attend_item(s, items[item], ends[items[item].span], index, all, work->scores + id * TOGETHER * work->longest, work);
         });
+        const Added to_output = {adapters, index, &AdapterLayer::output}, to_down = {adapters, index, &AdapterLayer::down};
         pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
             for (int64_t r = begin; r < end; r++) quantise_row(mixed + r * q_size, q_size, r, rows, work->x);
+            narrow(to_output, mixed, q_size, q_size, begin, end);
         });
-        product(layer.output, work->x, rows, x, x);
-        outrider_linear(&layer.gate_up, x, layer.mlp_norm, s.eps, rows, work->inner, work);
+        product(layer.output, work->x, rows, x, x, to_output);
+        linear(&layer.gate_up, x, layer.mlp_norm, s.eps, rows, work->inner, work, {adapters, index, &AdapterLayer::gate_up});
         pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
             for (int64_t r = begin; r < end; r++) {
                 float *gate = work->inner + r * 2 * s.inner, *up = gate + s.inner;
                 gated(gate, up, s.inner);
                 quantise_row(gate, s.inner, r, rows, work->x);
             }
+            narrow(to_down, work->inner, s.inner, 2 * s.inner, begin, end);
         });
-        product(layer.down, work->x, rows, x, x);
+        product(layer.down, work->x, rows, x, x, to_down);
         for (int64_t k = 0; k < wanted_count; k++)
             if (wanted[k] == index) std::memcpy(kept + k * rows * s.hidden, x, rows * s.hidden * sizeof(float));
     }
@@ -1223,7 +1385,7 @@ static bool follow(const Shape& s, const Layer* layers, const Head& head, const 
         parents[r] = static_cast<int32_t>(r - 1);
     }
     const HeadInputs head_inputs = {embedded.data(), head.embedding_norm, head.norm_residual, nullptr, 0, nullptr, 1};
-    outrider_layers(&s, layers, &span, 1, span.rows, x, cos, sin, positions.data(), parents.data(), nullptr, 0, nullptr, work, &head_inputs);
+    outrider_layers(&s, layers, &span, 1, span.rows, x, cos, sin, positions.data(), parents.data(), nullptr, 0, nullptr, work, &head_inputs, nullptr);
     return true;
 }
 
