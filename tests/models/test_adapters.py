@@ -42,8 +42,8 @@ def own(target):
 @pytest.fixture
 def folder(target, tmp_path):
     """A PEFT folder with an adapter on all seven matrices."""
-    wrapped = loras.with_adapters(target, {"a": dict(r=4, lora_alpha=8, target_modules=ALL)})
-    return loras.save(wrapped, tmp_path / "saved")["a"]
+    wrapped = loras.with_adapters(target, {"first": dict(r=4, lora_alpha=8, target_modules=ALL)})
+    return loras.save(wrapped, tmp_path / "saved")["first"]
 
 
 def rewrite(folder, change):
@@ -117,8 +117,8 @@ class TestPeftFolders:
         assert "only one of the two" in refusal(folder, own)
 
     def test_a_rank_that_is_too_large(self, target, own, tmp_path):
-        wrapped = loras.with_adapters(target, {"a": dict(r=257, lora_alpha=8, target_modules=["q_proj"])})
-        assert "1 to 256" in refusal(loras.save(wrapped, tmp_path)["a"], own)
+        wrapped = loras.with_adapters(target, {"first": dict(r=257, lora_alpha=8, target_modules=["q_proj"])})
+        assert "1 to 256" in refusal(loras.save(wrapped, tmp_path)["first"], own)
 
     def test_a_pickle_only_where_it_is_allowed(self, folder, own):
         torch.save(tensors(folder), folder / "adapter_model.bin")
@@ -177,8 +177,8 @@ def write_gguf(path, adapter, architecture, heads, kv_heads, alpha=8.0, **more):
 
 @pytest.fixture
 def gguf_file(target, own, tmp_path):
-    wrapped = loras.with_adapters(target, {"a": dict(r=4, lora_alpha=8, target_modules=[*ALL, *ENDS])})
-    adapter = files.read(loras.save(wrapped, tmp_path / "saved")["a"], own.adapter_base)
+    wrapped = loras.with_adapters(target, {"first": dict(r=4, lora_alpha=8, target_modules=[*ALL, *ENDS])})
+    adapter = files.read(loras.save(wrapped, tmp_path / "saved")["first"], own.adapter_base)
     path = tmp_path / "a.gguf"
     write_gguf(path, adapter, "llama", 4, 2)
     return path, adapter
@@ -288,17 +288,18 @@ STRATEGIES = [
 ]
 
 
-class TestMerging:
-    @pytest.fixture(scope="class")
-    def pair(self, target, own, tmp_path_factory):
-        configs = {
-            "a": dict(r=4, lora_alpha=8, target_modules=ALL),
-            "b": dict(r=4, lora_alpha=2, target_modules=["q_proj", "down_proj"]),
-        }
-        wrapped = loras.with_adapters(target, configs)
-        paths = loras.save(wrapped, tmp_path_factory.mktemp("pair"))
-        return wrapped, [files.read(paths[name], own.adapter_base) for name in "ab"]
+@pytest.fixture(scope="module")
+def pair(target, own, tmp_path_factory):
+    configs = {
+        "first": dict(r=4, lora_alpha=8, target_modules=ALL),
+        "second": dict(r=4, lora_alpha=2, target_modules=["q_proj", "down_proj"]),
+    }
+    wrapped = loras.with_adapters(target, configs)
+    paths = loras.save(wrapped, tmp_path_factory.mktemp("pair"))
+    return wrapped, [files.read(paths[name], own.adapter_base) for name in ("first", "second")]
 
+
+class TestMerging:
     @pytest.mark.parametrize("weights", [(0.7, 0.5), (1.0, -0.6)])
     @pytest.mark.parametrize("how", STRATEGIES, ids=str)
     def test_as_peft_does(self, pair, how, weights, monkeypatch):
@@ -309,7 +310,7 @@ class TestMerging:
         generator = torch.Generator().manual_seed(5)
         drawn = torch.bernoulli
         monkeypatch.setattr(torch, "bernoulli", lambda input, **_: drawn(input, generator=generator))
-        theirs.add_weighted_adapter(["a", "b"], list(weights), "m", combination_type=how["strategy"], **more)
+        theirs.add_weighted_adapter(["first", "second"], list(weights), "m", combination_type=how["strategy"], **more)
         monkeypatch.undo()
         found = merged(adapters, mix)
         # PEFT goes through the matrices in the order of its modules, we in that of the file: what is dropped at random
@@ -374,14 +375,14 @@ class TestExport:
     def test_the_text_is_that_of_the_adapter(self, tmp_path, tied):
         target = tiny.reference("qwen2", seed=3, tie_word_embeddings=tied)
         target.save_pretrained(tmp_path / "base", max_shard_size="40KB")
-        wrapped = loras.with_adapters(target, {"a": dict(r=4, lora_alpha=8, target_modules=[*ALL, *ENDS])})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT doubts tied weights
-            path = loras.save(wrapped, tmp_path / "saved")["a"]
+            wrapped = loras.with_adapters(target, {"first": dict(r=4, lora_alpha=8, target_modules=[*ALL, *ENDS])})
+            path = loras.save(wrapped, tmp_path / "saved")["first"]
         write_merged(tmp_path / "base", [path], AdapterMix(("a",)), tmp_path / "out")
         model = load(str(tmp_path / "out"), tiny.CPU).model
         for tokens in tiny.prompts(3):
-            expected = loras.greedy_by_peft(wrapped, "a", tokens, 12)
+            expected = loras.greedy_by_peft(wrapped, "first", tokens, 12)
             assert tiny.outputs([tiny.plainly(model, tokens, tiny.SamplingParams(max_tokens=12))]) == [expected]
         assert sorted(each.name for each in tmp_path.iterdir()) == ["base", "out", "saved"]  # nothing half-written
 
@@ -418,8 +419,8 @@ def small(own, seed, rank=2):
 def many(target, tmp_path):
     """Folders with one small adapter each."""
     first = loras.save(
-        loras.with_adapters(target, {"a": dict(r=2, lora_alpha=2, target_modules=["up_proj"])}), tmp_path / "saved"
-    )["a"]
+        loras.with_adapters(target, {"first": dict(r=2, lora_alpha=2, target_modules=["up_proj"])}), tmp_path / "saved"
+    )["first"]
     out = []
     for number in range(12):
         shutil.copytree(first, tmp_path / str(number))

@@ -42,8 +42,8 @@ _FOLDER = "training"  # below --out
 
 @dataclass(frozen=True)
 class LoraJob:
-    model: str = option("smollm2-135m", "The base: known name, folder, hub id or GGUF file.", flags=("--model", "-m"))
     chats: Path = option(help="JSONL: messages, or prompt and answer, a line each.", flags=("--chats", "-c"))
+    model: str = option("smollm2-135m", "The base: known name, folder, hub id or GGUF file.", flags=("--model", "-m"))
     rank: int = option(16, "Of every matrix.")
     alpha: float = option(32.0, "The adapter's scale is alpha / rank.")
     epochs: float = option(3.0, "How often each chat is learned from.")
@@ -88,8 +88,13 @@ class LoraResult:
 def train(task: LoraTask) -> LoraResult:
     if importlib.util.find_spec("peft") is None:
         raise OutriderError(INSTALL)
-    _begin(task)
-    return _LoraRun(task).go()
+    if not task.resume:
+        _refuse_other(task.out)
+    run = _LoraRun(task)
+    if not task.resume:  # from now on there is a run that can be resumed
+        job = {**asdict(task.job), "chats": str(task.job.chats.resolve())}
+        write_text(task.out / _FOLDER / _JOB, json.dumps(job, indent=1) + "\n")
+    return run.go()
 
 
 def stored(out: Path) -> dict[str, Any]:
@@ -104,14 +109,10 @@ def stored(out: Path) -> dict[str, Any]:
     return {**found, "chats": Path(found["chats"])}
 
 
-def _begin(task: LoraTask) -> None:
+def _refuse_other(out: Path) -> None:
     """A run that is there is not written over."""
-    if task.resume:
-        return
-    if (task.out / _FOLDER / _JOB).exists() or (task.out / WEIGHTS).exists():
-        raise OutriderError(f"{task.out} already holds an adapter; go on with --resume, or choose another --out")
-    job = {**asdict(task.job), "chats": str(task.job.chats.resolve())}
-    write_text(task.out / _FOLDER / _JOB, json.dumps(job, indent=1) + "\n")
+    if (out / _FOLDER / _JOB).exists() or (out / WEIGHTS).exists():
+        raise OutriderError(f"{out} already holds an adapter; go on with --resume, or choose another --out")
 
 
 class _LoraRun:

@@ -10,6 +10,7 @@
 // Activations: 16 bits with one scale per block of 32 inputs, multiplied as two parts of 8 bits. (8 bits alone, as ggml has
 // it, change the greedy text of half of the prompts; the second part costs nothing where memory is the limit.)
 
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -675,118 +676,207 @@ struct Added {
     float* low(int64_t row) const { return adapters->low + row * adapters->stride; }
 };
 
-constexpr int NARROW = 4;  // rows of one adapter that share a reading of its matrices
+constexpr int NARROW = 4;     // rows of one adapter that share a reading of its matrices
+constexpr int SEGMENT = 192;  // inputs whose products are added up by themselves, so that threads can share one row's
+constexpr int FEW_GROUPS = 4; // groups of rows up to which they do
 
 #if WIDE
-inline __m512 sixteen(const int8_t* q) {
+using Sixteen = __m512;
+inline Sixteen zero16() { return _mm512_setzero_ps(); }
+inline Sixteen load16(const float* x) { return _mm512_loadu_ps(x); }
+inline void store16(float* to, Sixteen x) { _mm512_storeu_ps(to, x); }
+inline Sixteen add16(Sixteen a, Sixteen b) { return _mm512_add_ps(a, b); }
+inline Sixteen mul16(Sixteen a, Sixteen b) { return _mm512_mul_ps(a, b); }
+inline Sixteen fma16(Sixteen a, float b, Sixteen sum) { return _mm512_fmadd_ps(a, _mm512_set1_ps(b), sum); }
+inline Sixteen bytes16(const int8_t* q) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q))));
 }
-
-// low = scales * (A x) for N rows, a `step` of floats apart. Four sums for each tile, so that no product waits for the last.
-template <int N>
-void narrow_rows(const AdapterMatrix& m, const float* x, int64_t inputs, int64_t step, float* low, int64_t stride) {
-    for (int64_t tile = 0; tile < m.rank / TILE; tile++) {
-        const int8_t* a = m.a + tile * inputs * TILE;
-        __m512 sums[N][4];
-        for (int n = 0; n < N; n++)
-            for (int j = 0; j < 4; j++) sums[n][j] = _mm512_setzero_ps();
-        for (int64_t i = 0; i < inputs; i += 4)
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) {
-                const __m512 weights = sixteen(a + (i + j) * TILE);
-                for (int n = 0; n < N; n++) sums[n][j] = _mm512_fmadd_ps(weights, _mm512_set1_ps(x[n * step + i + j]), sums[n][j]);
-            }
-        const __m512 scales = _mm512_loadu_ps(m.scales + tile * TILE);
-        for (int n = 0; n < N; n++) {
-            const __m512 sum = _mm512_add_ps(_mm512_add_ps(sums[n][0], sums[n][1]), _mm512_add_ps(sums[n][2], sums[n][3]));
-            _mm512_storeu_ps(low + n * stride + tile * TILE, _mm512_mul_ps(sum, scales));
-        }
-    }
-}
-
-// y += B low for N rows and 16 outputs.
-template <int N>
-inline void widen_rows(const int8_t* b, int64_t rank, const float* low, int64_t stride, float* y, int64_t step) {
-    __m512 sums[N][2];
-    for (int n = 0; n < N; n++) sums[n][0] = sums[n][1] = _mm512_setzero_ps();
-    int64_t k = 0;
-    for (; k + 2 <= rank; k += 2)
-#pragma GCC unroll 2
-        for (int j = 0; j < 2; j++) {
-            const __m512 weights = sixteen(b + (k + j) * TILE);
-            for (int n = 0; n < N; n++) sums[n][j] = _mm512_fmadd_ps(weights, _mm512_set1_ps(low[n * stride + k + j]), sums[n][j]);
-        }
-    if (k < rank) {
-        const __m512 weights = sixteen(b + k * TILE);
-        for (int n = 0; n < N; n++) sums[n][0] = _mm512_fmadd_ps(weights, _mm512_set1_ps(low[n * stride + k]), sums[n][0]);
-    }
-    for (int n = 0; n < N; n++)
-        _mm512_storeu_ps(y + n * step, _mm512_add_ps(_mm512_loadu_ps(y + n * step), _mm512_add_ps(sums[n][0], sums[n][1])));
-}
-
+inline void soon(const int8_t* q) { _mm_prefetch(reinterpret_cast<const char*>(q), _MM_HINT_T0); }
 #else
-// The same numbers: sums of inputs with the same place modulo 4, and modulo 2.
-template <int N>
-void narrow_rows(const AdapterMatrix& m, const float* x, int64_t inputs, int64_t step, float* low, int64_t stride) {
-    for (int n = 0; n < N; n++)
-        for (int64_t tile = 0; tile < m.rank / TILE; tile++) {
-            const int8_t* a = m.a + tile * inputs * TILE;
-            float sums[4][TILE] = {};
-            for (int64_t i = 0; i < inputs; i++)
-                for (int o = 0; o < TILE; o++) sums[i % 4][o] = std::fma(static_cast<float>(a[i * TILE + o]), x[n * step + i], sums[i % 4][o]);
-            for (int o = 0; o < TILE; o++)
-                low[n * stride + tile * TILE + o] = ((sums[0][o] + sums[1][o]) + (sums[2][o] + sums[3][o])) * m.scales[tile * TILE + o];
-        }
+struct Sixteen {
+    float v[TILE];
+};
+template <class F>
+inline Sixteen each16(F f) {
+    Sixteen out;
+    for (int i = 0; i < TILE; i++) out.v[i] = f(i);
+    return out;
 }
-
-template <int N>
-void widen_rows(const int8_t* b, int64_t rank, const float* low, int64_t stride, float* y, int64_t step) {
-    for (int n = 0; n < N; n++) {
-        float sums[2][TILE] = {};
-        for (int64_t k = 0; k < rank; k++)
-            for (int o = 0; o < TILE; o++) sums[k % 2][o] = std::fma(static_cast<float>(b[k * TILE + o]), low[n * stride + k], sums[k % 2][o]);
-        for (int o = 0; o < TILE; o++) y[n * step + o] += sums[0][o] + sums[1][o];
-    }
-}
+inline Sixteen zero16() { return each16([](int) { return 0.0f; }); }
+inline Sixteen load16(const float* x) { return each16([&](int i) { return x[i]; }); }
+inline void store16(float* to, const Sixteen& x) { std::memcpy(to, x.v, sizeof(x.v)); }
+inline Sixteen add16(const Sixteen& a, const Sixteen& b) { return each16([&](int i) { return a.v[i] + b.v[i]; }); }
+inline Sixteen mul16(const Sixteen& a, const Sixteen& b) { return each16([&](int i) { return a.v[i] * b.v[i]; }); }
+inline Sixteen fma16(const Sixteen& a, float b, const Sixteen& sum) { return each16([&](int i) { return std::fma(a.v[i], b, sum.v[i]); }); }
+inline Sixteen bytes16(const int8_t* q) { return each16([&](int i) { return static_cast<float>(q[i]); }); }
+inline void soon(const int8_t*) {}
 #endif
 
-// Rows from `row` on, before `end`, that have the same adapter: at most NARROW.
-int64_t alike(const Added& added, const AdapterMatrix* m, int64_t row, int64_t end) {
-    int64_t count = 1;
-    while (count < NARROW && row + count < end && added.of(row + count) == m) count++;
-    return count;
+// Of one tile of A: the products of inputs [begin, end) with N rows, `step` floats apart. Four sums for each row, by the place of
+// an input modulo 4, so that no product waits for the last.
+template <int N>
+inline void segment_sums(const int8_t* a, const float* x, int64_t step, int64_t begin, int64_t end, Sixteen (&to)[N]) {
+    Sixteen sums[N][4];
+    for (int n = 0; n < N; n++)
+        for (int j = 0; j < 4; j++) sums[n][j] = zero16();
+    for (int64_t i = begin; i < end; i += 4) {
+        soon(a + i * TILE + 1024);
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            const Sixteen weights = bytes16(a + (i + j) * TILE);
+            for (int n = 0; n < N; n++) sums[n][j] = fma16(weights, x[n * step + i + j], sums[n][j]);
+        }
+    }
+    for (int n = 0; n < N; n++) to[n] = add16(add16(sums[n][0], sums[n][1]), add16(sums[n][2], sums[n][3]));
 }
 
-// The inner values of rows [begin, end). x: where row 0 is, `step` floats from row to row.
-void narrow(const Added& added, const float* x, int64_t inputs, int64_t step, int64_t begin, int64_t end) {
-    if (!added.adapters) return;
-    for (int64_t row = begin, count; row < end; row += count) {
-        const AdapterMatrix* m = added.of(row);
-        count = alike(added, m, row, end);
-        if (!m) continue;
-        const auto some = count == 1 ? narrow_rows<1> : count == 2 ? narrow_rows<2> : count == 3 ? narrow_rows<3> : narrow_rows<4>;
-        some(*m, x + row * step, inputs, step, added.low(row), added.adapters->stride);
+// y += B low for N rows and 16 outputs; two sums for each row.
+template <int N>
+void widen_rows(const int8_t* b, int64_t rank, const float* low, int64_t stride, float* y, int64_t step) {
+    Sixteen sums[N][2];
+    for (int n = 0; n < N; n++) sums[n][0] = sums[n][1] = zero16();
+    for (int64_t k = 0; k < rank; k += 2) {
+        soon(b + k * TILE + 1024);
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+            if (k + j == rank) break;
+            const Sixteen weights = bytes16(b + (k + j) * TILE);
+            for (int n = 0; n < N; n++) sums[n][j] = fma16(weights, low[n * stride + k + j], sums[n][j]);
+        }
     }
+    for (int n = 0; n < N; n++) store16(y + n * step, add16(load16(y + n * step), add16(sums[n][0], sums[n][1])));
 }
+
+struct RowGroup {  // neighbours with the same adapter, within a group of 8 rows
+    const AdapterMatrix* matrix;
+    int64_t first, count;
+};
+
+// The inner values of all rows of a product, computed by the threads that come to run it, before their first tile. Where there are
+// few rows, the segments of one row's sums are shared out, and the last thread that is done adds them up; a row's sums are the same.
+class Narrowing {
+  public:
+    // x: where row 0 is, `step` floats from row to row.
+    Narrowing(const Added& added, const float* x, int64_t inputs, int64_t step, int64_t rows)
+        : added_(added), x_(x), inputs_(inputs), step_(step), segments_((inputs + SEGMENT - 1) / SEGMENT) {
+        if (!added.adapters) return;
+        for (int64_t row = 0; row < rows;) {
+            RowGroup group = {added.of(row), row, 1};
+            for (int64_t next = row + 1; group.count < NARROW && next < rows && next % ROWS && added.of(next) == group.matrix; next++)
+                group.count++;
+            if (group.matrix) groups_.push_back(group);
+            row += group.count;
+        }
+        split_ = static_cast<int64_t>(groups_.size()) <= FEW_GROUPS && pool().size() > 1;
+        int64_t tiles = 0;
+        for (const RowGroup& group : groups_) {
+            starts_.push_back(count_);
+            count_ += group.matrix->rank / TILE * (split_ ? segments_ : 1);
+            tiles += group.matrix->rank / TILE * group.count;
+        }
+        if (split_) parts_.resize(tiles * segments_ * TILE);
+        left_.store(count_, std::memory_order_relaxed);
+    }
+
+    const std::vector<RowGroup>& groups() const { return groups_; }
+
+    // Take part, as long as there is something to do.
+    void help() {
+        for (int64_t item; (item = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) {
+            size_t g = groups_.size() - 1;
+            while (starts_[g] > item) g--;
+            run(g, item - starts_[g]);
+            if (left_.fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
+            if (split_) add_up();
+            ready_.store(true, std::memory_order_release);
+        }
+    }
+
+    // Until all inner values are there: others are about to finish theirs.
+    void wait() const {
+        for (int spins = 0; count_ && !ready_.load(std::memory_order_acquire); spins++)
+            if (spins < 60000) relax();
+            else std::this_thread::yield();  // a thread has lost its core to somebody
+    }
+
+  private:
+    void run(size_t g, int64_t item) {
+        const RowGroup& group = groups_[g];
+        const auto some = group.count == 1   ? &Narrowing::run_rows<1>
+                          : group.count == 2 ? &Narrowing::run_rows<2>
+                          : group.count == 3 ? &Narrowing::run_rows<3>
+                                             : &Narrowing::run_rows<4>;
+        (this->*some)(g, split_ ? item / segments_ : item, split_ ? item % segments_ : -1);
+    }
+
+    // One segment of a tile, or all of them.
+    template <int N>
+    void run_rows(size_t g, int64_t tile, int64_t segment) {
+        const RowGroup& group = groups_[g];
+        const int8_t* a = group.matrix->a + tile * inputs_ * TILE;
+        const float* x = x_ + group.first * step_;
+        Sixteen sums[N], total[N];
+        for (int64_t s = segment < 0 ? 0 : segment; s < (segment < 0 ? segments_ : segment + 1); s++) {
+            const int64_t end = (s + 1) * SEGMENT < inputs_ ? (s + 1) * SEGMENT : inputs_;
+            segment_sums<N>(a, x, step_, s * SEGMENT, end, sums);
+            for (int n = 0; n < N; n++) total[n] = s == 0 || segment >= 0 ? sums[n] : add16(total[n], sums[n]);
+        }
+        for (int n = 0; n < N; n++) {
+            if (segment >= 0) store16(part(g, n, tile, segment), total[n]);
+            else finish(group, n, tile, total[n]);
+        }
+    }
+
+    void add_up() {
+        for (size_t g = 0; g < groups_.size(); g++)
+            for (int64_t n = 0; n < groups_[g].count; n++)
+                for (int64_t tile = 0; tile < groups_[g].matrix->rank / TILE; tile++) {
+                    Sixteen total = load16(part(g, n, tile, 0));
+                    for (int64_t s = 1; s < segments_; s++) total = add16(total, load16(part(g, n, tile, s)));
+                    finish(groups_[g], n, tile, total);
+                }
+    }
+
+    void finish(const RowGroup& group, int64_t n, int64_t tile, const Sixteen& total) {
+        store16(added_.low(group.first + n) + tile * TILE, mul16(total, load16(group.matrix->scales + tile * TILE)));
+    }
+
+    float* part(size_t g, int64_t n, int64_t tile, int64_t segment) {
+        int64_t before = 0;
+        for (size_t i = 0; i < g; i++) before += groups_[i].count * (groups_[i].matrix->rank / TILE);
+        return parts_.data() + ((before + n * (groups_[g].matrix->rank / TILE) + tile) * segments_ + segment) * TILE;
+    }
+
+    const Added& added_;
+    const float* x_;
+    int64_t inputs_, step_, segments_, count_ = 0;
+    bool split_ = false;
+    std::vector<RowGroup> groups_;
+    std::vector<int64_t> starts_;
+    std::vector<float> parts_;
+    std::atomic<int64_t> next_{0}, left_{0};
+    std::atomic<bool> ready_{false};
+};
 
 // y += what the rows' adapters add to the 16 outputs from `output` on.
-void widen(const Added& added, int64_t output, int64_t begin, int64_t end, float* y, int64_t outputs) {
-    for (int64_t row = begin, count; row < end; row += count) {
-        const AdapterMatrix* m = added.of(row);
-        count = alike(added, m, row, end);
-        for (int64_t p = 0; m && p < m->count; p++) {
-            const AdapterPart& part = m->parts[p];
+void widen(const Added& added, const std::vector<RowGroup>& groups, int64_t output, int64_t begin, int64_t end, float* y, int64_t outputs) {
+    for (const RowGroup& group : groups) {
+        if (group.first < begin || group.first >= end) continue;
+        for (int64_t p = 0; p < group.matrix->count; p++) {
+            const AdapterPart& part = group.matrix->parts[p];
             if (output < part.first || output >= part.first + part.outputs) continue;
             const int8_t* b = part.b + (output - part.first) * part.rank;
-            const auto some = count == 1 ? widen_rows<1> : count == 2 ? widen_rows<2> : count == 3 ? widen_rows<3> : widen_rows<4>;
-            some(b, part.rank, added.low(row) + part.low, added.adapters->stride, y + row * outputs + output, outputs);
+            const auto some = group.count == 1   ? widen_rows<1>
+                              : group.count == 2 ? widen_rows<2>
+                              : group.count == 3 ? widen_rows<3>
+                                                 : widen_rows<4>;
+            some(b, part.rank, added.low(group.first) + part.low, added.adapters->stride, y + group.first * outputs + output, outputs);
         }
     }
 }
 
 // Tiles [begin, end) of all parts.
-void product_of_tiles(const JoinedMatrices& w, const Activations& x, Rows rows, int64_t begin, int64_t end, float* y, const float* add,
-                      const Added& added) {
+void product_of_tiles(const JoinedMatrices& w, const Activations& x, Rows rows, int64_t begin, int64_t end, float* y, const float* add) {
     int64_t part = 0, first = 0;  // of the tiles of this part
     TileFunction tile = tile_function(w.parts[0]);
     for (int64_t t = begin; t < end; t++) {
@@ -796,16 +886,35 @@ void product_of_tiles(const JoinedMatrices& w, const Activations& x, Rows rows, 
         }
         const int64_t offset = first * TILE;
         tile(w.parts[part], t - first, x, rows, y + offset, add ? add + offset : nullptr, w.outputs);
-        if (added.adapters) widen(added, t * TILE, rows.begin, rows.end, y, w.outputs);
     }
 }
 
-void product(const JoinedMatrices& w, const Activations& x, int64_t rows, float* y, const float* add, const Added& added = {}) {
+// Calls some(from, to) for rows whose activations stay near.
+template <class Some>
+void rows_in_turn(const JoinedMatrices& w, int64_t rows, const Some& some) {
     const int64_t row = w.parts[0].inputs / BLOCK * (2 * BLOCK + sizeof(float) + sizeof(BlockSums));  // bytes
     const int64_t step = NEAR / row < 2 * ROWS ? 2 * ROWS : NEAR / row / ROWS * ROWS;
+    for (int64_t from = 0; from < rows; from += step) some(from, from + step < rows ? from + step : rows);
+}
+
+void product(const JoinedMatrices& w, const Activations& x, int64_t rows, float* y, const float* add) {
     pool().run(w.outputs / TILE, 1, [&](int64_t begin, int64_t end, int64_t) {
-        for (int64_t from = 0; from < rows; from += step)
-            product_of_tiles(w, x, {from, from + step < rows ? from + step : rows, rows}, begin, end, y, add, added);
+        rows_in_turn(w, rows, [&](int64_t from, int64_t to) { product_of_tiles(w, x, {from, to, rows}, begin, end, y, add); });
+    });
+}
+
+// The same with what adapters add; inputs: the floats that x was made of, `step` from row to row.
+void adapted_product(const JoinedMatrices& w, const Activations& x, int64_t rows, float* y, const float* add, const Added& added,
+                     const float* inputs, int64_t step) {
+    Narrowing narrowing(added, inputs, w.parts[0].inputs, step, rows);
+    if (narrowing.groups().empty()) return product(w, x, rows, y, add);
+    pool().run(w.outputs / TILE, 1, [&](int64_t begin, int64_t end, int64_t) {
+        narrowing.help();
+        rows_in_turn(w, rows, [&](int64_t from, int64_t to) {
+            product_of_tiles(w, x, {from, to, rows}, begin, end, y, add);
+            narrowing.wait();
+            for (int64_t t = begin; t < end; t++) widen(added, narrowing.groups(), t * TILE, from, to, y, w.outputs);
+        });
     });
 }
 
@@ -1235,9 +1344,8 @@ static void linear(const JoinedMatrices* w, const float* x, const float* norm, f
             }
             quantise_row(row, inputs, r, rows, work->x);
         }
-        narrow(added, norm ? work->normed : x, inputs, inputs, begin, end);
     });
-    product(*w, work->x, rows, y, nullptr, added);
+    adapted_product(*w, work->x, rows, y, nullptr, added, norm ? work->normed : x, inputs);
 }
 
 void outrider_linear(const JoinedMatrices* w, const float* x, const float* norm, float eps, int64_t rows, float* y, const Work* work) {
@@ -1318,12 +1426,10 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
             for (int64_t item = begin; item < end; item++)
                 attend_item(s, items[item], ends[items[item].span], index, all, work->scores + id * TOGETHER * work->longest, work);
         });
-        const Added to_output = {adapters, index, &AdapterLayer::output}, to_down = {adapters, index, &AdapterLayer::down};
         pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
             for (int64_t r = begin; r < end; r++) quantise_row(mixed + r * q_size, q_size, r, rows, work->x);
-            narrow(to_output, mixed, q_size, q_size, begin, end);
         });
-        product(layer.output, work->x, rows, x, x, to_output);
+        adapted_product(layer.output, work->x, rows, x, x, {adapters, index, &AdapterLayer::output}, mixed, q_size);
         linear(&layer.gate_up, x, layer.mlp_norm, s.eps, rows, work->inner, work, {adapters, index, &AdapterLayer::gate_up});
         pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
             for (int64_t r = begin; r < end; r++) {
@@ -1331,9 +1437,8 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
                 gated(gate, up, s.inner);
                 quantise_row(gate, s.inner, r, rows, work->x);
             }
-            narrow(to_down, work->inner, s.inner, 2 * s.inner, begin, end);
         });
-        product(layer.down, work->x, rows, x, x, to_down);
+        adapted_product(layer.down, work->x, rows, x, x, {adapters, index, &AdapterLayer::down}, work->inner, 2 * s.inner);
         for (int64_t k = 0; k < wanted_count; k++)
             if (wanted[k] == index) std::memcpy(kept + k * rows * s.hidden, x, rows * s.hidden * sizeof(float));
     }
