@@ -542,3 +542,44 @@ class TestPacked:
             adapter = small(packed, 1, rank)
             ready = packed.adapt(adapter, "a")
             assert 0 < ready.nbytes <= packed.adapter_bytes(adapter)
+
+    def test_the_same_bits_with_any_number_of_threads_and_rows(self):
+        """Inputs of several segments: threads share one row's sums, or each takes rows of its own."""
+        sizes = dict(hidden_size=416, intermediate_size=448, num_hidden_layers=1)
+        model = packs.packed(packs.reference("llama", seed=3, **sizes), 8)
+        configs = {
+            "first": dict(r=5, lora_alpha=5, target_modules=ALL),
+            "second": dict(r=33, lora_alpha=5, target_modules=["v_proj", "o_proj", "up_proj", "down_proj"]),
+        }
+        adapters = loras.ready(model, loras.with_adapters(packs.reference("llama", seed=3, **sizes), configs))
+        text = (tiny.prompts(4, vocab=packs.VOCAB)[3] * 9)[:60]
+        names = ("first", "second", "", "second", "first", "first")
+
+        def rows(counts, chosen):
+            feeds = [
+                tiny.Feed(i, text[: 60 - n], tiny.Draft.chain(text[60 - n :]), adapters.get(name))
+                for i, (n, name) in enumerate(zip(counts, chosen, strict=True))
+            ]
+            found = [output.logits.clone() for output in model.forward(feeds)]
+            for feed in feeds:
+                model.free(feed.id)
+            return found
+
+        before = torch.get_num_threads()
+        try:
+            torch.set_num_threads(1)
+            alone = {name: rows([59], [name])[0] for name in ("first", "second", "")}
+            assert not torch.equal(alone["first"], alone["second"])
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                assert torch.equal(rows([59], ["second"])[0], alone["second"])
+                for name, found in zip(names, rows((1, 3, 2, 7, 12, 1), names), strict=True):
+                    assert torch.equal(found, alone[name][-len(found) :])
+                for name in names:  # the last tokens one by one: one row, whose sums are shared
+                    model.forward([tiny.Feed(0, text[:57], adapter=adapters.get(name))])
+                    for place in range(57, 60):
+                        (output,) = model.forward([tiny.Feed(0, text[place : place + 1], adapter=adapters.get(name))])
+                        assert torch.equal(output.logits[0], alone[name][place])
+                    model.free(0)
+        finally:
+            torch.set_num_threads(before)
