@@ -77,7 +77,8 @@ class TestPeft:
     def test_every_rank_and_every_matrix(self, kind, rank):
         """One adapter for each matrix alone, one for all seven, one for embedding and output."""
         target, own, _ = family(kind)
-        targets = {**{name: [name] for name in [*ALL, *ENDS]}, "seven": ALL}
+        # PEFT confuses adapters that are called like a matrix
+        targets = {**{f"only_{i}": [name] for i, name in enumerate([*ALL, *ENDS])}, "seven": ALL}
         configs = {n: dict(r=rank, lora_alpha=rank, target_modules=each) for n, each in targets.items()}
         wrapped = with_adapters(target, configs, seed=rank)
         adapters, tokens = ready(own, wrapped), prompts(4)[3]
