@@ -35,6 +35,7 @@ def ids(results):
 def test_public_names():
     assert outrider.__all__ == [
         "LLM",
+        "AdapterMix",
         "Chunk",
         "Client",
         "OutriderError",

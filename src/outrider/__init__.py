@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outrider.compat.client import Client
+    from outrider.core.adapter import AdapterMix
     from outrider.core.errors import OutriderError
     from outrider.core.params import SamplingParams
     from outrider.core.request import Chunk, Request, Result
@@ -14,11 +15,23 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-__all__ = ["LLM", "Chunk", "Client", "OutriderError", "Request", "Result", "SamplingParams", "Settings", "Stats"]
+__all__ = [
+    "LLM",
+    "AdapterMix",
+    "Chunk",
+    "Client",
+    "OutriderError",
+    "Request",
+    "Result",
+    "SamplingParams",
+    "Settings",
+    "Stats",
+]
 
 # Imported when it is asked for: torch takes seconds, and the command line must understand Ctrl-C before that.
 _HOMES = {
     "LLM": "llm",
+    "AdapterMix": "core.adapter",
     "Chunk": "core.request",
     "Client": "compat.client",
     "OutriderError": "core.errors",

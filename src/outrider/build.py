@@ -25,6 +25,7 @@ from outrider.engine.cost import measured
 from outrider.engine.engine import Engine
 from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import Limits
+from outrider.models.adapters.store import AdapterStore
 from outrider.models.base import Model, Paged
 from outrider.models.export import as_folder
 from outrider.models.load import Loaded, load, read_tokenizer, words_of
@@ -43,6 +44,8 @@ _NOT_ON_VLLM = {
     "piece": "write engine_args: {max_num_batched_tokens: ...}",
     "history": "its drafters keep none between requests",
     "history_tokens": "its drafters keep none between requests",
+    "adapters": "load them on the backend local, or merge them first (outrider merge)",
+    "adapter_memory": "load adapters on the backend local",
     "max_draft_batch": "write num_speculative_tokens_per_batch_size into speculative_config",
 }
 
@@ -132,11 +135,15 @@ def local(settings: Settings, draft: DrafterSpec | None = None) -> Local:
         Limits(settings.max_batch, settings.piece, drafting=settings.max_draft_batch),
         _policy(loaded.model) if settings.pace else None,
     )
+    store = AdapterStore(loaded.model, int(settings.adapter_memory * GIB))
+    for name, path in (settings.adapters or {}).items():
+        store.register(name, path)
     if isinstance(loaded.model, Paged):
         loaded.model.prepare(own.layers)
     engine.drafters[settings.draft] = engine.drafters[""]  # a request that names it gets the same one
     notes = [*draft_models.notes, *_unused_history(settings, spec)]
-    return Local(engine, named, loaded.tokenizer, loaded.ends, settings.rule, notes, histories)  # type: ignore[arg-type]
+    rule: Any = settings.rule
+    return Local(engine, named, loaded.tokenizer, loaded.ends, rule, notes, histories, store)
 
 
 def _policy(model: Model) -> DraftingPolicy:

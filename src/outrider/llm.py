@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
 
 from outrider import build
 from outrider.backends.base import Stream
 from outrider.backends.local import Local
+from outrider.core.adapter import AdapterChoice, AdapterInfo, AdapterMix
 from outrider.core.errors import OutriderError
 from outrider.core.params import SamplingParams
 from outrider.core.request import Message, Prompt, Request, Result
@@ -27,6 +29,7 @@ class OneCall(TypedDict, total=False):
 
     draft: str
     prediction: Prompt | None
+    adapter: AdapterChoice
     progress: bool | None
 
 
@@ -35,6 +38,7 @@ class ManyCall(TypedDict, total=False):
 
     draft: str
     prediction: Prompt | Sequence[Prompt | None] | None
+    adapter: AdapterChoice | Sequence[AdapterChoice]
     progress: bool | None
 
 
@@ -46,7 +50,7 @@ class LLM:
 
     `model` is a known name, a folder, a hub id or a GGUF file; `draft` is "auto", "NAME" or
     "NAME:key=value,...", several with + between. Other settings go by name: backend (local or vllm), quantize, rule,
-    pace, max_batch, piece, cache_memory, threads (of the whole process).
+    pace, max_batch, piece, cache_memory, threads (of the whole process), adapters ({"name": PATH}), adapter_memory.
     """
 
     def __init__(
@@ -101,16 +105,18 @@ class LLM:
         *,
         draft: str = "",
         prediction: Prompt | Sequence[Prompt | None] | None = None,
+        adapter: AdapterChoice | Sequence[AdapterChoice] = "",
         progress: bool | None = None,
     ) -> Result | list[Result]:
         """Continue a prompt (text or token ids), or each prompt of a list.
 
         One prompt gives one Result, a list gives a list in the same order. `params`: one for all, or one per prompt.
         `draft`: another drafter for this call. `prediction`: the output you expect, for `auto` and `prediction`.
+        `adapter`: a loaded adapter by name, or an AdapterMix; one for all, or one per prompt ("": the model as it is).
         `progress`: a bar on the terminal; by default when there are many prompts.
         """
         single = _is_prompt(prompts)
-        requests = _requests("prompt", [prompts] if single else prompts, params, draft, prediction)
+        requests = _requests("prompt", [prompts] if single else prompts, params, draft, prediction, adapter)
         results = self._run(requests, progress)
         return results[0] if single else results
 
@@ -134,11 +140,12 @@ class LLM:
         *,
         draft: str = "",
         prediction: Prompt | Sequence[Prompt | None] | None = None,
+        adapter: AdapterChoice | Sequence[AdapterChoice] = "",
         progress: bool | None = None,
     ) -> Result | list[Result]:
         """Answer a conversation, or each of a list of them. A message is {"role": "user", "content": "..."}."""
         single = bool(messages) and isinstance(messages[0], dict)
-        requests = _requests("messages", [messages] if single else messages, params, draft, prediction)
+        requests = _requests("messages", [messages] if single else messages, params, draft, prediction, adapter)
         results = self._run(requests, progress)
         return results[0] if single else results
 
@@ -149,9 +156,10 @@ class LLM:
         *,
         draft: str = "",
         prediction: Prompt | None = None,
+        adapter: AdapterChoice = "",
     ) -> Stream:
         """Start writing. Iterate over the chunks (`for` or `async for`); `.result()` waits, `.cancel()` stops."""
-        return self.submit(prompt, params, draft=draft, prediction=prediction, stream=True)
+        return self.submit(prompt, params, draft=draft, prediction=prediction, adapter=adapter, stream=True)
 
     def submit(
         self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None, **request: Any
@@ -159,6 +167,20 @@ class LLM:
         """Start one request, a prompt or messages, without waiting for it; `request`: its other fields by name."""
         kind: dict[str, Any] = {"prompt" if _is_prompt(prompt) else "messages": prompt}
         return self.backend.submit(Request(params=params or SamplingParams(), **kind, **request))
+
+    def load_adapter(self, name: str, path: str | Path, allow_pickle: bool = False) -> AdapterInfo:
+        """Read and check a LoRA adapter (a PEFT folder or a GGUF file); `adapter=name` then uses it. A name that is
+        there already means the new one from now on. Pickled weights only where they are allowed."""
+        return self.backend.load_adapter(name, path, allow_pickle)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that use it go on."""
+        self.backend.unload_adapter(name)
+
+    @property
+    def adapters(self) -> list[AdapterInfo]:
+        """The adapters that requests may name."""
+        return self.backend.adapters()
 
     def close(self) -> None:
         """Stop the engine. What runs is cancelled."""
@@ -188,15 +210,16 @@ def _is_prompt(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, Sequence) and len(value) > 0 and isinstance(value[0], int))
 
 
-def _requests(kind: str, inputs: Any, params: Any, draft: str, prediction: Any) -> list[Request]:
+def _requests(kind: str, inputs: Any, params: Any, draft: str, prediction: Any, adapter: Any) -> list[Request]:
     inputs = list(inputs)
     each = _per_input(
         "params", SamplingParams() if params is None else params, len(inputs), isinstance(params, Sequence)
     )
     expected = _per_input("predictions", prediction, len(inputs), not (prediction is None or _is_prompt(prediction)))
+    chosen = _per_input("adapters", adapter, len(inputs), not isinstance(adapter, str | AdapterMix))
     return [
-        Request(**{kind: value}, params=own, draft=draft, prediction=text)
-        for value, own, text in zip(inputs, each, expected, strict=True)
+        Request(**{kind: value}, params=own, draft=draft, prediction=text, adapter=choice)
+        for value, own, text, choice in zip(inputs, each, expected, chosen, strict=True)
     ]
 
 

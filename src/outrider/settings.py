@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,20 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 QUANTIZE = ("none", "int8", "int4")
 RULES = ("rejection", "coupled")
+
+
+def adapter_paths(given: Sequence[str]) -> dict[str, str]:
+    """Adapters as the command line names them: NAME=PATH, or a PATH, whose last part is then the name."""
+    found: dict[str, str] = {}
+    for text in given:
+        name, equals, path = text.partition("=")
+        name, path = (name, path) if equals else (Path(text).stem, text)
+        if not name or not path:
+            raise OutriderError(f"{text!r} is no adapter; write NAME=PATH")
+        if name in found:
+            raise OutriderError(f"two adapters are called {name!r}; give each a name of its own")
+        found[name] = path
+    return found
 
 
 @dataclass(frozen=True)
@@ -46,6 +60,15 @@ class Settings:
     piece: int = 512  # prompt tokens that one step takes in
     cache_memory: float = option(0.0, "GiB for keys and values, of an EAGLE head too; 0: a quarter of what is free.")
     threads: int = option(0, "CPU threads; 0: one per core.")
+    adapters: Mapping[str, str] | None = option(
+        None,
+        "A LoRA adapter, NAME=PATH (a PEFT folder or a GGUF file); may be given several times.",
+        flags=("--adapter",),
+        shown=False,
+        repeated=True,
+        parse=adapter_paths,
+    )
+    adapter_memory: float = option(1.0, "GiB for adapters; the longest unused ones leave it.")
     history: str = option("", "A file that keeps what the drafter history has learned.", shown=False)
     history_tokens: int = option(CAPACITY, "Tokens of a history, 36 to 52 bytes each; the oldest are forgotten.")
     # Only for vLLM:
@@ -72,6 +95,9 @@ class Settings:
         for name, most in _MOST.items():
             if getattr(self, name) > most:
                 raise OutriderError(f"{name} must be at most {most}, not {getattr(self, name)}")
+        for name, path in (self.adapters or {}).items():
+            if not isinstance(name, str) or not isinstance(path, str):
+                raise OutriderError(f"adapters must hold names and paths, not {name!r}: {path!r}")
         if self.backend == "local":
             self._refuse_what_is_vllms()
 
@@ -168,12 +194,19 @@ _LEAST = {
     "max_draft_batch": 0,
     "piece": 2,
     "cache_memory": 0,
+    "adapter_memory": 0,
     "threads": 0,
     "history_tokens": LEAST,
     **dict.fromkeys(_PARALLEL, 1),
 }
 LARGEST_MEMORY = 1 << 16  # GiB for keys and values: more than any machine has, and few enough for a count of bytes
-_MOST = {"max_batch": MOST_BATCH, "threads": 1024, "history_tokens": 1 << 30, "cache_memory": LARGEST_MEMORY}
+_MOST = {
+    "max_batch": MOST_BATCH,
+    "threads": 1024,
+    "history_tokens": 1 << 30,
+    "cache_memory": LARGEST_MEMORY,
+    "adapter_memory": LARGEST_MEMORY,
+}
 _TYPES: dict[str, tuple[Any, str]] = {
     "str": (str, "text"),
     "bool": (bool, "true or false"),

@@ -20,6 +20,7 @@ import pytest
 
 from outrider import LLM, OutriderError, SamplingParams
 from outrider.backends.base import BackendBusy, BackendLoad
+from outrider.core.adapter import AdapterMix
 from outrider.core.request import Chunk, Request, Result
 from outrider.core.sequence import Token
 from outrider.core.stats import Stats, estimated_speedup
@@ -51,6 +52,11 @@ class TestWire:
         tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
         request = Request(messages=[{"role": "user", "content": "x"}], params=params, tools=tools, visible=(5, 6))
         assert wire.request_from_json(over_the_wire(wire.request_to_json(request))) == request
+
+    def test_an_adapter_goes_by_name_or_as_a_mix(self):
+        for adapter in ("a", AdapterMix(("a", "b"), (0.5, 1.0), "ties", 0.5, "frequency", 3)):
+            request = Request("x", adapter=adapter)
+            assert wire.request_from_json(over_the_wire(wire.request_to_json(request))) == request
 
     def test_a_schema_goes_as_text(self):
         """Inside of a request it is nested deeper than it was, and could be too deep to be written."""

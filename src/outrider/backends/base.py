@@ -9,8 +9,10 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
+from outrider.core.adapter import AdapterInfo
 from outrider.core.errors import OutriderError
 from outrider.core.request import Chunk, Message, Prompt, Request, Result
 
@@ -183,6 +185,18 @@ class Backend(Protocol):
 
     def prepare(self, draft: str) -> None:
         """Make ready the drafter that requests may name; an OutriderError says why it cannot be."""
+        ...
+
+    def load_adapter(self, name: str, path: str | Path, allow_pickle: bool = False) -> AdapterInfo:
+        """Read and check an adapter of the model; requests may name it from now on."""
+        ...
+
+    def unload_adapter(self, name: str) -> None:
+        """Requests may not name it any more; those that have it are served on."""
+        ...
+
+    def adapters(self) -> list[AdapterInfo]:
+        """Those that requests may name."""
         ...
 
     def submit(self, request: Request) -> Stream:

@@ -9,13 +9,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from outrider import drafters
+from outrider.backends.adapters import AdapterLoader, AdapterWait
 from outrider.backends.base import BackendBusy, BackendLoad, BackendStopped, StepClock, Stream
 from outrider.backends.faults import FaultCounter
 from outrider.backends.reader import Reader
 from outrider.backends.text import Writer
+from outrider.core.adapter import AdapterInfo, ReadyAdapter
 from outrider.core.dice import Dice
 from outrider.core.errors import OutriderError, one_line
 from outrider.core.grammar import Grammars, Matcher
@@ -25,6 +28,7 @@ from outrider.core.sequence import Rule, Sequence
 from outrider.drafters.base import Drafter
 from outrider.drafters.history.store import HistoryStore
 from outrider.engine.engine import Engine
+from outrider.models.adapters.store import AdapterStore
 from outrider.models.memory import return_heap
 from outrider.models.tokenizer import Tokenizer
 
@@ -39,6 +43,11 @@ class _LocalJob:
     writers: list[Writer | None]
     sent: list[int]
     first: list[float]  # when the first token of each was written; 0: it is not yet
+    wait: AdapterWait | None = None  # while its adapter is loaded
+
+    @property
+    def adapter(self) -> ReadyAdapter | None:
+        return self.seqs[0].adapter
 
 
 _logger = logging.getLogger("outrider")
@@ -58,10 +67,11 @@ class Local(Reader):
         rule: Rule = "rejection",
         notes: Seq[str] = (),
         histories: HistoryStore | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         """`drafter` builds the one that a request names. `ends`: the tokens that end a sequence. `rule`: for requests
         without a seed. `notes`: what a user should know about how the model was loaded. `histories`: what drafters
-        keep of texts; closed with the backend."""
+        keep of texts; closed with the backend. `adapters`: those that requests may name."""
         self.engine, self.tokenizer, self.notes = engine, tokenizer, tuple(notes)
         self.vocab_size = engine.model.vocab_size
         self._drafter, self._ends, self._rule, self._histories = drafter, ends, rule, histories
@@ -74,7 +84,8 @@ class Local(Reader):
         self._grammars = Grammars(self._vocabulary)
         if engine.overlaps:
             engine.meanwhile = lambda: self._deliver(engine.scheduler.running)
-        self._unused: list[str] = []  # drafters of requests that failed in a pass, which may still use them
+        self._adapters = AdapterLoader(adapters or AdapterStore(engine.model, 0))
+        self._unused: list[_LocalJob] = []  # requests that failed in a pass, which may still use what they hold
         self._lock, self._building, self._counting = threading.Lock(), threading.Lock(), threading.Lock()
         self._opening = threading.Lock()  # of the thread, or closing it: never taken by the thread, which is waited for
 
@@ -88,12 +99,56 @@ class Local(Reader):
         try:
             for request in requests:
                 jobs.append(self._checked(request))
-            self._hand_in(jobs)
+            ready = [job for job in jobs if self._adapt(job)]
+            self._hand_in(ready)
         except BaseException:
             for job in jobs:
-                self._let_go(job.request.draft)
+                self._let_go_of(job)
             raise
+        for job in jobs:
+            if job.wait is not None:
+                self._adapters.submit(job.wait)
         return [job.stream for job in jobs]
+
+    def _adapt(self, job: _LocalJob) -> bool:
+        """Give it its adapter, if it has one; False: it has to be loaded first."""
+        choice = job.request.adapter
+        if not choice:
+            return True
+        ready = self._adapters.take(choice)
+        if ready is None:
+            job.wait = AdapterWait(choice, lambda ready, error: self._adapted(job, ready, error))
+            return False
+        for seq in job.seqs:
+            seq.adapter = ready
+        return True
+
+    def _adapted(self, job: _LocalJob, ready: ReadyAdapter | None, error: Exception | None) -> None:
+        """Its adapter is loaded, or cannot be, or nobody wants it any more."""
+        assert job.wait is not None
+        for seq in job.seqs:
+            seq.adapter = ready
+        if ready is not None:
+            try:
+                self._hand_in([job])
+            except Exception as failure:  # the engine has stopped
+                ready, error = None, failure
+        if ready is None:
+            self._let_go_of(job)
+            if error is not None:
+                job.stream.finish(error)
+                return
+            for index, seq in enumerate(job.seqs):
+                seq.finish = "cancelled"
+                self._send(job, index)
+            job.stream.finish(self._outcome(job))
+        elif job.wait.cancelled.is_set():  # after it had been loaded: the engine knows it only now
+            self._inbox.put((job,))
+
+    def _cancel(self, job: _LocalJob) -> None:
+        if job.wait is not None:
+            self._adapters.cancel(job.wait)
+        self._inbox.put((job,))
 
     def _checked(self, request: Request) -> _LocalJob:
         """The request as a job, which keeps its drafter until it ends."""
@@ -101,6 +156,8 @@ class Local(Reader):
         try:
             if request.prediction is not None and not drafter.reads_prediction:
                 raise OutriderError("a prediction was given, but only the drafter prediction reads it; choose that one")
+            if request.adapter:
+                self._adapters.store.check(request.adapter)
             return self._job(request)
         except BaseException:
             self._let_go(request.draft)
@@ -140,11 +197,12 @@ class Local(Reader):
             )
             self.engine.scheduler.check(seq)  # before the prompt is copied for the next one
             seqs.append(seq)
-        stream = Stream(lambda: self._inbox.put((job,)), len(prompt))
+        stream = Stream(lambda: self._cancel(job), len(prompt))
         job = _LocalJob(request, stream, seqs, writers, [0] * params.n, [0.0] * params.n)
         return job
 
     def close(self) -> None:
+        self._adapters.close()
         with self._opening:
             if self._thread is not None and self._thread.is_alive():
                 self._inbox.put(None)
@@ -174,6 +232,15 @@ class Local(Reader):
             self._clock.slowest,
             self._fault,
         )
+
+    def load_adapter(self, name: str, path: str | Path, allow_pickle: bool = False) -> AdapterInfo:
+        return self._adapters.store.register(name, path, allow_pickle)
+
+    def unload_adapter(self, name: str) -> None:
+        self._adapters.store.unregister(name)
+
+    def adapters(self) -> list[AdapterInfo]:
+        return self._adapters.store.infos()
 
     def _resolve(self, params: SamplingParams) -> SamplingParams:
         """Bad words as tokens, and every token id within the vocabulary."""
@@ -274,10 +341,16 @@ class Local(Reader):
         if any(dropped):
             return_heap()
 
+    def _let_go_of(self, job: _LocalJob) -> None:
+        """Of the drafter and the adapter that it holds."""
+        self._let_go(job.request.draft)
+        if job.adapter is not None:
+            self._adapters.store.release(job.adapter)
+
     def _let_go_unused(self) -> None:
         """After a pass, when the sequences that have ended in it are taken off."""
         while self._unused:
-            self._let_go(self._unused.pop())
+            self._let_go_of(self._unused.pop())
 
     def _too_many(self) -> list[str]:
         """The idle drafters beyond those that are kept, the longest unused first."""
@@ -386,7 +459,7 @@ class Local(Reader):
             while not self._inbox.empty():
                 item = self._inbox.get()
                 for job in item if isinstance(item, list) else ():
-                    self._let_go(job.request.draft)
+                    self._let_go_of(job)
                     job.stream.finish(BackendStopped(self._fault))
 
     def _deliver(self, seqs: Seq[Sequence]) -> None:
@@ -400,7 +473,7 @@ class Local(Reader):
                 for sample in job.seqs:
                     self._places.pop(sample.id, None)
                     self.engine.cancel(sample.id)
-                self._unused.append(job.request.draft)
+                self._unused.append(job)
                 job.stream.finish(OutriderError(f"the text could not be written: {type(error).__name__}: {error}"))
 
     def _hand_over(self, job: _LocalJob, index: int) -> None:
@@ -414,9 +487,13 @@ class Local(Reader):
         if seq.finish is not None:
             del self._places[seq.id]
             if not any(sample.id in self._places for sample in job.seqs):  # the last chunk of each was sent
-                first, *others = map(self._result, job.seqs, job.writers)
-                self._let_go(job.request.draft)
-                job.stream.finish(replace(first, others=tuple(others)))
+                result = self._outcome(job)
+                self._let_go_of(job)
+                job.stream.finish(result)
+
+    def _outcome(self, job: _LocalJob) -> Result:
+        first, *others = map(self._result, job.seqs, job.writers)
+        return replace(first, others=tuple(others))
 
     def _send(self, job: _LocalJob, index: int) -> None:
         seq, writer = job.seqs[index], job.writers[index]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
+from pathlib import Path
 from typing import Any
 
 from outrider.backends.base import Stream
 from outrider.backends.text import Writer
+from outrider.core.adapter import AdapterInfo
 from outrider.core.errors import OutriderError, one_line
 from outrider.core.grammar import Vocabulary
 from outrider.core.request import Message, Prompt, Request
 from outrider.models.token_bytes import vocabulary_of
 from outrider.models.tokenizer import Tokenizer
+
+NO_ADAPTERS = "adapters are for our own engine; use the backend local, or merge the adapter first (outrider merge)"
 
 
 class Reader:
@@ -62,6 +66,15 @@ class Reader:
 
     def submit(self, request: Request) -> Stream:
         raise NotImplementedError
+
+    def load_adapter(self, name: str, path: str | Path, allow_pickle: bool = False) -> AdapterInfo:
+        raise OutriderError(NO_ADAPTERS)
+
+    def unload_adapter(self, name: str) -> None:
+        raise OutriderError(NO_ADAPTERS)
+
+    def adapters(self) -> list[AdapterInfo]:
+        return []
 
     def submit_all(self, requests: Seq[Request]) -> list[Stream]:
         """Start each of them; none goes on running when one is refused."""

@@ -402,6 +402,8 @@ def refuse(request: Request, speculating: bool, on_cpu: bool, grammar_backend: s
     why = ""
     if request.prediction is not None:
         why = "a prediction: vLLM has no drafter that reads one"
+    elif request.adapter:
+        why = "an adapter: Outrider runs these on the backend local"
     elif params.processors:
         why = "processors: functions cannot be handed to vLLM's engine"
     elif params.constraint is not None and grammar_backend != GUIDANCE:

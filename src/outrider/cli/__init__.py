@@ -10,7 +10,21 @@ from typing import Annotated
 import typer
 
 from outrider import __version__
-from outrider.cli import audit, bench, chat, config, demo, generate, models, profile, serve, train, tune_tree
+from outrider.cli import (
+    audit,
+    bench,
+    chat,
+    config,
+    demo,
+    generate,
+    merge,
+    models,
+    profile,
+    serve,
+    train,
+    train_lora,
+    tune_tree,
+)
 from outrider.cli.screen import paint
 from outrider.core.errors import OutriderError
 
@@ -25,11 +39,13 @@ for command in (
     profile.profile,
     train.train,
     tune_tree.tune_tree,
+    merge.merge,
     models.pull,
     models.models,
     demo.demo,
 ):
     app.command()(command)
+app.command("train-lora", hidden=True)(train_lora.train_lora)  # `train lora`: its options are others than of a head
 app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
 
@@ -58,6 +74,8 @@ def outrider(
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command; the exit code."""
     given = list(sys.argv[1:] if args is None else args)
+    if given[:2] == ["train", "lora"]:
+        given[:2] = ["train-lora"]
     try:
         code = app(given or ["--help"], prog_name="outrider", standalone_mode=False)
         sys.stdout.flush()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.backends.base import Stream
+from outrider.cli import options
 from outrider.cli.screen import bar, note, paint
 from outrider.core.errors import OutriderError
 from outrider.core.request import Message, Result
@@ -155,7 +156,7 @@ class AnswerFile:
 
 def _mark(config: Config, raw: bool) -> str:
     """Stands for all that decides the answers; who drafts does not."""
-    names = ("model", "backend", "device", "dtype", "quantize")
+    names = ("model", "backend", "device", "dtype", "quantize", *(("adapters",) if config.settings.adapters else ()))
     chosen = {name: getattr(config.settings, name) for name in names}
     whole = {**chosen, "params": asdict(config.params), "prefix": config.query_prefix, "raw": raw}
     return hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:12]
@@ -181,7 +182,8 @@ def _run(
 
 def _submit(llm: LLM, config: Config, query: Query, raw: bool) -> Stream | OutriderError:
     try:
-        return llm.submit(query.prompt(config.query_prefix, raw), config.params)
+        adapter = options.one_adapter(config.settings)
+        return llm.submit(query.prompt(config.query_prefix, raw), config.params, adapter=adapter)
     except OutriderError as error:
         return error
 

@@ -21,17 +21,19 @@ from outrider.llm import LLM
 from outrider.settings import Config
 
 HELP = """\
-/draft [SPEC]  show who guesses ahead, or change it: /draft ngram:length=12, /draft none
-/stats         what was drafted and kept so far
-/reset         begin a new conversation
-/help          this list
-/quit          leave (so does Ctrl-D); Ctrl-C stops an answer"""
+/draft [SPEC]    show who guesses ahead, or change it: /draft ngram:length=12, /draft none
+/adapter [NAME]  show which adapter answers, or change it: /adapter haiku, /adapter none
+/stats           what was drafted and kept so far
+/reset           begin a new conversation
+/help            this list
+/quit            leave (so does Ctrl-D); Ctrl-C stops an answer"""
+NONE = "none"  # as an adapter: the model as it is
 ANSWER = SamplingParams(max_tokens=512)
 
 
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty")
 CONFIG = options.configured(
-    options.settings("model", "draft", *options.ENGINE, *options.MEMORY),
+    options.settings("model", "draft", *options.ADAPTERS, *options.ENGINE, *options.MEMORY),
     options.sampling(*SAMPLING, max_tokens={"default": ANSWER.max_tokens}),
     plain=ANSWER,
 )
@@ -80,6 +82,7 @@ def _lines() -> Iterator[str]:
 class Conversation:
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
         self._llm, self._params = llm, params
+        self._adapter = next(iter(llm.settings.adapters or ()), "")  # that answers; "": none
         self._draft = ""  # a drafter for the next answers; "": the one of the settings
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self._turns: list[dict[str, str]] = []  # user and assistant by turns
@@ -99,6 +102,8 @@ class Conversation:
     def _obey(self, command: str, argument: str = "") -> bool:
         if command == "/draft":
             self._change(argument)
+        elif command == "/adapter":
+            self._adapt(argument)
         elif command == "/stats":
             self._show_stats()
         elif command == "/reset":
@@ -117,6 +122,15 @@ class Conversation:
             self._draft = draft
         print(f"draft: {self._draft or self._llm.settings.drafter}", flush=True)
 
+    def _adapt(self, name: str) -> None:
+        names = [each.name for each in self._llm.adapters]
+        if name and name != NONE and name not in names:
+            known = ", ".join(names) or "none; start with --adapter NAME=PATH"
+            raise OutriderError(f"there is no adapter {name}; loaded: {known}")
+        if name:
+            self._adapter = "" if name == NONE else name
+        print(f"adapter: {self._adapter or NONE}", flush=True)
+
     def _show_stats(self) -> None:
         print(self._stats)
         for name, counts in self._stats.by_drafter.items():
@@ -131,7 +145,10 @@ class Conversation:
         # the drafter `prediction` takes the answer before this one as what is expected: "now the same, but ..."
         predicts = options.needs_prediction(self._draft or self._llm.settings.draft)
         expected = self._turns[-1]["content"] if predicts and self._turns else None
-        result = self._show(self._llm.stream(messages, params, draft=self._draft, prediction=expected or None))
+        stream = self._llm.stream(
+            messages, params, draft=self._draft, prediction=expected or None, adapter=self._adapter
+        )
+        result = self._show(stream)
         if result.finish_reason == "error":
             raise OutriderError(result.error)
         self._turns = [*turns, {"role": "assistant", "content": result.text}]

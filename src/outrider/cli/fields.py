@@ -101,6 +101,8 @@ def _typed(kind: type, each: Field[Any], words: Option) -> Any:
     hint = eval(each.type, vars(sys.modules[owner.__module__])) if isinstance(each.type, str) else each.type
     parts = [part for part in typing.get_args(hint) if part not in (NoneType, ...)] or [hint]
     first = parts[0] if parts[0] in SIMPLE else str
+    if words.repeated:
+        return list[str] | None
     if words.parse is None and typing.get_origin(hint) in (tuple, list, Sequence):
         return list[first] | None  # type: ignore[valid-type]
     return hint if words.parse is None and first is parts[0] else str | None

@@ -37,7 +37,9 @@ class GenerateOptions(options.Printed, options.Constrained):
     output: Path | None = option(None, "Where the answers go, a line each; what is there already is kept.", panel=FILES)
 
 
-MODEL = options.settings(*("model", "draft", *options.ENGINE, *options.MEMORY), draft={"shown": "auto"})
+MODEL = options.settings(
+    *("model", "draft", *options.ADAPTERS, *options.ENGINE, *options.MEMORY), draft={"shown": "auto"}
+)
 GIVEN = options.configured(MODEL, options.sampling())
 
 
@@ -58,6 +60,7 @@ def generate(
     [dim]$[/] outrider generate "Which colour has the sea?" --choice blue,green,grey
     [dim]$[/] outrider generate "Ada, 36, of London." --json-schema person.json
     [dim]$[/] cat letter.txt | outrider generate - --draft ngram:max_n=6,length=12
+    [dim]$[/] outrider generate "Name three rivers." --adapter haiku=my-haiku
     [dim]$[/] outrider generate --config c.yaml --input q.jsonl --output a.jsonl
     """
     config = options.chosen(given)
@@ -67,6 +70,7 @@ def generate(
         params=own.over(config.params),
     )
     options.refuse_without_grammar(config.settings.draft, config.params, NO_GRAMMAR)
+    options.one_adapter(config.settings)  # several are refused before anything is loaded
     if own.input is not None or own.output is not None:
         raise typer.Exit(_answer_file(config, own, "config" in given, prompt))
     if prompt is None:
@@ -80,7 +84,7 @@ def _answer(config: Config, own: GenerateOptions, configured: bool, text: str) -
     expected = _text_or_file(own.prediction)
     with options.opened(config.settings, config.notes) as llm:
         asked = Query("", text).prompt(config.query_prefix, own.raw or _mute(llm, configured))
-        stream = llm.stream(asked, config.params, prediction=expected)
+        stream = llm.stream(asked, config.params, prediction=expected, adapter=options.one_adapter(config.settings))
         result = _result(stream, live=sys.stdout.isatty() and not own.as_json)
         if own.as_json:
             about = {"model": config.settings.model, "draft": config.settings.drafter, "prompt": text}

@@ -25,6 +25,7 @@ DEFAULT, PLAIN = Settings(), SamplingParams()
 PLACE = ("device", "dtype", "quantize", "threads")
 PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 MEMORY = ("history", "history_tokens")  # what is remembered from one request to the next
+ADAPTERS = ("adapters", "adapter_memory")
 ENGINE = ("backend", "speculative_config", *PLACE, "cache_memory", *PARALLEL)
 
 
@@ -101,6 +102,14 @@ def opened(settings: Settings, notes: Sequence[str] = ()) -> Iterator[LLM]:
         print(f"note: {note}", file=sys.stderr)
     with llm:
         yield llm
+
+
+def one_adapter(settings: Settings) -> str:
+    """The adapter that answers, where there can be one only; "": none."""
+    names = list(settings.adapters or ())
+    if len(names) > 1:
+        raise OutriderError("there is one adapter to answer with; give --adapter once, or use chat and its /adapter")
+    return names[0] if names else ""
 
 
 def reads_prediction(spec: str) -> bool:

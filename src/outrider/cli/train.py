@@ -84,7 +84,7 @@ def train(
     asked: Annotated[PromptFile, fields(PromptFile, panel=jobs.DATA)],
     place: Annotated[Settings, PLACE],
 ) -> None:
-    """Train a drafter for a model, on texts that the model itself writes.
+    """Train a drafter for a model, on texts that the model itself writes; [bold]train lora[/] trains an adapter.
 
     The result is a folder that [bold]--draft eagle:head=DIR[/], medusa:head=DIR or draft_model:model=DIR take.
     Ctrl-C saves and ends; --resume goes on as if nothing had happened.
@@ -130,7 +130,7 @@ def _run(
     job = jobs.resumed(kind, given, checkpoint.stored(own.out)["job"]) if own.resume else jobs.new(kind, given)
     where = run.dense(build.load_options(place))
     options.pull_known(job.model)
-    with bar(plain=LINE_SECONDS) as show, _stoppable() as stop:
+    with bar(plain=LINE_SECONDS) as show, stoppable() as stop:
         task = run.TrainingTask(
             job,
             own.out,
@@ -161,7 +161,7 @@ def _report(outcome: TrainingResult, out: Path) -> None:
 
 
 @contextmanager
-def _stoppable() -> Iterator[threading.Event]:
+def stoppable() -> Iterator[threading.Event]:
     """Ctrl-C and SIGTERM end the run after the step it is in; a second Ctrl-C ends it at once."""
     stop = threading.Event()
 

@@ -20,7 +20,8 @@ class Option:
     least: float | None = None
     most: float | None = None
     env: str = ""  # the environment variable that sets it
-    parse: Callable[[str], Any] | None = None  # from the text given to the value; None: by the field's type
+    parse: Callable[[Any], Any] | None = None  # from the text given to the value; None: by the field's type
+    repeated: bool = False  # it may be given several times: `parse` then takes the list
 
 
 def option(default: Any = MISSING, help: str = "", **more: Any) -> Any:

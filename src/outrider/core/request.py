@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from outrider.core.adapter import AdapterChoice
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Finish, Token
 from outrider.core.stats import Stats
@@ -28,6 +29,7 @@ class Request:
     tools: Sequence[Mapping[str, Any]] | None = None  # for the chat template, as its model was trained to see them
     visible: tuple[int, ...] = ()  # special tokens that are written as text: others are left out
     tenant: str = ""  # who asks: what one tenant writes never serves another as a draft
+    adapter: AdapterChoice = ""  # a loaded adapter by name, or a mix of them; "": the model as it is
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.core import sampling
+from outrider.core.adapter import ReadyAdapter
 from outrider.core.dice import DRAFT, Dice
 from outrider.core.draft import Draft
 from outrider.core.errors import OutriderError
@@ -20,6 +21,7 @@ from outrider.core.stats import Stats
 
 Rule = Literal["coupled", "rejection"]
 Finish = Literal["stop", "length", "cancelled", "error"]
+Scope = str | tuple[str, str]  # sequences of the same scope may share prefixes: a tenant, or a tenant and an adapter
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Sequence:
     request: int | str = -1  # the same for all sequences of a request, or of a group; -1: it is a request of its own
     matcher: Matcher | None = None  # where it stands in its grammar, if it has one
     tenant: str = ""  # whose text it is: drafters learn nothing of it that would reach another tenant
+    adapter: ReadyAdapter | None = None  # of the target, for all of its tokens
 
     def __post_init__(self) -> None:
         self.prompt = len(self.tokens)
@@ -77,6 +80,11 @@ class Sequence:
     def left(self) -> int:
         """How many tokens it may still write."""
         return self.params.max_tokens - len(self.output)
+
+    @property
+    def scope(self) -> Scope:
+        """With whom it may share keys and values: they depend on the adapter, and tenants are kept apart."""
+        return self.tenant if self.adapter is None else (self.tenant, self.adapter.key)
 
     @property
     def limit(self) -> int:

@@ -157,12 +157,12 @@ class Drafter:
         """What drafts on the target's device without the host, where it can."""
         return ()
 
-    def serves(self, seqs: Seq[Sequence], budget: int) -> bool:
+    def may_write(self, seqs: Seq[Sequence], budget: int) -> bool:
         """Whether it can `write` these sequences once their prompts are read, with drafts of up to `budget` nodes."""
         return self.writer is not None and self.writer.serves(seqs, budget)
 
     def writes(self, seqs: Seq[Sequence]) -> bool:
-        """Whether it can `write` sequences that it serves now."""
+        """Whether it can `write` such sequences now."""
         return self.writer is not None and self.writer.can(seqs)
 
     def write(self, seqs: Seq[Sequence], wait: Callable[[], None]) -> list[JudgedSteps] | None:

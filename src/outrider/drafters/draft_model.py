@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError
-from outrider.core.sequence import Sequence
+from outrider.core.sequence import Scope, Sequence
 from outrider.drafters.base import BuildContext, Drafter, RetokenizedModel, Step
 from outrider.drafters.confidence import judged_chain
 from outrider.drafters.retokenize import Translation
@@ -24,6 +24,7 @@ class ModelDrafter(Drafter):
     """A chain from any model that shares the target's vocabulary."""
 
     name = "draft_model"
+    takes_adapters = False  # whether it runs the adapter of a sequence: the target's own layers do
 
     def __init__(self, model: Model, vocab_size: int, length: int, greedy: bool) -> None:
         if length < 1:
@@ -42,7 +43,7 @@ class ModelDrafter(Drafter):
         active = [writer for writer in writers if writer.length > 0]
         for writer in active:
             self._written[writer.seq.id] = len(writer.seq.tokens), writer.tokens
-        feeds = [Feed(w.seq.id, self._unseen(w.seq)) for w in active]
+        feeds = [self._feed(w.seq, self._unseen(w.seq)) for w in active]
         if active and isinstance(self._model, Paged) and all(map(self._can_write, active)):
             self._write(self._model, active, feeds)
             active = []
@@ -51,15 +52,23 @@ class ModelDrafter(Drafter):
             for writer, output in zip(active, outputs, strict=True):
                 writer.write(_fit(output.logits[0], self._vocab))
             active = [writer for writer in active if len(writer.tokens) < writer.length]
-            feeds = [Feed(w.seq.id, self._known(w.tokens[-1:])) for w in active]
+            feeds = [self._feed(w.seq, self._known(w.tokens[-1:])) for w in active]
         return [writer.draft() for writer in writers]
+
+    def _feed(self, seq: Sequence, tokens: list[int]) -> Feed:
+        return Feed(seq.id, tokens, adapter=seq.adapter if self.takes_adapters else None)
+
+    def _scope(self, seq: Sequence) -> Scope:
+        """With whom its cache may be shared."""
+        return seq.scope if self.takes_adapters else seq.tenant
 
     def _can_write(self, writer: _ModelDraft) -> bool:
         """Whether the draft model can write this chain by itself, without a look at the logits in between."""
-        return self._model.vocab_size == self._vocab and writer.seq.plain
+        adapted = self.takes_adapters and writer.seq.adapter is not None
+        return self._model.vocab_size == self._vocab and writer.seq.plain and not adapted
 
     def _write(self, model: Paged, writers: Seq[_ModelDraft], feeds: Seq[Feed]) -> None:
-        behind = [Feed(feed.id, feed.tokens[:-1]) for feed in feeds if len(feed.tokens) > 1]
+        behind = [replace(feed, tokens=feed.tokens[:-1]) for feed in feeds if len(feed.tokens) > 1]
         if behind:
             self._model.forward(behind)
         written = model.write(
@@ -83,10 +92,10 @@ class ModelDrafter(Drafter):
     def _unseen(self, seq: Sequence) -> list[int]:
         """The tokens that the draft model has not seen; all but the last chunk of a long stretch are run here."""
         if self._prefixes is not None and not self._model.length(seq.id):
-            self._prefixes.begin(seq.id, seq.tokens, seq.tenant)
+            self._prefixes.begin(seq.id, seq.tokens, self._scope(seq))
         tokens = self._known(seq.tokens[self._model.length(seq.id) :])
         while len(tokens) > CHUNK:
-            self._model.forward([Feed(seq.id, tokens[:CHUNK])])
+            self._model.forward([self._feed(seq, tokens[:CHUNK])])
             tokens = tokens[CHUNK:]
         return tokens
 
@@ -101,7 +110,7 @@ class ModelDrafter(Drafter):
             last = min(len(step.seq.tokens) - 1, self._model.length(step.seq.id))
             self._model.crop(step.seq.id, min(committed + same, last))
             if self._prefixes is not None:
-                self._prefixes.seen(step.seq.id, step.seq.tokens, step.seq.tenant)
+                self._prefixes.seen(step.seq.id, step.seq.tokens, self._scope(step.seq))
 
     def forget(self, id: int) -> None:
         self._written.pop(id, None)

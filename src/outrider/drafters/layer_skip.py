@@ -11,6 +11,7 @@ from outrider.drafters.draft_model import ModelDrafter
 
 class LayerSkip(ModelDrafter):
     name = "layer_skip"
+    takes_adapters = True
 
     @dataclass(frozen=True)
     class Options:

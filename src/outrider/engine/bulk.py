@@ -20,7 +20,9 @@ LARGEST = 1024
 
 def possible(running: Seq[Sequence], pool: DrafterPool, drafting: bool) -> bool:
     """Whether the target can write all of them by itself: nobody drafts for them now, or only reads their states."""
-    return len(running) >= FEWEST and all(seq.plain and pool.idle(seq, drafting) for seq in running)
+    if len(running) < FEWEST or any(seq.adapter is not None for seq in running):
+        return False
+    return all(seq.plain and pool.idle(seq, drafting) for seq in running)
 
 
 def unread(running: Seq[Sequence], length: Callable[[int], int]) -> list[Sequence]:
@@ -41,4 +43,4 @@ def write(running: Seq[Sequence], model: Model, paged: Paged, wait: Callable[[],
     for seq, tokens in zip(running, written.T.tolist(), strict=True):
         commit_plain(seq, tokens)
         model.crop(seq.id, len(seq.tokens) - 1)
-        paged.seen(seq.id, seq.tokens, seq.tenant)
+        paged.seen(seq.id, seq.tokens, seq.scope)

@@ -179,14 +179,14 @@ class DrafterPool:
         return [_fitting(draft, seq) for draft, seq in zip(whole, seqs, strict=True)]
 
     def writer(self, seqs: Seq[Sequence], budget: int) -> Drafter | None:
-        """The drafter of all these sequences, if it serves them together with the target and without the host. Not
-        where the caller has told what to expect, or one of its members has failed."""
-        if not seqs or any(seq.prediction or seq.id in self._left_out for seq in seqs):
+        """The drafter of all these sequences, if it can write them together with the target and without the host. Not
+        where the caller has told what to expect, with an adapter, or where one of its members has failed."""
+        if not seqs or any(seq.prediction or seq.adapter is not None or seq.id in self._left_out for seq in seqs):
             return None
         drafter = self.drafters[seqs[0].draft]
         if drafter.writer is None or any(self.drafters[seq.draft] is not drafter for seq in seqs):
             return None
-        return drafter if self._guarded(drafter, seqs, lambda: drafter.serves(seqs, budget)) else None
+        return drafter if self._guarded(drafter, seqs, lambda: drafter.may_write(seqs, budget)) else None
 
     def writes(self, drafter: Drafter, seqs: Seq[Sequence]) -> bool:
         """Whether it can write now, all prompts being read."""

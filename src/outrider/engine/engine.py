@@ -125,7 +125,7 @@ class Engine:
             seq.stats.unmeasured += steps.drafts
             self.model.crop(seq.id, len(seq.tokens) - 1)
             if self._prefixes is not None:
-                self._prefixes.seen(seq.id, seq.tokens, seq.tenant)
+                self._prefixes.seen(seq.id, seq.tokens, seq.scope)
         _share([("target", perf_counter() - begin)], running)
         return True
 
@@ -140,7 +140,7 @@ class Engine:
             most = 0 if seq.output else self._pool.prefix(seq)
             if most:
                 tokens = seq.tokens if most >= len(seq.tokens) else seq.tokens[: most + 1]
-                seq.stats.cached += model.begin(seq.id, tokens, seq.tenant)
+                seq.stats.cached += model.begin(seq.id, tokens, seq.scope)
                 self._pool.begin(seq, self.model.length(seq.id))
 
     def _takes_prefix(self, seq: Sequence) -> bool:
@@ -158,7 +158,8 @@ class Engine:
             self.policy.use_length(sum(len(plan.seq.tokens) for plan in plans) // len(plans))
         drafts = self._pool.propose(plans, self.policy) if drafting else [EMPTY] * len(plans)
         drafted, layers = perf_counter(), self._pool.layers(plans)
-        outputs = self.model.forward([Feed(p.seq.id, p.tokens, d) for p, d in zip(plans, drafts, strict=True)], layers)
+        feeds = [Feed(p.seq.id, p.tokens, d, p.seq.adapter) for p, d in zip(plans, drafts, strict=True)]
+        outputs = self.model.forward(feeds, layers)
         if isinstance(outputs, Outputs):  # the device still works: its time ends when the verdicts are there
             judge.prepare(plans, drafts)
             self._wait()
@@ -208,7 +209,7 @@ class Engine:
             if self.policy is not None:
                 self._pool.learn(seq, draft, seen, len(verdict.path), self.policy)
         if self._prefixes is not None:
-            self._prefixes.seen(seq.id, seq.tokens, seq.tenant)
+            self._prefixes.seen(seq.id, seq.tokens, seq.scope)
         return Step(seq, plan.tokens, draft, verdict, output.hidden)
 
     def _measures_drafting(self, running: Seq[Sequence], writer: Drafter | None) -> bool:

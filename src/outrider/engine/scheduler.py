@@ -190,7 +190,7 @@ class Scheduler:
             return False
         return any(
             run >= end
-            and other.tenant == seq.tenant
+            and other.scope == seq.scope
             and other.tokens[seen:end] == seq.tokens[seen:end]
             and other.tokens[:seen] == seq.tokens[:seen]
             for other, run in fed

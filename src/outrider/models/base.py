@@ -9,9 +9,12 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from outrider.core.adapter import ReadyAdapter
 from outrider.core.dice import Dice
 from outrider.core.draft import EMPTY, Draft
+from outrider.core.sequence import Scope
 from outrider.core.verify_batch import Best, Chooser
+from outrider.models.adapters.adapter import Adapter, AdapterBase
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,6 +24,7 @@ class Feed:
     id: int
     tokens: Sequence[int]  # committed, not yet seen by the cache; at least one
     draft: Draft = EMPTY
+    adapter: ReadyAdapter | None = None  # of all its rows; the same in every pass of a sequence
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,18 +108,43 @@ class RowContract(Protocol):
 
 
 @runtime_checkable
+class TakesAdapters(Protocol):
+    """A model that runs rows of different adapters, and of none, in one pass."""
+
+    # The most adapters that can be ready at once, where their number is fixed; None: only their bytes count
+    adapter_slots: int | None
+
+    @property
+    def adapter_base(self) -> AdapterBase: ...
+
+    def adapter_bytes(self, adapter: Adapter) -> int:
+        """What it takes when it is ready."""
+        ...
+
+    def adapt(self, adapter: Adapter, key: str) -> ReadyAdapter:
+        """Make an adapter that was checked against `adapter_base` ready for passes. Any thread may call it while passes
+        run."""
+        ...
+
+    def release(self, ready: ReadyAdapter) -> None:
+        """No feed will carry it any more."""
+        ...
+
+
+@runtime_checkable
 class SharesPrefixes(Protocol):
     """A model whose cache is made of pages, which sequences that begin alike share."""
 
     page: int  # tokens: a sequence takes memory for a multiple of this number
 
-    def begin(self, id: int, tokens: Sequence[int], tenant: str = "") -> int:
-        """A sequence is about to be fed: what the cache has of its beginning, from others of its tenant, counts as
-        seen. Returns how many tokens were added so; may be asked again before every feed."""
+    def begin(self, id: int, tokens: Sequence[int], scope: Scope = "") -> int:
+        """A sequence is about to be fed: what the cache has of its beginning, from others of its scope, counts as
+        seen. Returns how many tokens were added so; may be asked again before every feed. `scope`: its tenant, and
+        its adapter if it has one."""
         ...
 
-    def seen(self, id: int, tokens: Sequence[int], tenant: str = "") -> None:
-        """`tokens` are committed: others of its tenant that begin so may share what the cache holds of them."""
+    def seen(self, id: int, tokens: Sequence[int], scope: Scope = "") -> None:
+        """`tokens` are committed: others of its scope that begin so may share what the cache holds of them."""
         ...
 
     def forget_prefixes(self) -> None:

@@ -85,8 +85,8 @@ class GGUFFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        data = _map(self.path)
-        self.metadata, self._tensors = _read(self.path, data)
+        data = map_file(self.path)
+        self.metadata, self._tensors = read_header(self.path, data)
         self.architecture = self._architecture()
         self._refuse_kinds()
         self._config = self._read_config()
@@ -98,8 +98,9 @@ class GGUFFile:
     def tensors(self) -> Iterator[tuple[str, GGUFTensor]]:
         """Names and weights in the Hugging Face layout: rotary halves are [first half, second half] of each head."""
         for name, tensor in self._tensors.items():
-            if name != _ROPE_FACTORS:
-                yield _hub_name(name), self._split_halves(name, tensor)
+            found = None if name == _ROPE_FACTORS else hub_name(name)
+            if found is not None:  # the names were checked on opening
+                yield found, self._split_halves(name, tensor)
 
     def _architecture(self) -> str:
         name = self.metadata.get("general.architecture")
@@ -257,16 +258,21 @@ class GGUFFile:
         if self.architecture != "llama" or part not in ("attn_q", "attn_k"):
             return tensor
         heads = self._config["num_heads" if part == "attn_q" else "num_kv_heads"]
-        pairs = tensor.raw.reshape(heads, tensor.shape[0] // heads // 2, 2, -1)
-        raw = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(tensor.raw.shape)
-        return GGUFTensor(tensor.kind, tensor.shape, raw)
+        return GGUFTensor(tensor.kind, tensor.shape, split_halves(tensor.raw, heads))
 
 
-def _hub_name(name: str) -> str:
+def split_halves(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of each head from pairs that are rotated together to [first half, second half]."""
+    pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, -1)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def hub_name(name: str) -> str | None:
+    """The Hugging Face name of a tensor; None: there is no such tensor."""
     if name in _TOP_NAMES:
         return _TOP_NAMES[name]
     _, layer, part, ending = name.split(".")
-    return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{ending}"
+    return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{ending}" if part in _LAYER_NAMES else None
 
 
 class _Truncated(Exception):
@@ -312,7 +318,7 @@ class _Cursor:
         return self.numbers(_SCALARS[kind], count)
 
 
-def _map(path: Path) -> np.ndarray:
+def map_file(path: Path) -> np.ndarray:
     try:
         if path.stat().st_size < _HEADER.size:
             raise OutriderError(f"{path} is no GGUF file: it has {path.stat().st_size} bytes; download it again")
@@ -322,7 +328,7 @@ def _map(path: Path) -> np.ndarray:
         raise OutriderError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def _read(path: Path, data: np.ndarray) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+def read_header(path: Path, data: np.ndarray) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     cursor = _Cursor(data)
     magic, version, tensor_count, entry_count = cursor.unpack(_HEADER)
     if magic != b"GGUF":

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from outrider.core.adapter import ReadyAdapter
+from outrider.core.sequence import Scope
+from outrider.models.adapters import dense
+from outrider.models.adapters.adapter import Adapter, AdapterBase, shapes
 from outrider.models.base import Feed, Output
 from outrider.models.cache import Cache, Slot
 from outrider.models.llama_weights import LlamaConfig, ReadableWeights, Weights
+from outrider.models.native import adapters as native_adapters
 from outrider.models.native.packed import Packed
 from outrider.models.native.stack import NativeStack
 from outrider.models.paged_cache import SIZE, PagedCache, PagedSlot
@@ -63,9 +69,41 @@ class Llama(ReadableWeights):
         batch = self._pass(feeds)
         cos, sin = self._turns(batch.positions)
         x = self.weights.embedding.rows(torch.tensor(tokens, device=self.device))
+        for feed, rows in adapted_feeds(batch):
+            feed.weights.ends.embed(x[rows], tokens[rows])
         x, hidden = self.weights.stack.run(x, batch, cos, sin, layers)
-        logits = self._head(x[self._judged(batch)])
-        return _split(batch, logits, hidden)
+        x = x[self._judged(batch)]
+        outputs = _split(batch, self._head(x), hidden)
+        self._adapt_logits(batch, outputs, x)
+        return outputs
+
+    adapter_slots: int | None = None
+
+    @functools.cached_property
+    def adapter_base(self) -> AdapterBase:
+        config = self.config
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        sizes = (config.hidden_size, queries, keys, self.anatomy.intermediate_size)
+        return AdapterBase(shapes(*sizes, config.vocab_size, config.num_layers), config.num_heads, config.num_kv_heads)
+
+    def adapter_bytes(self, adapter: Adapter) -> int:
+        return adapter.nbytes * self.dtype.itemsize // 4
+
+    def adapt(self, adapter: Adapter, key: str) -> ReadyAdapter:
+        placed = dense.place(adapter, self.adapter_base, self.num_layers, self.dtype, self.device)
+        return ReadyAdapter(key, placed, placed.nbytes)
+
+    def release(self, ready: ReadyAdapter) -> None:
+        """Its memory is free when no sequence has it any more."""
+
+    def _adapt_logits(self, batch: Pass, outputs: Sequence[Output], x: Tensor) -> None:
+        """What adapters add to the output matrix. x: the states of the judged rows."""
+        row = 0
+        for feed, output in zip(batch.feeds, outputs, strict=True):
+            count = len(output.logits)
+            if feed.adapter is not None and feed.adapter.weights.ends.output is not None:
+                feed.adapter.weights.ends.judge(output.logits, self.normed(x[row : row + count]))
+            row += count
 
     def _pass(self, feeds: Sequence[Feed]) -> Pass:
         slots: list[Slot | PagedSlot] = []
@@ -118,11 +156,18 @@ class PackedLlama(Llama):
         self._pages = PagedCache(layers, kv_heads, head_dim, self._memory)
         return self._pages, self._pages.count * SIZE
 
-    def begin(self, id: int, tokens: Sequence[int], tenant: str = "") -> int:
-        return self._pages.begin(id, tokens, tenant)
+    def adapter_bytes(self, adapter: Adapter) -> int:
+        return native_adapters.packed_bytes(adapter)
 
-    def seen(self, id: int, tokens: Sequence[int], tenant: str = "") -> None:
-        self._pages.name(id, tokens, tenant)
+    def adapt(self, adapter: Adapter, key: str) -> ReadyAdapter:
+        packed = native_adapters.pack(adapter, self.adapter_base, self.num_layers)
+        return ReadyAdapter(key, packed, packed.nbytes)
+
+    def begin(self, id: int, tokens: Sequence[int], scope: Scope = "") -> int:
+        return self._pages.begin(id, tokens, scope)
+
+    def seen(self, id: int, tokens: Sequence[int], scope: Scope = "") -> None:
+        self._pages.name(id, tokens, scope)
 
     def forget_prefixes(self) -> None:
         self._pages.forget_prefixes()
@@ -131,6 +176,12 @@ class PackedLlama(Llama):
 def on_cpu(config: LlamaConfig, weights: Weights, memory: int) -> Llama:
     """The model whose cache is laid out as its layers read it."""
     return (PackedLlama if isinstance(weights.stack, NativeStack) else Llama)(config, weights, memory)
+
+
+def adapted_feeds(batch: Pass) -> list[tuple[ReadyAdapter, slice]]:
+    """The adapters of a pass, each with the rows of a feed that has it."""
+    pairs = zip(batch.feeds, batch.rows, strict=True)
+    return [(feed.adapter, rows) for feed, rows in pairs if feed.adapter is not None]
 
 
 def _split(batch: Pass, logits: Tensor, hidden: Tensor | None) -> list[Output]:

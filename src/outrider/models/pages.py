@@ -4,8 +4,8 @@ Only bookkeeping, on the host. A page that is full of committed tokens is known 
 sequence that begins alike takes it as its own. Pages that no sequence holds any more keep what they know until they are
 needed for something else, the longest unused first and the end of a text before its beginning.
 
-Only sequences of the same tenant share: how long a prompt takes, and how much of it was cached, would tell one tenant
-what another has sent.
+Only sequences of the same scope share, which is a tenant and an adapter: how long a prompt takes, and how much of it
+was cached, would tell one tenant what another has sent; and an adapter changes keys and values.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
+
+from outrider.core.sequence import Scope
 
 
 @dataclass(eq=False)
@@ -28,7 +30,8 @@ class Holder:
 
 
 H = TypeVar("H", bound=Holder)
-PageKey = tuple[int | str, tuple[int, ...]]  # the name of the page before (of the first page: the tenant), its tokens
+# The name of the page before (of the first page: the scope), its tokens.
+PageKey = tuple[int | Scope, tuple[int, ...]]
 
 
 class Pages(Generic[H]):
@@ -56,7 +59,7 @@ class Pages(Generic[H]):
         holder = self._holders.get(id)
         return holder.length if holder else 0
 
-    def begin(self, id: int, tokens: Sequence[int], tenant: str = "") -> int:
+    def begin(self, id: int, tokens: Sequence[int], scope: Scope = "") -> int:
         """The sequence takes what others have of its beginning, past what it holds itself, but never all: its last
         token must be run. Returns how many tokens it took."""
         holder = self._holder(id)
@@ -64,7 +67,7 @@ class Pages(Generic[H]):
         if before != len(holder.pages) * self.size or holder.known != len(holder.pages):
             return 0  # it is in the middle of a page of its own
         while len(tokens) > holder.length + self.size:
-            found = self._known.get(self._key(holder, tokens, tenant))
+            found = self._known.get(self._key(holder, tokens, scope))
             if found is None:
                 break
             page, holder.name = found
@@ -86,22 +89,22 @@ class Pages(Generic[H]):
         for _ in range(self.missing(holder, count)):
             self._give(holder, self._new())
 
-    def _key(self, holder: H, tokens: Sequence[int], tenant: str) -> PageKey:
+    def _key(self, holder: H, tokens: Sequence[int], scope: Scope) -> PageKey:
         """What the page after its last known one is known by."""
         begin = holder.known * self.size
-        return holder.name if holder.known else tenant, tuple(tokens[begin : begin + self.size + self._ahead])
+        return holder.name if holder.known else scope, tuple(tokens[begin : begin + self.size + self._ahead])
 
     def missing(self, holder: H, count: int) -> int:
         """How many pages these are."""
         return -(-(holder.length + count) // self.size) - len(holder.pages)
 
-    def name(self, id: int, tokens: Sequence[int], tenant: str = "") -> None:
+    def name(self, id: int, tokens: Sequence[int], scope: Scope = "") -> None:
         """The pages that are full of committed `tokens` may be shared from now on."""
         holder = self._holders.get(id)
         if holder is None:
             return
         while (holder.known + 1) * self.size <= min(len(tokens) - self._ahead, holder.length):
-            page, key = holder.pages[holder.known], self._key(holder, tokens, tenant)
+            page, key = holder.pages[holder.known], self._key(holder, tokens, scope)
             if key not in self._known:
                 self._known[key], self._keys[page] = (page, next(self._names)), key
             other, holder.name = self._known[key]

@@ -54,6 +54,13 @@ class Pass:
     positions: Sequence[int]  # per row
     parents: Sequence[int]  # per row: the row of its sequence that it follows, or -1
 
+    def adapted(self, index: int, field: str, x: Tensor, y: Tensor) -> Tensor:
+        """y = W x of a joined matrix of layer `index`, with what each feed's adapter adds to it."""
+        for feed, rows in zip(self.feeds, self.rows, strict=True):
+            if feed.adapter is not None:
+                feed.adapter.weights.add(index, field, x[rows], y[rows])
+        return y
+
 
 class Stack(Protocol):
     layers: tuple[Layer, ...]
@@ -96,9 +103,11 @@ class TorchStack:
         spans = [self._span(*parts, x) for parts in zip(batch.rows, batch.slots, batch.feeds, strict=True)]
         kept: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
-            x = x + self._attend(index, layer, x, cos, sin, spans)
-            gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, -1)
-            x = x + layer.down(F.silu(gate) * up)
+            x = x + self._attend(index, layer, x, cos, sin, spans, batch)
+            normed = self._norm(x, layer.mlp_norm)
+            gate, up = batch.adapted(index, "gate_up", normed, layer.gate_up(normed)).chunk(2, -1)
+            inner = F.silu(gate) * up
+            x = x + batch.adapted(index, "down", inner, layer.down(inner))
             if index in wanted:
                 kept[index] = x
         return x, torch.stack([kept[index] for index in wanted], 1) if wanted else None
@@ -106,16 +115,20 @@ class TorchStack:
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self.config.norm_eps)
 
-    def _attend(self, index: int, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, spans: Sequence[_Span]) -> Tensor:
+    def _attend(
+        self, index: int, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, spans: Sequence[_Span], batch: Pass
+    ) -> Tensor:
         config, count = self.config, x.shape[0]
         heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = layer.qkv(self._norm(x, layer.attention_norm)).view(count, heads + 2 * kv_heads, config.head_dim)
+        normed = self._norm(x, layer.attention_norm)
+        qkv = batch.adapted(index, "qkv", normed, layer.qkv(normed)).view(count, heads + 2 * kv_heads, config.head_dim)
         qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if layer.query_norm is not None and layer.key_norm is not None:
             qk = torch.cat([self._norm(qk[:, :heads], layer.query_norm), self._norm(qk[:, heads:], layer.key_norm)], 1)
         qk = rotate(qk, cos, sin)
         mixed = [self._attend_one(index, span, qk[span.rows], v[span.rows]) for span in spans]
-        return layer.output(torch.cat(mixed) if len(mixed) > 1 else mixed[0])
+        joined = torch.cat(mixed) if len(mixed) > 1 else mixed[0]
+        return batch.adapted(index, "output", joined, layer.output(joined))
 
     def _attend_one(self, index: int, span: _Span, qk: Tensor, v: Tensor) -> Tensor:
         """One sequence's new tokens [new, heads, head_dim] over all of its keys -> [new, heads * head_dim]."""

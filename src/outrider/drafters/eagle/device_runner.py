@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.core.sequence import Scope
 from outrider.drafters.eagle import device_kernels
 from outrider.drafters.eagle.device_head import DeviceHead
 from outrider.drafters.eagle.device_kernels import STAGE_FIELDS, Growth, SequenceField, StageField
@@ -109,15 +110,15 @@ class DeviceRunner:
         self._pages.free(id)
         self._drafted.pop(id, None)
 
-    def begin(self, id: int, tokens: Seq[int], tenant: str) -> int:
-        self._pages.begin(id, tokens, tenant)
+    def begin(self, id: int, tokens: Seq[int], scope: Scope) -> int:
+        self._pages.begin(id, tokens, scope)
         return self._pages.length(id)
 
     def resume(self, id: int, tokens: Seq[int]) -> None:
         self._pages.crop(id, len(tokens) - 1)
 
-    def keep(self, id: int, tokens: Seq[int], tenant: str) -> None:
-        self._pages.name(id, tokens[: self._pages.length(id) + 1], tenant)
+    def keep(self, id: int, tokens: Seq[int], scope: Scope) -> None:
+        self._pages.name(id, tokens[: self._pages.length(id) + 1], scope)
 
     @torch.inference_mode()
     def write(

@@ -117,7 +117,7 @@ class Eagle(Drafter):
         state = self._states.get(seq.id, _EagleState(0))
         if not isinstance(self._runner, KeepsPrefixes) or state.waiting or self._seen(seq.id) != state.taken:
             return 0
-        return self._runner.begin(seq.id, seq.tokens, seq.tenant)
+        return self._runner.begin(seq.id, seq.tokens, seq.scope)
 
     def begin(self, seq: Sequence, seen: int) -> None:
         assert isinstance(self._runner, KeepsPrefixes)
@@ -240,7 +240,7 @@ class Eagle(Drafter):
     def _keep(self, seq: Sequence) -> None:
         """What the head has taken in of this text is there for others, if it is all from the beginning."""
         if isinstance(self._runner, KeepsPrefixes) and not self._states[seq.id].first:
-            self._runner.keep(seq.id, seq.tokens, seq.tenant)
+            self._runner.keep(seq.id, seq.tokens, seq.scope)
 
     def shown(self, seq: Sequence, keep: int) -> tuple[list[int], list[ShownStates]]:
         """The tokens to be taken in, and the target's states before them."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from outrider.core.sequence import Scope
 from outrider.drafters.eagle.head import EagleHead, EagleLayer
 from outrider.drafters.eagle.native_head import HeadWeights, NativeHead
 from outrider.drafters.eagle.runner import HeadOutput, ShownStates
@@ -78,9 +79,9 @@ class PackedRunner:
             common = len(ids)
         return Lexicon(output, ids, head.learned, common, target.output_rows, bits)
 
-    def begin(self, id: int, tokens: Seq[int], tenant: str) -> int:
+    def begin(self, id: int, tokens: Seq[int], scope: Scope) -> int:
         """Take what is kept of the rows of this text; how many there are now."""
-        self._cache.begin(id, tokens, tenant)
+        self._cache.begin(id, tokens, scope)
         return self._cache.length(id)
 
     def resume(self, id: int, tokens: Seq[int]) -> None:
@@ -91,12 +92,12 @@ class PackedRunner:
             self._lengths[id] = self._kept[id] = rows
             self._read(id, tokens)
 
-    def keep(self, id: int, tokens: Seq[int], tenant: str) -> None:
+    def keep(self, id: int, tokens: Seq[int], scope: Scope) -> None:
         """The rows of these tokens may be taken by others."""
         rows = self._lengths[id]
         if rows // SIZE > self._kept.get(id, 0) // SIZE:  # a page is full that was not
             self._kept[id] = rows
-            self._cache.name(id, tokens[: rows + 1], tenant)
+            self._cache.name(id, tokens[: rows + 1], scope)
 
     def free(self, id: int) -> None:
         self._kept.pop(id, None)

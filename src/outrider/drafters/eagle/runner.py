@@ -9,6 +9,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from outrider.core.sequence import Scope
+
 
 @dataclass(frozen=True, eq=False)
 class HeadOutput:
@@ -87,7 +89,7 @@ class Runner(Protocol):
 class KeepsPrefixes(Protocol):
     """A runner whose keys of a text can be taken by sequences that begin alike."""
 
-    def begin(self, id: int, tokens: Seq[int], tenant: str) -> int:
+    def begin(self, id: int, tokens: Seq[int], scope: Scope) -> int:
         """Take what is kept of the rows of this text; how many there are now."""
         ...
 
@@ -95,7 +97,7 @@ class KeepsPrefixes(Protocol):
         """Go on from its first rows, one less than these tokens of its text."""
         ...
 
-    def keep(self, id: int, tokens: Seq[int], tenant: str) -> None:
+    def keep(self, id: int, tokens: Seq[int], scope: Scope) -> None:
         """The rows of these tokens may be taken by others."""
         ...
 

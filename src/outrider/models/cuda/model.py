@@ -18,6 +18,7 @@ from outrider.core.dice import Dice
 from outrider.core.errors import OutriderError
 from outrider.core.params import SamplingParams
 from outrider.core.sampling import warp_batch
+from outrider.core.sequence import Scope
 from outrider.models.base import Feed, Output, Outputs
 from outrider.models.cuda import kernels
 from outrider.models.cuda.attention import LONG, chunk_keys
@@ -110,12 +111,12 @@ class CudaLlama(ReadableWeights):
     def length(self, id: int) -> int:
         return self._pages.length(id)
 
-    def begin(self, id: int, tokens: Sequence[int], tenant: str = "") -> int:
-        return self._pages.begin(id, tokens, tenant)
+    def begin(self, id: int, tokens: Sequence[int], scope: Scope = "") -> int:
+        return self._pages.begin(id, tokens, scope)
 
-    def seen(self, id: int, tokens: Sequence[int], tenant: str = "") -> None:
+    def seen(self, id: int, tokens: Sequence[int], scope: Scope = "") -> None:
         """`tokens` are committed: other sequences that begin so may share what the cache holds of them."""
-        self._pages.name(id, tokens, tenant)
+        self._pages.name(id, tokens, scope)
 
     def forget_prefixes(self) -> None:
         self._pages.forget_prefixes()

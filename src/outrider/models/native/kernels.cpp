@@ -10,6 +10,7 @@
 // Activations: 16 bits with one scale per block of 32 inputs, multiplied as two parts of 8 bits. (8 bits alone, as ggml has
 // it, change the greedy text of half of the prompts; the second part costs nothing where memory is the limit.)
 
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -695,6 +696,246 @@ double dots_per_second(double seconds) {
 #endif
 }
 
+// ---- adapters: y += B (A x), in float; each row by the same operations in the same order, whatever rows are beside it ----
+
+struct AdapterPart {  // of one of the joined matrices
+    const int8_t* b;      // [outputs / 16][rank][16]
+    int64_t first, outputs;  // which outputs of the joined matrices these are
+    int64_t low, rank;       // which of the inner values are its own
+};
+
+struct AdapterMatrix {
+    const int8_t* a;      // [rank / 16][inputs][16]
+    const float* scales;  // [rank] of A's rows, B's columns and the adapter together
+    int64_t rank;         // of all parts together, a multiple of 16; 0: nothing is added to these matrices
+    int64_t count;        // parts
+    AdapterPart parts[3];
+};
+
+struct AdapterLayer {
+    AdapterMatrix qkv, output, gate_up, down;
+};
+
+using AdapterField = AdapterMatrix AdapterLayer::*;
+
+struct Adapters {
+    const AdapterLayer* const* rows;  // [rows] the layers of each row's adapter, or null
+    float* low;                       // [rows][stride] A x of the matrix at hand
+    int64_t stride;
+};
+
+// What the rows of a pass add to one matrix; without a table, nothing.
+struct Added {
+    const Adapters* adapters;
+    int64_t layer;
+    AdapterField field;
+
+    const AdapterMatrix* of(int64_t row) const {
+        const AdapterLayer* const own = adapters->rows[row];
+        return own && (own[layer].*field).rank ? &(own[layer].*field) : nullptr;
+    }
+    float* low(int64_t row) const { return adapters->low + row * adapters->stride; }
+};
+
+constexpr int NARROW = 4;     // rows of one adapter that share a reading of its matrices
+constexpr int SEGMENT = 192;  // inputs whose products are added up by themselves, so that threads can share one row's
+constexpr int FEW_GROUPS = 4; // groups of rows up to which they do
+
+#if WIDE
+using Sixteen = __m512;
+inline Sixteen zero16() { return _mm512_setzero_ps(); }
+inline Sixteen load16(const float* x) { return _mm512_loadu_ps(x); }
+inline void store16(float* to, Sixteen x) { _mm512_storeu_ps(to, x); }
+inline Sixteen add16(Sixteen a, Sixteen b) { return _mm512_add_ps(a, b); }
+inline Sixteen mul16(Sixteen a, Sixteen b) { return _mm512_mul_ps(a, b); }
+inline Sixteen fma16(Sixteen a, float b, Sixteen sum) { return _mm512_fmadd_ps(a, _mm512_set1_ps(b), sum); }
+inline Sixteen bytes16(const int8_t* q) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q))));
+}
+inline void soon(const int8_t* q) { _mm_prefetch(reinterpret_cast<const char*>(q), _MM_HINT_T0); }
+#else
+struct Sixteen {
+    float v[TILE];
+};
+template <class F>
+inline Sixteen each16(F f) {
+    Sixteen out;
+    for (int i = 0; i < TILE; i++) out.v[i] = f(i);
+    return out;
+}
+inline Sixteen zero16() { return each16([](int) { return 0.0f; }); }
+inline Sixteen load16(const float* x) { return each16([&](int i) { return x[i]; }); }
+inline void store16(float* to, const Sixteen& x) { std::memcpy(to, x.v, sizeof(x.v)); }
+inline Sixteen add16(const Sixteen& a, const Sixteen& b) { return each16([&](int i) { return a.v[i] + b.v[i]; }); }
+inline Sixteen mul16(const Sixteen& a, const Sixteen& b) { return each16([&](int i) { return a.v[i] * b.v[i]; }); }
+inline Sixteen fma16(const Sixteen& a, float b, const Sixteen& sum) { return each16([&](int i) { return std::fma(a.v[i], b, sum.v[i]); }); }
+inline Sixteen bytes16(const int8_t* q) { return each16([&](int i) { return static_cast<float>(q[i]); }); }
+inline void soon(const int8_t*) {}
+#endif
+
+// Of one tile of A: the products of inputs [begin, end) with N rows, `step` floats apart. Four sums for each row, by the place of
+// an input modulo 4, so that no product waits for the last.
+template <int N>
+inline void segment_sums(const int8_t* a, const float* x, int64_t step, int64_t begin, int64_t end, Sixteen (&to)[N]) {
+    Sixteen sums[N][4];
+    for (int n = 0; n < N; n++)
+        for (int j = 0; j < 4; j++) sums[n][j] = zero16();
+    for (int64_t i = begin; i < end; i += 4) {
+        soon(a + i * TILE + 1024);
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            const Sixteen weights = bytes16(a + (i + j) * TILE);
+            for (int n = 0; n < N; n++) sums[n][j] = fma16(weights, x[n * step + i + j], sums[n][j]);
+        }
+    }
+    for (int n = 0; n < N; n++) to[n] = add16(add16(sums[n][0], sums[n][1]), add16(sums[n][2], sums[n][3]));
+}
+
+// y += B low for N rows and 16 outputs; two sums for each row.
+template <int N>
+void widen_rows(const int8_t* b, int64_t rank, const float* low, int64_t stride, float* y, int64_t step) {
+    Sixteen sums[N][2];
+    for (int n = 0; n < N; n++) sums[n][0] = sums[n][1] = zero16();
+    for (int64_t k = 0; k < rank; k += 2) {
+        soon(b + k * TILE + 1024);
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+            if (k + j == rank) break;
+            const Sixteen weights = bytes16(b + (k + j) * TILE);
+            for (int n = 0; n < N; n++) sums[n][j] = fma16(weights, low[n * stride + k + j], sums[n][j]);
+        }
+    }
+    for (int n = 0; n < N; n++) store16(y + n * step, add16(load16(y + n * step), add16(sums[n][0], sums[n][1])));
+}
+
+struct RowGroup {  // neighbours with the same adapter, within a group of 8 rows
+    const AdapterMatrix* matrix;
+    int64_t first, count;
+};
+
+// The inner values of all rows of a product, computed by the threads that come to run it, before their first tile. Where there are
+// few rows, the segments of one row's sums are shared out, and the last thread that is done adds them up; a row's sums are the same.
+class Narrowing {
+  public:
+    // x: where row 0 is, `step` floats from row to row.
+    Narrowing(const Added& added, const float* x, int64_t inputs, int64_t step, int64_t rows)
+        : added_(added), x_(x), inputs_(inputs), step_(step), segments_((inputs + SEGMENT - 1) / SEGMENT) {
+        if (!added.adapters) return;
+        for (int64_t row = 0; row < rows;) {
+            RowGroup group = {added.of(row), row, 1};
+            for (int64_t next = row + 1; group.count < NARROW && next < rows && next % ROWS && added.of(next) == group.matrix; next++)
+                group.count++;
+            if (group.matrix) groups_.push_back(group);
+            row += group.count;
+        }
+        split_ = static_cast<int64_t>(groups_.size()) <= FEW_GROUPS && pool().size() > 1;
+        int64_t tiles = 0;
+        for (const RowGroup& group : groups_) {
+            starts_.push_back(count_);
+            count_ += group.matrix->rank / TILE * (split_ ? segments_ : 1);
+            tiles += group.matrix->rank / TILE * group.count;
+        }
+        if (split_) parts_.resize(tiles * segments_ * TILE);
+        left_.store(count_, std::memory_order_relaxed);
+    }
+
+    const std::vector<RowGroup>& groups() const { return groups_; }
+
+    // Take part, as long as there is something to do.
+    void help() {
+        for (int64_t item; (item = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) {
+            size_t g = groups_.size() - 1;
+            while (starts_[g] > item) g--;
+            run(g, item - starts_[g]);
+            if (left_.fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
+            if (split_) add_up();
+            ready_.store(true, std::memory_order_release);
+        }
+    }
+
+    // Until all inner values are there: others are about to finish theirs.
+    void wait() const {
+        for (int spins = 0; count_ && !ready_.load(std::memory_order_acquire); spins++)
+            if (spins < 60000) relax();
+            else std::this_thread::yield();  // a thread has lost its core to somebody
+    }
+
+  private:
+    void run(size_t g, int64_t item) {
+        const RowGroup& group = groups_[g];
+        const auto some = group.count == 1   ? &Narrowing::run_rows<1>
+                          : group.count == 2 ? &Narrowing::run_rows<2>
+                          : group.count == 3 ? &Narrowing::run_rows<3>
+                                             : &Narrowing::run_rows<4>;
+        (this->*some)(g, split_ ? item / segments_ : item, split_ ? item % segments_ : -1);
+    }
+
+    // One segment of a tile, or all of them.
+    template <int N>
+    void run_rows(size_t g, int64_t tile, int64_t segment) {
+        const RowGroup& group = groups_[g];
+        const int8_t* a = group.matrix->a + tile * inputs_ * TILE;
+        const float* x = x_ + group.first * step_;
+        Sixteen sums[N], total[N];
+        for (int64_t s = segment < 0 ? 0 : segment; s < (segment < 0 ? segments_ : segment + 1); s++) {
+            const int64_t end = (s + 1) * SEGMENT < inputs_ ? (s + 1) * SEGMENT : inputs_;
+            segment_sums<N>(a, x, step_, s * SEGMENT, end, sums);
+            for (int n = 0; n < N; n++) total[n] = s == 0 || segment >= 0 ? sums[n] : add16(total[n], sums[n]);
+        }
+        for (int n = 0; n < N; n++) {
+            if (segment >= 0) store16(part(g, n, tile, segment), total[n]);
+            else finish(group, n, tile, total[n]);
+        }
+    }
+
+    void add_up() {
+        for (size_t g = 0; g < groups_.size(); g++)
+            for (int64_t n = 0; n < groups_[g].count; n++)
+                for (int64_t tile = 0; tile < groups_[g].matrix->rank / TILE; tile++) {
+                    Sixteen total = load16(part(g, n, tile, 0));
+                    for (int64_t s = 1; s < segments_; s++) total = add16(total, load16(part(g, n, tile, s)));
+                    finish(groups_[g], n, tile, total);
+                }
+    }
+
+    void finish(const RowGroup& group, int64_t n, int64_t tile, const Sixteen& total) {
+        store16(added_.low(group.first + n) + tile * TILE, mul16(total, load16(group.matrix->scales + tile * TILE)));
+    }
+
+    float* part(size_t g, int64_t n, int64_t tile, int64_t segment) {
+        int64_t before = 0;
+        for (size_t i = 0; i < g; i++) before += groups_[i].count * (groups_[i].matrix->rank / TILE);
+        return parts_.data() + ((before + n * (groups_[g].matrix->rank / TILE) + tile) * segments_ + segment) * TILE;
+    }
+
+    const Added& added_;
+    const float* x_;
+    int64_t inputs_, step_, segments_, count_ = 0;
+    bool split_ = false;
+    std::vector<RowGroup> groups_;
+    std::vector<int64_t> starts_;
+    std::vector<float> parts_;
+    std::atomic<int64_t> next_{0}, left_{0};
+    std::atomic<bool> ready_{false};
+};
+
+// y += what the rows' adapters add to the 16 outputs from `output` on.
+void widen(const Added& added, const std::vector<RowGroup>& groups, int64_t output, int64_t begin, int64_t end, float* y, int64_t outputs) {
+    for (const RowGroup& group : groups) {
+        if (group.first < begin || group.first >= end) continue;
+        for (int64_t p = 0; p < group.matrix->count; p++) {
+            const AdapterPart& part = group.matrix->parts[p];
+            if (output < part.first || output >= part.first + part.outputs) continue;
+            const int8_t* b = part.b + (output - part.first) * part.rank;
+            const auto some = group.count == 1   ? widen_rows<1>
+                              : group.count == 2 ? widen_rows<2>
+                              : group.count == 3 ? widen_rows<3>
+                                                 : widen_rows<4>;
+            some(b, part.rank, added.low(group.first) + part.low, added.adapters->stride, y + group.first * outputs + output, outputs);
+        }
+    }
+}
+
 // Tiles [begin, end) of all parts.
 void product_of_tiles(const JoinedMatrices& w, const Activations& x, Rows rows, int64_t begin, int64_t end, float* y, const float* add) {
     int64_t part = 0, first = 0;  // of the tiles of this part
@@ -709,12 +950,32 @@ void product_of_tiles(const JoinedMatrices& w, const Activations& x, Rows rows, 
     }
 }
 
-void product(const JoinedMatrices& w, const Activations& x, int64_t rows, float* y, const float* add) {
+// Calls some(from, to) for rows whose activations stay near.
+template <class Some>
+void rows_in_turn(const JoinedMatrices& w, int64_t rows, const Some& some) {
     const int64_t row = w.parts[0].inputs / BLOCK * (2 * BLOCK + sizeof(float) + sizeof(BlockSums));  // bytes
     const int64_t step = NEAR / row < 2 * ROWS ? 2 * ROWS : NEAR / row / ROWS * ROWS;
+    for (int64_t from = 0; from < rows; from += step) some(from, from + step < rows ? from + step : rows);
+}
+
+void product(const JoinedMatrices& w, const Activations& x, int64_t rows, float* y, const float* add) {
     pool().run(w.outputs / TILE, 1, [&](int64_t begin, int64_t end, int64_t) {
-        for (int64_t from = 0; from < rows; from += step)
-            product_of_tiles(w, x, {from, from + step < rows ? from + step : rows, rows}, begin, end, y, add);
+        rows_in_turn(w, rows, [&](int64_t from, int64_t to) { product_of_tiles(w, x, {from, to, rows}, begin, end, y, add); });
+    });
+}
+
+// The same with what adapters add; inputs: the floats that x was made of, `step` from row to row.
+void adapted_product(const JoinedMatrices& w, const Activations& x, int64_t rows, float* y, const float* add, const Added& added,
+                     const float* inputs, int64_t step) {
+    Narrowing narrowing(added, inputs, w.parts[0].inputs, step, rows);
+    if (narrowing.groups().empty()) return product(w, x, rows, y, add);
+    pool().run(w.outputs / TILE, 1, [&](int64_t begin, int64_t end, int64_t) {
+        narrowing.help();
+        rows_in_turn(w, rows, [&](int64_t from, int64_t to) {
+            product_of_tiles(w, x, {from, to, rows}, begin, end, y, add);
+            narrowing.wait();
+            for (int64_t t = begin; t < end; t++) widen(added, narrowing.groups(), t * TILE, from, to, y, w.outputs);
+        });
     });
 }
 
@@ -1093,8 +1354,9 @@ double outrider_peak(double seconds) {
 // How many threads the calling thread's kernels use.
 void outrider_threads(int64_t threads) { pool().resize(threads > 1 ? threads : 1); }
 
-// y = W norm(x); `norm` may be null.
-void outrider_linear(const JoinedMatrices* w, const float* x, const float* norm, float eps, int64_t rows, float* y, const Work* work) {
+// y = W norm(x), with what adapters add; `norm` may be null.
+static void linear(const JoinedMatrices* w, const float* x, const float* norm, float eps, int64_t rows, float* y, const Work* work,
+                   const Added& added) {
     const int64_t inputs = w->parts[0].inputs;
     pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
         for (int64_t r = begin; r < end; r++) {
@@ -1106,7 +1368,11 @@ void outrider_linear(const JoinedMatrices* w, const float* x, const float* norm,
             quantise_row(row, inputs, r, rows, work->x);
         }
     });
-    product(*w, work->x, rows, y, nullptr);
+    adapted_product(*w, work->x, rows, y, nullptr, added, norm ? work->normed : x, inputs);
+}
+
+void outrider_linear(const JoinedMatrices* w, const float* x, const float* norm, float eps, int64_t rows, float* y, const Work* work) {
+    linear(w, x, norm, eps, rows, y, work, {});
 }
 
 // [norm(embedded), norm(x)] of each row, ready to be multiplied
@@ -1125,10 +1391,11 @@ static void join(const Shape& s, const Layer& layer, const HeadInputs& head_inpu
 // The layers of a model over the rows of all spans; x [rows][hidden] is read and overwritten.
 // cos, sin: [rows][head_dim]; positions: [rows]; parents: [rows], a row's parent among its span's rows, or -1.
 // kept: for each layer of `wanted`, x after it, [count][rows][hidden].
-// head_inputs: null for the layers of a model.
+// head_inputs: null for the layers of a model. adapters: null where no row has one; a head's rows never have.
 void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans, int64_t span_count, int64_t rows, float* x,
                      const float* cos, const float* sin, const int32_t* positions, const int32_t* parents,
-                     const int32_t* wanted, int64_t wanted_count, float* kept, const Work* work, const HeadInputs* head_inputs) {
+                     const int32_t* wanted, int64_t wanted_count, float* kept, const Work* work, const HeadInputs* head_inputs,
+                     const Adapters* adapters) {
     const Shape& s = *shape;
     const auto shared = [&](int64_t n) { return head_inputs && head_inputs->seen ? head_inputs->seen[n] : spans[n].start; };
     const int64_t q_size = s.heads * s.head_dim, all = (s.heads + 2 * s.kv_heads) * s.head_dim;
@@ -1163,7 +1430,7 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
         if (index == 0 && head_inputs && head_inputs->embedded) {
             join(s, layer, *head_inputs, rows, x, work);
             product(layer.qkv, work->x, rows, work->qkv, nullptr);
-        } else outrider_linear(&layer.qkv, x, layer.attention_norm, s.eps, rows, work->qkv, work);
+        } else linear(&layer.qkv, x, layer.attention_norm, s.eps, rows, work->qkv, work, {adapters, index, &AdapterLayer::qkv});
         pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
             for (int64_t row = begin; row < end; row++) {
                 const Span& span = spans[work->owners[row]];
@@ -1185,8 +1452,8 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
         pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
             for (int64_t r = begin; r < end; r++) quantise_row(mixed + r * q_size, q_size, r, rows, work->x);
         });
-        product(layer.output, work->x, rows, x, x);
-        outrider_linear(&layer.gate_up, x, layer.mlp_norm, s.eps, rows, work->inner, work);
+        adapted_product(layer.output, work->x, rows, x, x, {adapters, index, &AdapterLayer::output}, mixed, q_size);
+        linear(&layer.gate_up, x, layer.mlp_norm, s.eps, rows, work->inner, work, {adapters, index, &AdapterLayer::gate_up});
         pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
             for (int64_t r = begin; r < end; r++) {
                 float *gate = work->inner + r * 2 * s.inner, *up = gate + s.inner;
@@ -1194,7 +1461,7 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
                 quantise_row(gate, s.inner, r, rows, work->x);
             }
         });
-        product(layer.down, work->x, rows, x, x);
+        adapted_product(layer.down, work->x, rows, x, x, {adapters, index, &AdapterLayer::down}, work->inner, 2 * s.inner);
         for (int64_t k = 0; k < wanted_count; k++)
             if (wanted[k] == index) std::memcpy(kept + k * rows * s.hidden, x, rows * s.hidden * sizeof(float));
     }
@@ -1246,7 +1513,7 @@ static bool follow(const Shape& s, const Layer* layers, const Head& head, const 
         parents[r] = static_cast<int32_t>(r - 1);
     }
     const HeadInputs head_inputs = {embedded.data(), head.embedding_norm, head.norm_residual, nullptr, 0, nullptr, 1};
-    outrider_layers(&s, layers, &span, 1, span.rows, x, cos, sin, positions.data(), parents.data(), nullptr, 0, nullptr, work, &head_inputs);
+    outrider_layers(&s, layers, &span, 1, span.rows, x, cos, sin, positions.data(), parents.data(), nullptr, 0, nullptr, work, &head_inputs, nullptr);
     return true;
 }
 

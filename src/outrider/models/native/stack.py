@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,6 +53,8 @@ class NativeStack:
         )
         self._work: PackedWorkspace | None = None
         self._threads = 0  # that its buffers are for
+        self._rows = np.zeros(0, np.int64)  # the adapter of each row
+        self._low = torch.empty(0)  # their inner values
         self._short = 0  # passes in a row with far shorter sequences than the buffers are for
         self._run = library().outrider_layers
 
@@ -79,6 +82,7 @@ class NativeStack:
         work = self.workspace(rows, max(slot.length for slot in batch.slots))
         spans = (structs.SpanStruct * len(batch.slots))(*(self._span(batch, i) for i in range(len(batch.slots))))
         kept = torch.empty(len(wanted), rows, x.shape[1]) if wanted else None
+        adapters = self._adapters(batch, rows)
         use_torch_threads()
         self._run(
             ctypes.byref(self._shape),
@@ -96,6 +100,7 @@ class NativeStack:
             None if kept is None else pointer(kept),
             ctypes.byref(work.struct),
             None if head_inputs is None else ctypes.byref(head_inputs),
+            None if adapters is None else ctypes.byref(adapters),
         )
         return x, None if kept is None else kept.transpose(0, 1)
 
@@ -124,6 +129,21 @@ class NativeStack:
         work.struct.longest = longest
         self._work, self._threads = work, threads
         return work
+
+    def _adapters(self, batch: Pass, rows: int) -> structs.Adapters | None:
+        """Which adapter each row has; None: no row has one. The layers of a head run without feeds."""
+        if not any(feed.adapter for feed in batch.feeds):
+            return None
+        found = [(feed.adapter.weights, own) for feed, own in zip(batch.feeds, batch.rows, strict=True) if feed.adapter]
+        if len(self._rows) < rows:
+            self._rows = np.zeros(2 * rows, np.int64)
+        self._rows[:rows] = 0
+        for weights, own in found:
+            self._rows[own] = weights.address
+        widest = max(weights.widest for weights, _ in found)
+        if self._low.numel() < rows * widest:
+            self._low = torch.empty(2 * rows * widest)
+        return structs.Adapters(rows=self._rows.ctypes.data, low=self._low.data_ptr(), stride=widest)
 
     def _drop_large(self, longest: int) -> None:
         if self._work is None or not longest:

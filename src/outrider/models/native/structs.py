@@ -81,6 +81,33 @@ class Work(Structure):
     )
 
 
+class AdapterPart(Structure):
+    _fields_ = (("b", c_void_p), ("first", c_int64), ("outputs", c_int64), ("low", c_int64), ("rank", c_int64))
+
+
+class AdapterMatrix(Structure):
+    _fields_ = (
+        ("a", c_void_p),
+        ("scales", c_void_p),
+        ("rank", c_int64),
+        ("count", c_int64),
+        ("parts", AdapterPart * 3),
+    )
+
+
+class AdapterLayer(Structure):
+    _fields_ = (
+        ("qkv", AdapterMatrix),
+        ("output", AdapterMatrix),
+        ("gate_up", AdapterMatrix),
+        ("down", AdapterMatrix),
+    )
+
+
+class Adapters(Structure):
+    _fields_ = (("rows", c_void_p), ("low", c_void_p), ("stride", c_int64))
+
+
 class HeadInputs(Structure):
     _fields_ = (
         ("embedded", c_void_p),

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from outrider.core.adapter import AdapterMix
 from outrider.core.errors import OutriderError
 from outrider.core.request import Chunk, Request, Result
 from outrider.core.sampling import SamplingParams
@@ -45,6 +46,8 @@ def request_to_json(request: Request) -> Json:
     if request.params.constraint is not None and request.params.json_schema is not None:
         params["json_schema"] = request.params.constraint.text  # as text: it may be nested as deeply as we can write
     del params["processors"]
+    if isinstance(request.adapter, AdapterMix):
+        fields["adapter"] = dataclasses.asdict(request.adapter)
     return {**fields, "params": params}
 
 
@@ -52,7 +55,10 @@ def request_from_json(fields: Mapping[str, Any]) -> Request:
     params = dict(fields["params"])
     params["logit_bias"] = dict(params["logit_bias"])
     params["bad_words"] = [word if isinstance(word, str) else tuple(word) for word in params["bad_words"]]
-    return Request(**{**fields, "params": SamplingParams(**params), "visible": tuple(fields["visible"])})
+    chosen = fields["adapter"]
+    adapter = chosen if isinstance(chosen, str) else AdapterMix(**chosen)
+    own = {"params": SamplingParams(**params), "visible": tuple(fields["visible"]), "adapter": adapter}
+    return Request(**{**fields, **own})
 
 
 def _token_to_json(token: Token) -> list[Any]:
