@@ -82,8 +82,8 @@ class Stats:
 
     def untimed(self) -> Stats:
         """Only what was counted: the same, run after run."""
-        times = {"seconds": {}, "seconds_by_drafter": {}, "first_seconds": 0.0, "drafting_seconds": 0.0}
-        return replace(self, **times, unmeasured=0, writing_seconds=0.0)
+        same = replace(self, seconds={}, seconds_by_drafter={}, first_seconds=0.0, drafting_seconds=0.0)
+        return replace(same, unmeasured=0, writing_seconds=0.0)
 
     def ask(self, drafter: str, seconds: float) -> None:
         """A drafter was asked, and took this long for this sequence."""
