@@ -100,8 +100,10 @@ class Stats:
     def __add__(self, other: Stats) -> Stats:
         timed = ("seconds", "seconds_by_drafter")
         counted = [name for name in self.__dataclass_fields__ if name not in timed]
-        sums = {name: getattr(self, name) + getattr(other, name) for name in counted}
-        return Stats(**sums, **{name: _summed(getattr(self, name), getattr(other, name)) for name in timed})
+        total = Stats(**{name: getattr(self, name) + getattr(other, name) for name in counted})
+        for name in timed:
+            setattr(total, name, _summed(getattr(self, name), getattr(other, name)))
+        return total
 
     @property
     def acceptance_rate(self) -> float:
