@@ -3,6 +3,7 @@
 The kernels are interpreted on a CPU."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from outrider.core.dice import Dice
 from outrider.core.params import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext
-from outrider.drafters.rounds import base
+from outrider.drafters.rounds import base, writer
 from outrider.drafters.rounds.loop import DeviceLoop
 from outrider.engine.engine import Engine
 from outrider.engine.policy import DraftingPolicy
@@ -178,12 +179,13 @@ def test_what_the_target_writes_by_itself_shows_the_states_of_single_passes():
         model.free(id)
 
 
-def test_a_head_goes_on_after_plain_writing(loops):
-    """The policy tries both ways; the head has been shown what the target wrote by itself."""
-    made = engine("eagle:head=it,length=2")
+def test_a_head_goes_on_after_plain_writing(loops, monkeypatch):
+    """Both ways by turns; the head has been shown what the target wrote by itself."""
+    made, ways = engine("eagle:head=it,length=2"), itertools.cycle([True, False])
     made.policy = DraftingPolicy()
-    seqs = drain(made, sequences([SamplingParams(60)]))
-    assert outputs(seqs) == outputs(plain([SamplingParams(60)]))
-    trial = made.policy.trial._size(1)
-    assert all(way.passes for way in trial.ways.values())
+    monkeypatch.setattr(made.policy.trial, "drafts", lambda seqs: next(ways))
+    monkeypatch.setattr(made.policy.trial, "prefers_plain", lambda seqs: False)
+    monkeypatch.setattr(writer, "ROUNDS", 2)
+    seqs = drain(made, sequences([SamplingParams(24)]))
+    assert outputs(seqs) == outputs(plain([SamplingParams(24)]))
     assert len(loops) > 1
