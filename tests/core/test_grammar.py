@@ -427,6 +427,7 @@ def test_asking_what_is_forced_before_a_special_token_leaves_no_trace():
     matcher, a, b, c = made.matcher([END]), *(words.index(letter) for letter in (b"a", b"b", b"c"))
     for token, text in ((a, b"ab"), (b, b"b"), (call, b""), (c, b"c")):
         assert matcher.forced() == text
+        assert [other for other in range(len(words)) if matcher.allows((), other)] == sorted(shown(matcher.mask()))
         assert matcher.mask()[token]
         assert matcher.forced([token]) == (text[1:] if token != call else b"c")
         matcher.commit(token)

@@ -1,7 +1,6 @@
 """What the grammar forces, or nearly forces, as a draft: keys, spacing, values as branches, and what is learned."""
 
 import json
-import math
 
 import pytest
 from grammars import END, SMALL, constraint, grammar, vocabulary
@@ -107,12 +106,12 @@ class TestProbabilities:
         for _ in range(40):
             seq = sequence(schema, b'{"a": "')
             draft = proposed(seq, made)
-            seq.tokens += vocabulary().encode("ba")  # always the second, then another token than was forced
+            seq.tokens += [SMALL.index(b"b"), SMALL.index(b"c")]  # the second, and then another token than was forced
             made.observe(Step(seq, (), draft, Verdict((), 0), None))
         after = proposed(sequence(schema, b'{"a": "'), made)
         assert after.acceptance[0] == pytest.approx(0.5, abs=0.02)  # one of two holds, each time
-        assert math.isclose(made._calibration.frequency(HALF, 0.5), after.acceptance[0])
-        assert made._calibration.frequency(FORCED, 0.95) > 0.9
+        assert made._calibration.frequency(HALF, 0.5) == after.acceptance[0]
+        assert made._calibration.frequency(FORCED, 0.95) < 0.3
 
     def test_a_chunk_of_a_prompt_teaches_nothing(self):
         made, seq = drafter(), sequence(flat("a"))
