@@ -30,6 +30,7 @@ class AdapterLoader:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._closed = False
+        self.waiting = 0  # requests that are not answered yet
 
     def take(self, choice: AdapterChoice) -> ReadyAdapter | None:
         """The adapter, if it can be had at once."""
@@ -37,6 +38,7 @@ class AdapterLoader:
 
     def submit(self, wait: AdapterWait) -> None:
         with self._lock:
+            self.waiting += 1
             self._inbox.put(wait)
             if len(self._threads) < LOADERS:
                 self._threads.append(threading.Thread(target=self._run, name="outrider-adapters", daemon=True))
@@ -65,6 +67,8 @@ class AdapterLoader:
                 own = isinstance(failure, OutriderError)
                 said = one_line(failure, named=True)
                 ready, error = None, failure if own else OutriderError(f"the adapter could not be loaded: {said}")
+            with self._lock:
+                self.waiting -= 1
             wait.done(ready, error)
 
     def _load(self, wait: AdapterWait) -> ReadyAdapter | None:
