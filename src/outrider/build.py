@@ -28,6 +28,7 @@ from outrider.models.base import Model, Paged
 from outrider.models.export import as_folder
 from outrider.models.load import Loaded, load, read_tokenizer, words_of
 from outrider.models.memory import available_memory
+from outrider.models.paged_cache import FLOATS
 from outrider.models.sources import resolve
 from outrider.models.tokenizer import Tokenizer
 from outrider.models.weights import LoadOptions
@@ -40,6 +41,8 @@ _NOT_ON_VLLM = {
     "quantize": "name a quantised model, or write engine_args: {quantization: ...}",
     "rule": "it verifies drafts by rejection",
     "piece": "write engine_args: {max_num_batched_tokens: ...}",
+    "kv": "write engine_args: {kv_cache_dtype: ...}",
+    "activations": "name a model whose activations are quantised",
     "history": "its drafters keep none between requests",
     "history_tokens": "its drafters keep none between requests",
     "max_draft_batch": "write num_speculative_tokens_per_batch_size into speculative_config",
@@ -187,7 +190,7 @@ class DraftModels:
         return model
 
     def _read(self, name: str, quantize: str, tokenizer: str) -> Model:
-        other = load(name, replace(self._where, bits=BITS[quantize]))
+        other = load(name, replace(self._where, bits=BITS[quantize], kv_bits=FLOATS, activations=16))
         if tokenizer:
             other = replace(other, tokenizer=read_tokenizer(tokenizer))
         if other.tokenizer is not None and differing(self._target, other):
@@ -201,7 +204,9 @@ class DraftModels:
 def load_options(settings: Settings) -> LoadOptions:
     where = device(settings.device)
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    return LoadOptions(where, dtype, _memory(settings, where), BITS[settings.quantize])
+    kv_bits = 8 if settings.kv == "int8" else FLOATS
+    activations = 8 if settings.activations == "int8" else 16
+    return LoadOptions(where, dtype, _memory(settings, where), BITS[settings.quantize], kv_bits, activations)
 
 
 def check_vocabularies(target: Loaded, draft: Loaded, name: str) -> None:

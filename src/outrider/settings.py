@@ -19,6 +19,8 @@ BACKENDS = ("local", "vllm")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 QUANTIZE = ("none", "int8", "int4")
+KV = ("auto", "int8")
+ACTIVATIONS = ("auto", "int8")
 RULES = ("rejection", "coupled")
 
 
@@ -35,6 +37,12 @@ class Settings:
     # auto: on a CPU a file's own 4 or 8 bits, or float32; on a GPU bfloat16
     dtype: str = option("auto", f"One of {', '.join(DTYPES)}.")
     quantize: str = option("none", f"Round dense weights on loading: {', '.join(QUANTIZE)}.")
+    # auto: as they are computed
+    kv: str = option("auto", f"Keys and values: {' or '.join(KV)} (packed weights on a CPU; long contexts run faster).")
+    # auto: 16 bits for packed weights
+    activations: str = option(
+        "auto", f"Inputs of products: {' or '.join(ACTIVATIONS)} (packed weights on a CPU; faster, less precise)."
+    )
     rule: str = "rejection"  # how drafts are verified when a request samples without a seed
     pace: bool = True  # draft as much as pays here and now; False: always as much as the drafter can
     max_batch: int = option(64, "Sequences that run at once.")
@@ -159,7 +167,14 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
         raise OutriderError(f"{name} must be {words}, not {value!r}")
 
 
-_CHOICES = {"backend": BACKENDS, "dtype": DTYPES, "quantize": QUANTIZE, "rule": RULES}
+_CHOICES = {
+    "backend": BACKENDS,
+    "dtype": DTYPES,
+    "quantize": QUANTIZE,
+    "kv": KV,
+    "activations": ACTIVATIONS,
+    "rule": RULES,
+}
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 VLLM_DEFAULTS = ("dtype", *_PARALLEL, "engine_args")  # how vLLM runs, whatever the model
 MOST_BATCH = 2048  # sequences at once: each has its state in memory, and a pass of more pays nowhere

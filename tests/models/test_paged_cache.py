@@ -216,7 +216,8 @@ class TestCrop:
         held = cache()
         slot = held.extend(0, 4)
         with torch.inference_mode():
-            held.page(slot, 0).copy_(torch.arange(SIZE).view(1, 1, 1, SIZE, 1).expand(held.page(slot, 0).shape))
+            page = held.page(slot, 0).view(torch.float32).view(LAYERS, HEADS, 2, SIZE, DIM)
+            page.copy_(torch.arange(SIZE).view(SIZE, 1).expand(page.shape))
         held.crop(0, 1, [1])
         places = [(layer, head, values) for layer in range(LAYERS) for head in range(HEADS) for values in (0, 1)]
         assert [list(row(slot, 1, *place)) for place in places] == [[2.0] * DIM] * len(places)

@@ -22,7 +22,7 @@ from outrider.settings import Config, Settings, config_from, from_mapping, read_
 
 MODEL, SAMPLING, GRAMMAR = "Model", "Sampling", "What the text may be (one of these)"
 DEFAULT, PLAIN = Settings(), SamplingParams()
-PLACE = ("device", "dtype", "quantize", "threads")
+PLACE = ("device", "dtype", "quantize", "kv", "activations", "threads")
 PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 MEMORY = ("history", "history_tokens")  # what is remembered from one request to the next
 ENGINE = ("backend", "speculative_config", *PLACE, "cache_memory", *PARALLEL)

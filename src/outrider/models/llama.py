@@ -115,7 +115,7 @@ class PackedLlama(Llama):
     page = SIZE
 
     def _memory_for(self, layers: int, kv_heads: int, head_dim: int) -> tuple[PagedCache, int]:
-        self._pages = PagedCache(layers, kv_heads, head_dim, self._memory)
+        self._pages = PagedCache(layers, kv_heads, head_dim, self._memory, bits=self.config.kv_bits)
         return self._pages, self._pages.count * SIZE
 
     def begin(self, id: int, tokens: Sequence[int], tenant: str = "") -> int:

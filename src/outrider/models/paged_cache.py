@@ -20,6 +20,8 @@ from outrider.models.pages import Holder, Pages
 
 SIZE = 32  # tokens of a page, the same number as PAGE in kernels.cpp: a hit leaves fewer than these to be run again
 BLOCK = 32 << 20  # bytes of memory that pages are cut from, taken at a time: some large pages of the system, few calls
+FLOATS = 32  # bits of a number of a key or value as it is computed
+SCALED = 32  # numbers of 8 bits that share a scale, the same number as in kernels.cpp
 _COLUMNS = 32  # pages that a sequence's table begins with: about a thousand tokens
 
 
@@ -27,7 +29,7 @@ _COLUMNS = 32  # pages that a sequence's table begins with: about a thousand tok
 class PagedSlot(Holder):
     """One sequence's pages, and the table of their addresses for the kernels."""
 
-    values: int = 0  # floats from the keys of a page to its values; twice as many from a head to the next
+    values: int = 0  # times 4 bytes: from the keys of a page to its values; twice as many from a head to the next
     table: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(_COLUMNS, np.int64))
     address: int = 0  # of the table
 
@@ -47,10 +49,14 @@ class PagedSlot(Holder):
 
 
 class PagedCache(Pages[PagedSlot]):
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, memory: int, ahead: int = 0) -> None:
+    def __init__(
+        self, layers: int, kv_heads: int, head_dim: int, memory: int, ahead: int = 0, bits: int = FLOATS
+    ) -> None:
         """`memory`: bytes up to which pages of ended sequences are kept. Running sequences get what they need: how much
-        that may be is the scheduler's to decide. `ahead`: tokens after a page that its keys depend on, too."""
-        self._shape = (layers, kv_heads, 2, SIZE, head_dim)  # of a page
+        that may be is the scheduler's to decide. `ahead`: tokens after a page that its keys depend on, too. `bits`: of
+        a number; 8: each 32 of a row share a scale."""
+        self._outer, self._dim = (layers, kv_heads, 2), head_dim
+        self.bits, self._scales = bits, 0 if bits == FLOATS else -(-head_dim // SCALED)  # of a row
         super().__init__(memory // self._page_bytes, SIZE, ahead=ahead)
         # Pages of a block. The keys of one layer and head lie side by side for all of them, and so do the values: a
         # long text is then read in long runs (LOG, 2026-11-17: with each page by itself at half the speed).
@@ -59,8 +65,13 @@ class PagedCache(Pages[PagedSlot]):
         self._addresses: list[int] = []  # of the blocks
 
     @property
+    def _run_bytes(self) -> int:
+        """Of one page's keys of a layer and head: the rows, then their scales."""
+        return SIZE * (self._dim * self.bits // 8 + 4 * self._scales)
+
+    @property
     def _page_bytes(self) -> int:
-        return 4 * math.prod(self._shape)
+        return math.prod(self._outer) * self._run_bytes
 
     @property
     def bytes_per_token(self) -> int:
@@ -75,21 +86,28 @@ class PagedCache(Pages[PagedSlot]):
         assert not path or length >= slot.known * SIZE, "a node lies in a page that others share"
         for place, node in enumerate(path):  # a node never moves onto one that is still to be moved
             if node != place:
-                self._row(slot, length + place).copy_(self._row(slot, length + node))
+                for to, row in zip(self._row(slot, length + place), self._row(slot, length + node), strict=True):
+                    to.copy_(row)
         slot.length = min(slot.length, length + len(path))
         if slot.length < slot.known * SIZE:
             self._unshare(slot)
 
     def page(self, slot: PagedSlot, place: int) -> Tensor:
-        """[layers, kv_heads, 2, tokens, head_dim]: the keys and values of the sequence's page at `place`."""
-        return self._page(slot.pages[place])
+        """[layers, kv_heads, 2, bytes]: the keys and values of the sequence's page at `place`."""
+        return self.content(slot.pages[place])
 
-    def _page(self, page: int) -> Tensor:
+    def content(self, page: int) -> Tensor:
         block, within = divmod(page, self._each)
         return self._blocks[block][:, :, :, within]
 
-    def _row(self, slot: PagedSlot, place: int) -> Tensor:
-        return self.page(slot, place // SIZE)[:, :, :, place % SIZE]
+    def _row(self, slot: PagedSlot, place: int) -> tuple[Tensor, ...]:
+        """Its numbers, and their scales if they have any."""
+        page, within, size = self.page(slot, place // SIZE), place % SIZE, self._dim * self.bits // 8
+        numbers = page[..., within * size : (within + 1) * size]
+        if not self._scales:
+            return (numbers.view(torch.float32),)  # in four times as few pieces
+        scales = page[..., SIZE * size :].view(torch.float32)
+        return numbers, scales[..., within * self._scales : (within + 1) * self._scales]
 
     def _unshare(self, slot: PagedSlot) -> None:
         """It goes on in the middle of what others may share: from there on its pages are its own."""
@@ -98,7 +116,7 @@ class PagedCache(Pages[PagedSlot]):
         slot.name = self._name_of(slot.pages[-1]) if whole else 0
         if rest:
             self._give(slot, self._new())
-            self.page(slot, whole).copy_(self._page(gone[0]))
+            self.page(slot, whole).copy_(self.content(gone[0]))
         for page in reversed(gone):
             self._let_go(page)
 
@@ -106,20 +124,15 @@ class PagedCache(Pages[PagedSlot]):
         """A name of its own where it was forgotten: no other text goes on from there."""
         return self._known[self._keys[page]][1] if page in self._keys else next(self._names)
 
-    @property
-    def _run(self) -> int:
-        """Floats of one page's keys of a layer and head."""
-        return SIZE * self._shape[-1]
-
     def _open(self) -> PagedSlot:
-        return PagedSlot(values=self._each * self._run)
+        return PagedSlot(values=self._each * self._run_bytes // 4)
 
     def _put(self, holder: PagedSlot, place: int, page: int) -> None:
         block, within = divmod(page, self._each)
         while block >= len(self._blocks):
             self._blocks.append(self._more())
             self._addresses.append(self._blocks[-1].data_ptr())
-        holder.put(place, self._addresses[block] + 4 * within * self._run)
+        holder.put(place, self._addresses[block] + within * self._run_bytes)
 
     def _twice(self, holder: PagedSlot, page: int) -> None:
         """It goes on with the known page, which has the same bits, and lets go of its own."""
@@ -129,9 +142,7 @@ class PagedCache(Pages[PagedSlot]):
         self._let_go(own)
 
     def _more(self) -> Tensor:
-        layers, heads, two, tokens, dim = self._shape
-        shape = (layers, heads, two, self._each, tokens, dim)
-        size = self._each * self._page_bytes
+        shape, size = (*self._outer, self._each, self._run_bytes), self._each * self._page_bytes
         if size < LARGE:
-            return torch.zeros(shape)
-        return large(size)[:size].view(torch.float32).view(shape)
+            return torch.zeros(shape, dtype=torch.uint8)
+        return large(size)[:size].view(shape)

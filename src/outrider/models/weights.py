@@ -18,6 +18,7 @@ from outrider.models.llama_weights import LlamaConfig, Weights
 from outrider.models.native.library import NoCompiler, library
 from outrider.models.native.packed import Packed, packable
 from outrider.models.native.stack import NativeStack
+from outrider.models.paged_cache import FLOATS
 from outrider.models.quant import Quantised
 from outrider.models.rope import Rope
 from outrider.models.stack import Layer, TorchStack
@@ -31,6 +32,14 @@ class LoadOptions:
     dtype: torch.dtype | None  # None: as the file stores it where that can run, else what suits the device
     memory: int  # bytes for keys and values
     bits: int = 0  # 4 or 8: quantise dense weights on loading
+    kv_bits: int = FLOATS  # of keys and values of packed models
+    activations: int = 16  # bits of the inputs of their products
+
+    @property
+    def only_packed(self) -> str:
+        """What is asked for that only packed weights can do; "": nothing."""
+        asked = {"kv int8": self.kv_bits != FLOATS, "activations int8": self.activations != 16}
+        return next((name for name, given in asked.items() if given), "")
 
     @property
     def dense(self) -> torch.dtype:

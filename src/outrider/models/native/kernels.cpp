@@ -58,6 +58,7 @@ constexpr int AHEAD = 4096;       // bytes of weights that are asked for before 
 constexpr int TOGETHER = 12;      // queries that share one reading of keys and values
 constexpr int SERIAL = 4;         // rows whose small work is not worth sharing
 constexpr int PAGE = 32;          // tokens of a page of keys and values; a multiple of the 16 keys that are multiplied at a time
+constexpr int SCALED = 32;        // numbers of a key or value of 8 bits that share a scale: a large one costs these their precision
 
 struct Matrix {
     const uint8_t* q;      // [outputs / 16][inputs / 32][8][16][4] at 8 bits; half of that at 4
@@ -82,7 +83,9 @@ struct Layer {
 };
 
 struct Span {
-    float* const* pages;   // where the keys of each page of 32 tokens begin, of layer 0 and its first head: [32][head_dim]
+    // Where the keys of each page of 32 tokens begin, of layer 0 and its first head: [32][head_dim]; at 8 bits followed by
+    // their scales, [32][head_dim / 32, rounded up] floats.
+    float* const* pages;
     int64_t values;        // floats from a page's keys to its values
     int64_t head_stride;   // floats from one head's keys to the next one's
     int64_t layer_stride;  // floats from one layer's keys to the next one's
@@ -92,6 +95,7 @@ struct Span {
 
 struct Shape {
     int64_t hidden, heads, kv_heads, head_dim, inner, layers, window;  // window: 0 for none
+    int64_t kv_bits;  // of the numbers of keys and values: 32 (float), or 8 with scales
     float eps;
 };
 
@@ -659,14 +663,63 @@ void product(const JoinedMatrices& w, const Activations& x, int64_t rows, float*
 
 // ---- attention ----
 
-// The keys, or the values, of one layer and one head, wherever their pages lie.
+// Floats -> 8 bits and their scales. A number that is none shows in all that share its scale.
+void round_row(const float* x, int64_t size, int8_t* q, float* scales) {
+    for (int64_t from = 0; from < size; from += SCALED) {
+        const int64_t end = from + SCALED < size ? from + SCALED : size;
+        float most = 0;
+        bool finite = true;
+        for (int64_t i = from; i < end; i++) {
+            const float magnitude = std::fabs(x[i]);
+            finite &= magnitude < INFINITY;
+            most = magnitude > most ? magnitude : most;
+        }
+        const bool some = finite && most >= LEAST;
+        const float inverse = some ? 127.0f / most : 0.0f;
+        for (int64_t i = from; i < end; i++) q[i] = some ? static_cast<int8_t>(std::nearbyint(x[i] * inverse)) : 0;
+        scales[from / SCALED] = finite ? (some ? most / 127.0f : 0.0f) : NAN;
+    }
+}
+
+// The numbers [0, size) that 8 bits and scales stand for.
+inline void widen(const int8_t* q, const float* scales, int64_t size, float* to) {
+    int64_t i = 0;
+#if WIDE
+    for (; i + 16 <= size; i += 16) {
+        const __m512i whole = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q + i)));
+        _mm512_storeu_ps(to + i, _mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(scales[i / SCALED])));
+    }
+#endif
+    for (; i < size; i++) to[i] = static_cast<float>(q[i]) * scales[i / SCALED];
+}
+
+// The keys, or the values, of one layer and one head, wherever their pages lie, as floats.
 struct PagedRows {
     float* const* pages;
     int64_t offset, size;  // floats from where a page begins to these rows; numbers of one row
+    float* wide;           // [PAGE][size] where rows of 8 bits become floats; null: they are floats
+    bool bytes;
 
-    float* at(int64_t place) const {
-        const uint64_t at = static_cast<uint64_t>(place);  // unsigned: a shift and a mask
-        return pages[at / PAGE] + offset + static_cast<int64_t>(at % PAGE) * size;
+    float* page(int64_t place) const { return pages[static_cast<uint64_t>(place) / PAGE] + offset; }  // unsigned: a shift
+    int64_t groups() const { return (size + SCALED - 1) / SCALED; }  // scales of a row
+
+    // Rows [place, place + count) of one page; those of 8 bits as floats in `wide`, from its row `at` on.
+    const float* rows(int64_t place, int64_t count, int64_t at = 0) const {
+        const int64_t within = static_cast<int64_t>(static_cast<uint64_t>(place) % PAGE);
+        const float* first = page(place);
+        if (!bytes) return first + within * size;
+        const int8_t* q = reinterpret_cast<const int8_t*>(first);
+        const float* scales = first + PAGE * size / 4;
+        for (int64_t i = 0; i < count; i++)
+            widen(q + (within + i) * size, scales + (within + i) * groups(), size, wide + (at + i) * size);
+        return wide + at * size;
+    }
+
+    void store(int64_t place, const float* x) const {
+        const int64_t within = static_cast<int64_t>(static_cast<uint64_t>(place) % PAGE);
+        float* first = page(place);
+        if (bytes) round_row(x, size, reinterpret_cast<int8_t*>(first) + within * size, first + PAGE * size / 4 + within * groups());
+        else std::memcpy(first + within * size, x, size * sizeof(float));
     }
 };
 
@@ -713,10 +766,10 @@ void dots(const float* q, const PagedRows& keys, const int32_t* places, int64_t 
     int64_t i = 0;
 #if WIDE
     for (; keys.size % 16 == 0 && i < seen; i += 16)
-        dots16(q, [&](int64_t k) { return keys.at(places[i + k]); }, seen - i < 16 ? seen - i : 16, keys.size, factor, scores + i);
+        dots16(q, [&](int64_t k) { return keys.rows(places[i + k], 1, k); }, seen - i < 16 ? seen - i : 16, keys.size, factor, scores + i);
 #endif
     for (; i < seen; i++) {
-        const float* key = keys.at(places[i]);
+        const float* key = keys.rows(places[i], 1);
         float total = 0;
         for (int64_t d = 0; d < keys.size; d++) total += q[d] * key[d];
         scores[i] = total * factor;
@@ -791,18 +844,20 @@ void mix(const float* scores, const PagedRows& values, const int32_t* places, in
     for (; d + 64 <= size; d += 64) {
         __m512 sum[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
         for (int64_t i = 0; i < seen; i++) {
-            const float* value = values.at(places[i]) + d;
+            const float* value = values.rows(places[i], 1) + d;
             const __m512 score = _mm512_set1_ps(scores[i]);
             for (int j = 0; j < 4; j++) sum[j] = _mm512_fmadd_ps(score, _mm512_loadu_ps(value + 16 * j), sum[j]);
         }
         for (int j = 0; j < 4; j++) _mm512_storeu_ps(to + d + 16 * j, _mm512_mul_ps(sum[j], factor));
     }
 #endif
-    for (; d < size; d++) {
-        float sum = 0;
-        for (int64_t i = 0; i < seen; i++) sum += scores[i] * values.at(places[i])[d];
-        to[d] = sum * (1.0f / total);
+    if (d == size) return;
+    std::memset(to + d, 0, (size - d) * sizeof(float));
+    for (int64_t i = 0; i < seen; i++) {
+        const float* value = values.rows(places[i], 1);
+        for (int64_t j = d; j < size; j++) to[j] += scores[i] * value[j];
     }
+    for (; d < size; d++) to[d] *= 1.0f / total;
 }
 
 void rotate(float* x, const float* cos, const float* sin, int64_t size) {
@@ -813,8 +868,13 @@ void rotate(float* x, const float* cos, const float* sin, int64_t size) {
     }
 }
 
-PagedRows keys_of(const Span& span, int64_t layer, int64_t kv_head, int64_t head_dim) {
-    return {span.pages, layer * span.layer_stride + kv_head * span.head_stride, head_dim};
+PagedRows keys_of(const Shape& s, const Span& span, int64_t layer, int64_t kv_head, float* wide = nullptr) {
+    return {span.pages, layer * span.layer_stride + kv_head * span.head_stride, s.head_dim, wide, s.kv_bits == 8};
+}
+
+// The values beside these keys.
+PagedRows values_of(const Span& span, const PagedRows& keys) {
+    return {keys.pages, keys.offset + span.values, keys.size, keys.wide, keys.bytes};
 }
 
 // Normalise, rotate and store the new keys and values of one row.
@@ -828,9 +888,9 @@ void store_row(const Shape& s, const Layer& layer, const Span& span, int64_t ind
     }
     int64_t place = span.start + row;
     for (int64_t h = 0; h < s.kv_heads; h++) {
-        float* key = keys_of(span, index, h, s.head_dim).at(place);
-        std::memcpy(key, qkv + (s.heads + h) * s.head_dim, s.head_dim * sizeof(float));
-        std::memcpy(key + span.values, qkv + (s.heads + s.kv_heads + h) * s.head_dim, s.head_dim * sizeof(float));
+        const PagedRows keys = keys_of(s, span, index, h);
+        keys.store(place, qkv + (s.heads + h) * s.head_dim);
+        values_of(span, keys).store(place, qkv + (s.heads + s.kv_heads + h) * s.head_dim);
     }
 }
 
@@ -850,22 +910,19 @@ void attend(const Query& query, const PagedRows& keys, const PagedRows& values) 
 }
 
 #if WIDE
-// sums += score * value for keys [begin, end) and up to 4 queries, 64 of the head's numbers
+// sums += score * value for `some` keys from `begin` on and up to 4 queries, 64 of the head's numbers; the values, each of
+// `size` numbers, lie side by side
 template <int N>
-inline void mix_some(const Query* queries, const PagedRows& values, int64_t begin, int64_t end, int64_t d) {
+inline void mix_some(const Query* queries, const float* values, int64_t size, int64_t begin, int64_t some, int64_t d) {
     __m512 sums[N][4];
     for (int n = 0; n < N; n++)
         for (int j = 0; j < 4; j++) sums[n][j] = _mm512_loadu_ps(queries[n].to + d + 16 * j);
-    for (int64_t page = begin; page < end; page += PAGE) {
-        const float* first = values.at(page) + d;
-        const int64_t some = end - page < PAGE ? end - page : PAGE;
-        for (int64_t i = 0; i < some; i++) {
-            __m512 value[4];
-            for (int j = 0; j < 4; j++) value[j] = _mm512_loadu_ps(first + i * values.size + 16 * j);
-            for (int n = 0; n < N; n++) {
-                const __m512 score = _mm512_set1_ps(queries[n].scores[page + i]);
-                for (int j = 0; j < 4; j++) sums[n][j] = _mm512_fmadd_ps(score, value[j], sums[n][j]);
-            }
+    for (int64_t i = 0; i < some; i++) {
+        __m512 value[4];
+        for (int j = 0; j < 4; j++) value[j] = _mm512_loadu_ps(values + i * size + d + 16 * j);
+        for (int n = 0; n < N; n++) {
+            const __m512 score = _mm512_set1_ps(queries[n].scores[begin + i]);
+            for (int j = 0; j < 4; j++) sums[n][j] = _mm512_fmadd_ps(score, value[j], sums[n][j]);
         }
     }
     for (int n = 0; n < N; n++)
@@ -905,7 +962,7 @@ void attend_together(const Query* queries, int64_t count, const PagedRows& keys,
     }
     const auto two = size == 64 ? dots8_of_two<64> : size == 128 ? dots8_of_two<128> : dots8_of_two<0>;
     for (int64_t i = 0; i < longest; i += 16) {
-        const float* first = keys.at(i);  // the 16 lie in one page
+        const float* first = keys.rows(i, longest - i < 16 ? longest - i : 16);  // they lie in one page
         for (int64_t n = 0; n < count; n++) {
             const int64_t some = queries[n].run - i;
             if (n + 1 < count && some >= 16 && queries[n + 1].run - i >= 16) {
@@ -923,20 +980,21 @@ void attend_together(const Query* queries, int64_t count, const PagedRows& keys,
         totals[n] = exponentials(query.scores, query.seen, largest(query.scores, query.seen));
         std::memset(query.to, 0, size * sizeof(float));
     }
-    for (int64_t begin = 0; begin < shared; begin += 64) {
-        const int64_t end = begin + 64 < shared ? begin + 64 : shared;
+    for (int64_t begin = 0; begin < shared; begin += PAGE) {
+        const int64_t some = shared - begin < PAGE ? shared - begin : PAGE;
+        const float* first = values.rows(begin, some);
         for (int64_t n = 0; n < count; n += 4)
             for (int64_t d = 0; d < size; d += 64) switch (count - n) {
-                    case 1: mix_some<1>(queries + n, values, begin, end, d); break;
-                    case 2: mix_some<2>(queries + n, values, begin, end, d); break;
-                    case 3: mix_some<3>(queries + n, values, begin, end, d); break;
-                    default: mix_some<4>(queries + n, values, begin, end, d);
+                    case 1: mix_some<1>(queries + n, first, size, begin, some, d); break;
+                    case 2: mix_some<2>(queries + n, first, size, begin, some, d); break;
+                    case 3: mix_some<3>(queries + n, first, size, begin, some, d); break;
+                    default: mix_some<4>(queries + n, first, size, begin, some, d);
                 }
     }
     for (int64_t n = 0; n < count; n++) {
         const Query& query = queries[n];
         for (int64_t i = shared; i < query.seen; i++) {
-            const float* value = values.at(query.places[i]);
+            const float* value = values.rows(query.places[i], 1);
             for (int64_t d = 0; d < size; d += 16)
                 _mm512_storeu_ps(query.to + d, _mm512_fmadd_ps(_mm512_set1_ps(query.scores[i]), _mm512_loadu_ps(value + d),
                                                                _mm512_loadu_ps(query.to + d)));
@@ -1025,6 +1083,7 @@ struct Work {
     Activations x;
     float *normed, *qkv, *mixed, *inner;  // [rows][hidden], [rows][all heads], [rows][heads], [rows][2 * inner]
     float* scores;                        // [threads][12][longest]
+    float* wide;                          // [threads][32][head_dim] where keys and values of 8 bits become floats
     int32_t* places;                      // [rows][longest] what each row sees
     int32_t* seen;                        // [rows] how much of that
     int32_t* runs;                        // [rows] how many of these are 0, 1, 2 and so on
@@ -1043,16 +1102,17 @@ struct HeadInputs {
     int64_t last;                 // whether only the last row's result is wanted: of the others the last layer keeps keys and values
 };
 
-static void attend_item(const Shape& s, const Item& item, const Span& span, int64_t index, int64_t all, float* scores, const Work* work) {
+static void attend_item(const Shape& s, const Item& item, const Span& span, int64_t index, int64_t all, int64_t thread, const Work* work) {
     const int64_t group = s.heads / s.kv_heads;
-    const PagedRows keys = keys_of(span, index, item.kv_head, s.head_dim);
+    float* scores = work->scores + thread * TOGETHER * work->longest;
+    const PagedRows keys = keys_of(s, span, index, item.kv_head, work->wide + thread * PAGE * s.head_dim);
     Query queries[TOGETHER];
     for (int64_t n = 0; n < item.count; n++) {
         const int64_t row = span.first + (item.first + n) / group, h = item.kv_head * group + (item.first + n) % group;
         queries[n] = {work->qkv + row * all + h * s.head_dim, work->places + row * work->longest, work->seen[row], work->runs[row],
                       scores + n * work->longest, work->mixed + (row * s.heads + h) * s.head_dim};
     }
-    attend_all(queries, item.count, keys, {keys.pages, keys.offset + span.values, keys.size});
+    attend_all(queries, item.count, keys, values_of(span, keys));
 }
 
 // Multiply-adds of 8 bits in a second by all threads, in a loop on registers that runs for about this time: what the products
@@ -1157,7 +1217,7 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
         const float* mixed = work->mixed + ends[0].first * q_size;
         pool().run(static_cast<int64_t>(items.size()), 1, [&](int64_t begin, int64_t end, int64_t id) {
             for (int64_t item = begin; item < end; item++)
-                attend_item(s, items[item], ends[items[item].span], index, all, work->scores + id * TOGETHER * work->longest, work);
+                attend_item(s, items[item], ends[items[item].span], index, all, id, work);
         });
         pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
             for (int64_t r = begin; r < end; r++) quantise_row(mixed + r * q_size, q_size, r, rows, work->x);

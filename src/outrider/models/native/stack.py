@@ -13,7 +13,7 @@ from outrider.core.errors import OutriderError
 from outrider.models.native import structs
 from outrider.models.native.library import library
 from outrider.models.native.packed import Packed, PackedWorkspace, use_torch_threads
-from outrider.models.paged_cache import PagedSlot
+from outrider.models.paged_cache import SIZE, PagedSlot
 from outrider.models.stack import Layer, Pass, StackConfig
 
 KEYS = 16  # keys whose scores are taken together; the same number as in kernels.cpp
@@ -48,6 +48,7 @@ class NativeStack:
             inner=self._inner,
             layers=len(layers),
             window=config.sliding_window or 0,
+            kv_bits=config.kv_bits,
             eps=config.norm_eps,
         )
         self._work: PackedWorkspace | None = None
@@ -116,6 +117,7 @@ class NativeStack:
             mixed=torch.empty(rows, heads),
             inner=torch.empty(rows, 2 * inner),
             scores=torch.empty(threads, TOGETHER, longest),
+            wide=torch.empty(threads, SIZE, config.head_dim),
             places=torch.empty(rows, longest, dtype=torch.int32),
             seen=torch.empty(rows, dtype=torch.int32),
             runs=torch.empty(rows, dtype=torch.int32),

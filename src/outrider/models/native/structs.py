@@ -59,6 +59,7 @@ class ShapeStruct(Structure):
         ("inner", c_int64),
         ("layers", c_int64),
         ("window", c_int64),
+        ("kv_bits", c_int64),
         ("eps", c_float),
     )
 
@@ -73,6 +74,7 @@ class Work(Structure):
         ("mixed", c_void_p),
         ("inner", c_void_p),
         ("scores", c_void_p),
+        ("wide", c_void_p),
         ("places", c_void_p),
         ("seen", c_void_p),
         ("runs", c_void_p),
