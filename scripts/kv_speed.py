@@ -73,15 +73,21 @@ def main() -> None:
     for turn in range(args.rounds):
         begin = args.tokens + turn * args.steps
         order = (0, 1) if turn % 2 else (1, 0)
-        found = {which: [fed(models[which], [token]) for token in tokens[begin : begin + args.steps]] for which in order}
+        found = {
+            which: [fed(models[which], [token]) for token in tokens[begin : begin + args.steps]] for which in order
+        }
         logits += [(a[0], b[0]) for a, b in zip(found[0], found[1], strict=True)]
         one, other = (statistics.median(each[1] for each in found[which]) for which in (0, 1))
         ratios.append(one / other)
-        print(f"turn {turn + 1}: {1e3 * one:.2f} ms a step with floats, {1e3 * other:.2f} with 8 bits, {one / other:.3f}x")
+        print(
+            f"turn {turn + 1}: {1e3 * one:.2f} ms a step with floats, {1e3 * other:.2f} with 8 bits, {one / other:.3f}x"
+        )
     cosines = [float(torch.cosine_similarity(a.double(), b.double(), 0)) for a, b in logits]
     same = sum(int(a.argmax()) == int(b.argmax()) for a, b in logits)
     print(f"median {statistics.median(ratios):.3f}x [{min(ratios):.3f}-{max(ratios):.3f}]")
-    print(f"cosine of logits at {len(cosines)} places: least {min(cosines):.6f}, median {statistics.median(cosines):.6f}")
+    print(
+        f"cosine of logits at {len(cosines)} places: least {min(cosines):.6f}, median {statistics.median(cosines):.6f}"
+    )
     print(f"the likeliest token is the same at {same} of {len(logits)}")
 
 

@@ -43,9 +43,9 @@ def saved(model, where):
         return load(folder, where)
 
 
-def packed(model, bits):
-    """The transformers model as the kernels run it."""
-    loaded = saved(model, LoadOptions(tiny.CPU.device, None, tiny.MEMORY, bits))
+def packed(model, bits, **rounded):
+    """The transformers model as the kernels run it. `rounded`: bits of keys and values, and of activations."""
+    loaded = saved(model, LoadOptions(tiny.CPU.device, None, tiny.MEMORY, bits, **rounded))
     assert isinstance(loaded.model.weights.stack, NativeStack), loaded.notes
     return loaded.model
 

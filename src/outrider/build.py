@@ -26,9 +26,12 @@ from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Model, Paged
 from outrider.models.export import as_folder
+from outrider.models.llama import PackedLlama
 from outrider.models.load import Loaded, load, read_tokenizer, words_of
 from outrider.models.memory import available_memory
+from outrider.models.native.packed import WORDS
 from outrider.models.paged_cache import FLOATS
+from outrider.models.prefix_file import PrefixFile
 from outrider.models.sources import resolve
 from outrider.models.tokenizer import Tokenizer
 from outrider.models.weights import LoadOptions
@@ -45,6 +48,8 @@ _NOT_ON_VLLM = {
     "activations": "name a model whose activations are quantised",
     "history": "its drafters keep none between requests",
     "history_tokens": "its drafters keep none between requests",
+    "cache_file": "it keeps no prefixes across restarts",
+    "cache_file_size": "it keeps no prefixes across restarts",
     "max_draft_batch": "write num_speculative_tokens_per_batch_size into speculative_config",
 }
 
@@ -127,6 +132,7 @@ def local(settings: Settings, draft: DrafterSpec | None = None) -> Local:
     with contextlib.ExitStack() as failed:
         failed.callback(histories.close)
         own = built(spec, own_share)
+        prefixes = open_prefixes(settings, loaded, own)
         failed.pop_all()
     engine = Engine(
         loaded.model,
@@ -137,8 +143,9 @@ def local(settings: Settings, draft: DrafterSpec | None = None) -> Local:
     if isinstance(loaded.model, Paged):
         loaded.model.prepare(own.layers)
     engine.drafters[settings.draft] = engine.drafters[""]  # a request that names it gets the same one
-    notes = [*draft_models.notes, *_unused_history(settings, spec)]
-    return Local(engine, named, loaded.tokenizer, loaded.ends, settings.rule, notes, histories)  # type: ignore[arg-type]
+    notes = [*draft_models.notes, *_unused_history(settings, spec), *(prefixes.notes if prefixes else ())]
+    words = loaded.tokenizer, loaded.ends
+    return Local(engine, named, *words, settings.rule, notes, histories, prefixes)  # type: ignore[arg-type]
 
 
 def open_histories(settings: Settings, loaded: Loaded) -> HistoryStore:
@@ -147,6 +154,22 @@ def open_histories(settings: Settings, loaded: Loaded) -> HistoryStore:
         return HistoryStore(settings.history_tokens)
     size = loaded.model.vocab_size
     return HistoryStore.opened(Path(settings.history), vocabulary_digest(loaded), size, settings.history_tokens)
+
+
+def open_prefixes(settings: Settings, loaded: Loaded, drafter: Drafter) -> PrefixFile | None:
+    """The settings' file of shared prefixes, which the caches of target and drafter then have; None: there is none."""
+    if not settings.cache_file:
+        return None
+    model = loaded.model
+    if not isinstance(model, PackedLlama):
+        raise OutriderError(
+            "cache_file needs packed weights on a CPU: a quantised GGUF file, or --quantize; leave it out otherwise"
+        )
+    identity = model.identity()
+    caches = {identity: model.pages}
+    for member in drafter.members:
+        caches |= member.prefix_caches(identity)
+    return PrefixFile(Path(settings.cache_file), caches, int(settings.cache_file_size * GIB))
 
 
 def vocabulary_digest(loaded: Loaded) -> str:
@@ -190,7 +213,7 @@ class DraftModels:
         return model
 
     def _read(self, name: str, quantize: str, tokenizer: str) -> Model:
-        other = load(name, replace(self._where, bits=BITS[quantize], kv_bits=FLOATS, activations=16))
+        other = load(name, replace(self._where, bits=BITS[quantize], kv_bits=FLOATS, activations=WORDS))
         if tokenizer:
             other = replace(other, tokenizer=read_tokenizer(tokenizer))
         if other.tokenizer is not None and differing(self._target, other):
@@ -205,7 +228,7 @@ def load_options(settings: Settings) -> LoadOptions:
     where = device(settings.device)
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     kv_bits = 8 if settings.kv == "int8" else FLOATS
-    activations = 8 if settings.activations == "int8" else 16
+    activations = 8 if settings.activations == "int8" else WORDS
     return LoadOptions(where, dtype, _memory(settings, where), BITS[settings.quantize], kv_bits, activations)
 
 

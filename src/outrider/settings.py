@@ -56,6 +56,8 @@ class Settings:
     threads: int = option(0, "CPU threads; 0: one per core.")
     history: str = option("", "A file that keeps what the drafter history has learned.", shown=False)
     history_tokens: int = option(CAPACITY, "Tokens of a history, 36 to 52 bytes each; the oldest are forgotten.")
+    cache_file: str = option("", "A file that keeps shared prefixes of prompts across restarts.", shown=False)
+    cache_file_size: float = option(1.0, "GiB that it may take; the longest unused prefixes are left out.")
     # Only for vLLM:
     speculative_config: Mapping[str, Any] | None = option(None, "vLLM's own JSON in place of --draft.", shown=False)
     tensor_parallel_size: int = option(1, "With vllm: devices a layer is spread over.")
@@ -82,6 +84,11 @@ class Settings:
                 raise OutriderError(f"{name} must be at most {most}, not {getattr(self, name)}")
         if self.backend == "local":
             self._refuse_what_is_vllms()
+
+    @property
+    def keeps_files(self) -> bool:
+        """Whether something is written down when the model is closed."""
+        return bool(self.history or self.cache_file)
 
     @property
     def drafter(self) -> str:
@@ -183,12 +190,19 @@ _LEAST = {
     "max_draft_batch": 0,
     "piece": 2,
     "cache_memory": 0,
+    "cache_file_size": 0,
     "threads": 0,
     "history_tokens": LEAST,
     **dict.fromkeys(_PARALLEL, 1),
 }
 LARGEST_MEMORY = 1 << 16  # GiB for keys and values: more than any machine has, and few enough for a count of bytes
-_MOST = {"max_batch": MOST_BATCH, "threads": 1024, "history_tokens": 1 << 30, "cache_memory": LARGEST_MEMORY}
+_MOST = {
+    "max_batch": MOST_BATCH,
+    "threads": 1024,
+    "history_tokens": 1 << 30,
+    "cache_memory": LARGEST_MEMORY,
+    "cache_file_size": LARGEST_MEMORY,
+}
 _TYPES: dict[str, tuple[Any, str]] = {
     "str": (str, "text"),
     "bool": (bool, "true or false"),

@@ -155,7 +155,7 @@ class AnswerFile:
 
 def _mark(config: Config, raw: bool) -> str:
     """Stands for all that decides the answers; who drafts does not."""
-    names = ("model", "backend", "device", "dtype", "quantize")
+    names = ("model", "backend", "device", "dtype", "quantize", "kv", "activations")
     chosen = {name: getattr(config.settings, name) for name in names}
     whole = {**chosen, "params": asdict(config.params), "prefix": config.query_prefix, "raw": raw}
     return hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:12]

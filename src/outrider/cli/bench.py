@@ -26,7 +26,7 @@ from outrider.core.option import option
 from outrider.core.params import SamplingParams
 from outrider.settings import BACKENDS, VLLM_DEFAULTS, Config, Settings
 
-OWN = ("dtype", "quantize", "pace", "piece", "cache_memory")  # settings that one stream can feel
+OWN = ("dtype", "quantize", "kv", "activations", "pace", "piece", "cache_memory")  # settings that one stream can feel
 
 
 class Size(NamedTuple):

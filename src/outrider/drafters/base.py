@@ -19,6 +19,7 @@ from outrider.core.verify import Verdict
 from outrider.drafters.heads import files
 from outrider.drafters.history.store import HistoryStore
 from outrider.models.base import Anatomy, Model, Readable
+from outrider.models.paged_cache import PagedCache
 from outrider.models.tokenizer import Tokenizer
 
 
@@ -145,6 +146,11 @@ class Drafter:
     def begin(self, seq: Sequence, seen: int) -> None:
         """After an answer of `prefix` that was not 0: the target has seen this number of the prompt's tokens, and will
         show the states of the tokens after them."""
+
+    def prefix_caches(self, target: str) -> dict[str, PagedCache]:
+        """The caches that must have a prefix, too, for the target to take it, by a digest of what their bits depend on.
+        `target`: that of the target."""
+        return {}
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         """A draft for each sequence, of at most `budgets[i]` nodes."""

@@ -76,7 +76,7 @@ def _load_gguf(path: Path, where: LoadOptions) -> Loaded:
         return rope(config.head_dim, metadata["rope_theta"], config.context, metadata["rope_scaling"], factors)
 
     store = GGUFStore(dict(file.tensors()), where)
-    weights = assemble(store, config, make_rope, metadata["tie_embeddings"], _packs(store, where))
+    weights = assemble(store, config, make_rope, metadata["tie_embeddings"], _packs(store, where), where.activations)
     tokenizer = tokenizers.from_gguf(file.metadata)
     ends = tokenizers.end_ids(tokenizer, file.metadata)
     return Loaded(_model(config, weights, where, store.notes), tokenizer, ends, tuple(store.notes))
@@ -167,7 +167,7 @@ def _load_own(folder: Path, config: Any, where: LoadOptions) -> tuple[Model, tup
     def make_rope() -> Rope:
         return rope(head_dim, scaling.get("rope_theta", 10_000.0), own.context, scaling)
 
-    weights = assemble(store, own, make_rope, config.tie_word_embeddings, _packs(store, where))
+    weights = assemble(store, own, make_rope, config.tie_word_embeddings, _packs(store, where), where.activations)
     return _model(own, weights, where, store.notes), tuple(store.notes)
 
 

@@ -19,9 +19,10 @@ from outrider.models.large_pages import PAGE as LARGE, large
 from outrider.models.pages import Holder, Pages
 
 SIZE = 32  # tokens of a page, the same number as PAGE in kernels.cpp: a hit leaves fewer than these to be run again
-BLOCK = 32 << 20  # bytes of memory that pages are cut from, taken at a time: some large pages of the system, few calls
+TAKEN = 32 << 20  # bytes of memory that pages are cut from, taken at a time: some large pages of the system, few calls
 FLOATS = 32  # bits of a number of a key or value as it is computed
-SCALED = 32  # numbers of 8 bits that share a scale, the same number as in kernels.cpp
+SCALED = 16  # numbers of 8 bits that share a scale, the same number as in kernels.cpp
+TILE, BLOCK = 16, 32  # keys of 8 bits that are multiplied together, and their numbers; the same as in kernels.cpp
 _COLUMNS = 32  # pages that a sequence's table begins with: about a thousand tokens
 
 
@@ -54,28 +55,29 @@ class PagedCache(Pages[PagedSlot]):
     ) -> None:
         """`memory`: bytes up to which pages of ended sequences are kept. Running sequences get what they need: how much
         that may be is the scheduler's to decide. `ahead`: tokens after a page that its keys depend on, too. `bits`: of
-        a number; 8: each 32 of a row share a scale."""
-        self._outer, self._dim = (layers, kv_heads, 2), head_dim
-        self.bits, self._scales = bits, 0 if bits == FLOATS else -(-head_dim // SCALED)  # of a row
-        super().__init__(memory // self._page_bytes, SIZE, ahead=ahead)
+        a number; 8: each 16 of a row share a scale."""
+        self._outer = (layers, kv_heads, 2)
+        self.bits, self._width = bits, head_dim if bits == FLOATS else -(-head_dim // BLOCK) * BLOCK  # numbers of a row
+        self._scales = 0 if bits == FLOATS else self._width // SCALED  # of a row
+        super().__init__(memory // self.page_bytes, SIZE, ahead=ahead)
         # Pages of a block. The keys of one layer and head lie side by side for all of them, and so do the values: a
         # long text is then read in long runs (LOG, 2026-11-17: with each page by itself at half the speed).
-        self._each = max(1, min(BLOCK // self._page_bytes, self.count))
+        self._each = max(1, min(TAKEN // self.page_bytes, self.count))
         self._blocks: list[Tensor] = []
         self._addresses: list[int] = []  # of the blocks
 
     @property
     def _run_bytes(self) -> int:
         """Of one page's keys of a layer and head: the rows, then their scales."""
-        return SIZE * (self._dim * self.bits // 8 + 4 * self._scales)
+        return SIZE * (self._width * self.bits // 8 + 4 * self._scales)
 
     @property
-    def _page_bytes(self) -> int:
+    def page_bytes(self) -> int:
         return math.prod(self._outer) * self._run_bytes
 
     @property
     def bytes_per_token(self) -> int:
-        return self._page_bytes // SIZE
+        return self.page_bytes // SIZE
 
     @torch.inference_mode()  # a pass made the blocks in this mode, and only there may they be written
     def crop(self, id: int, length: int, path: Sequence[int] = ()) -> None:
@@ -98,29 +100,40 @@ class PagedCache(Pages[PagedSlot]):
 
     def content(self, page: int) -> Tensor:
         block, within = divmod(page, self._each)
+        self._reach(block)
         return self._blocks[block][:, :, :, within]
 
+    def _reach(self, block: int) -> None:
+        """Memory for the pages of this block, and of those before it."""
+        while block >= len(self._blocks):
+            self._blocks.append(self._more())
+            self._addresses.append(self._blocks[-1].data_ptr())
+
     def _row(self, slot: PagedSlot, place: int) -> tuple[Tensor, ...]:
-        """Its numbers, and their scales if they have any."""
-        page, within, size = self.page(slot, place // SIZE), place % SIZE, self._dim * self.bits // 8
-        numbers = page[..., within * size : (within + 1) * size]
-        if not self._scales:
-            return (numbers.view(torch.float32),)  # in four times as few pieces
-        scales = page[..., SIZE * size :].view(torch.float32)
-        return numbers, scales[..., within * self._scales : (within + 1) * self._scales]
+        """The parts of a row, as kernels.cpp lays them out (PagedRows)."""
+        page, within = self.page(slot, place // SIZE), place % SIZE
+        if self.bits == FLOATS:
+            return (page.view(torch.float32)[..., within * self._width : (within + 1) * self._width],)
+        numbers, scales = page[..., : SIZE * self._width], page[..., SIZE * self._width :].view(torch.float32)
+        tile, lane = divmod(within, TILE)
+        outer = page.shape[:2]
+        keys = numbers[:, :, 0].view(*outer, SIZE // TILE, -1, TILE, 4)[:, :, tile, :, lane]
+        values = numbers[:, :, 1].view(*outer, SIZE, self._width)[:, :, within]
+        key_scales = scales[:, :, 0].view(*outer, SIZE // TILE, -1, TILE)[:, :, tile, :, lane]
+        return keys, values, key_scales, scales[:, :, 1].view(*outer, SIZE, -1)[:, :, within]
 
     def _unshare(self, slot: PagedSlot) -> None:
         """It goes on in the middle of what others may share: from there on its pages are its own."""
         whole, rest = divmod(slot.length, SIZE)
         gone, slot.pages, slot.known = slot.pages[whole:], slot.pages[:whole], whole
-        slot.name = self._name_of(slot.pages[-1]) if whole else 0
+        slot.name = self.name_of(slot.pages[-1]) if whole else 0
         if rest:
             self._give(slot, self._new())
             self.page(slot, whole).copy_(self.content(gone[0]))
         for page in reversed(gone):
             self._let_go(page)
 
-    def _name_of(self, page: int) -> int:
+    def name_of(self, page: int) -> int:
         """A name of its own where it was forgotten: no other text goes on from there."""
         return self._known[self._keys[page]][1] if page in self._keys else next(self._names)
 
@@ -129,9 +142,7 @@ class PagedCache(Pages[PagedSlot]):
 
     def _put(self, holder: PagedSlot, place: int, page: int) -> None:
         block, within = divmod(page, self._each)
-        while block >= len(self._blocks):
-            self._blocks.append(self._more())
-            self._addresses.append(self._blocks[-1].data_ptr())
+        self._reach(block)
         holder.put(place, self._addresses[block] + within * self._run_bytes)
 
     def _twice(self, holder: PagedSlot, page: int) -> None:
@@ -142,7 +153,7 @@ class PagedCache(Pages[PagedSlot]):
         self._let_go(own)
 
     def _more(self) -> Tensor:
-        shape, size = (*self._outer, self._each, self._run_bytes), self._each * self._page_bytes
+        shape, size = (*self._outer, self._each, self._run_bytes), self._each * self.page_bytes
         if size < LARGE:
             return torch.zeros(shape, dtype=torch.uint8)
         return large(size)[:size].view(shape)

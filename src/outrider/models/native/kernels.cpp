@@ -8,7 +8,8 @@
 // for each block of 32 inputs, 8 vectors of 16 outputs x 4 inputs, which is what one dot-product instruction eats. At
 // 4 bits, vectors j and j + 4 share the bytes (low and high halves).
 // Activations: 16 bits with one scale per block of 32 inputs, multiplied as two parts of 8 bits. (8 bits alone, as ggml has
-// it, change the greedy text of half of the prompts; the second part costs nothing where memory is the limit.)
+// it, change the greedy text of half of the prompts; the second part costs nothing where memory is the limit.) A matrix can
+// be told to take 8 bits: then the high part is 0, and kernels may leave it out.
 
 #include <chrono>
 #include <cmath>
@@ -39,6 +40,7 @@ constexpr int BLOCK = 32;  // inputs of a block
 constexpr int SUPER = 256; // inputs of a super-block
 constexpr int ROWS = 8;    // rows that share one reading of a tile
 constexpr float MOST = 32512.0f;  // the largest activation: 127 * 256, so that both parts fit 8 bits
+constexpr float MOST_BYTE = 127.0f;  // the same for activations of 8 bits
 constexpr float LEAST = 1e-30f;   // blocks with nothing larger are zero: their scale would not be a normal number
 
 // Whether inputs are multiplied in pairs (see paired_dots): not by default on Intel's processors, where additions take the
@@ -58,7 +60,7 @@ constexpr int AHEAD = 4096;       // bytes of weights that are asked for before 
 constexpr int TOGETHER = 12;      // queries that share one reading of keys and values
 constexpr int SERIAL = 4;         // rows whose small work is not worth sharing
 constexpr int PAGE = 32;          // tokens of a page of keys and values; a multiple of the 16 keys that are multiplied at a time
-constexpr int SCALED = 32;        // numbers of a key or value of 8 bits that share a scale: a large one costs these their precision
+constexpr int SCALED = 16;        // numbers of a key or value of 8 bits that share a scale: a large one costs these their precision
 
 struct Matrix {
     const uint8_t* q;      // [outputs / 16][inputs / 32][8][16][4] at 8 bits; half of that at 4
@@ -75,6 +77,7 @@ struct Matrix {
 struct JoinedMatrices {  // matrices that read the same input; their outputs lie side by side
     Matrix parts[3];
     int64_t count, outputs;  // parts, and outputs of all of them
+    int64_t activations;     // bits of its inputs: 16 or 8
 };
 
 struct Layer {
@@ -83,9 +86,7 @@ struct Layer {
 };
 
 struct Span {
-    // Where the keys of each page of 32 tokens begin, of layer 0 and its first head: [32][head_dim]; at 8 bits followed by
-    // their scales, [32][head_dim / 32, rounded up] floats.
-    float* const* pages;
+    float* const* pages;   // where the keys of each page of 32 tokens begin, of layer 0 and its first head; see PagedRows
     int64_t values;        // floats from a page's keys to its values
     int64_t head_stride;   // floats from one head's keys to the next one's
     int64_t layer_stride;  // floats from one layer's keys to the next one's
@@ -113,7 +114,7 @@ struct Activations {
     BlockSums* sums;  // of each block
 };
 
-bool paired_rows(int64_t rows) { return PAIRED && rows >= LEAST_PAIRED; }
+bool paired_rows(int64_t rows, int64_t bits) { return PAIRED && rows >= LEAST_PAIRED && bits != 8; }
 
 struct Rows {  // [begin, end) of all rows of a pass; a group of 8 is never cut
     int64_t begin, end, all;
@@ -155,16 +156,16 @@ void degenerate_block(float value, int8_t* q, float* scale, BlockSums* sums) {
     *scale = value;
 }
 
-// One row of 32 inputs -> 16 bits, a scale, and the sums of both halves and of all.
+// One row of 32 inputs -> 16 bits, a scale, and the sums of both halves and of all. `range`: the largest number.
 template <bool PAIRED_ROWS>
-void quantise_block(const float* x, int8_t* q, float* scale, BlockSums* sums) {
+void quantise_block(const float* x, float range, int8_t* q, float* scale, BlockSums* sums) {
     int32_t count[2];
 #if WIDE
     __m512 a = _mm512_loadu_ps(x), b = _mm512_loadu_ps(x + 16);
     float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
     if (!(most < INFINITY) || _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q)) return degenerate_block(NAN, q, scale, sums);
     if (most < LEAST) return degenerate_block(0.0f, q, scale, sums);
-    __m512 inverse = _mm512_set1_ps(MOST / most);
+    __m512 inverse = _mm512_set1_ps(range / most);
     __m512i half = _mm512_set1_epi32(128);
     for (int i = 0; i < 2; i++) {
         __m512i all = _mm512_cvtps_epi32(_mm512_mul_ps(i ? b : a, inverse));
@@ -197,7 +198,7 @@ void quantise_block(const float* x, int8_t* q, float* scale, BlockSums* sums) {
     }
     if (!finite) return degenerate_block(NAN, q, scale, sums);
     if (most < LEAST) return degenerate_block(0.0f, q, scale, sums);
-    float inverse = MOST / most;
+    float inverse = range / most;
     count[0] = count[1] = 0;
     for (int i = 0; i < BLOCK; i++) {
         int32_t all = static_cast<int32_t>(std::nearbyint(x[i] * inverse)), high = (all + 128) >> 8;
@@ -206,19 +207,20 @@ void quantise_block(const float* x, int8_t* q, float* scale, BlockSums* sums) {
         count[i / 16] += all;
     }
 #endif
-    *scale = most / MOST;
+    *scale = most / range;
     sums->sum[0] = *scale * count[0];
     sums->sum[1] = *scale * count[1];
     sums->sum[2] = *scale * (count[0] + count[1]);
     if (PAIRED_ROWS) sums->cross[2] = sums->cross[0] + sums->cross[1];
 }
 
-// One of the `rows` rows of a pass.
-void quantise_row(const float* x, int64_t inputs, int64_t row, int64_t rows, const Activations& to) {
+// One of the `rows` rows of a pass, in 16 bits or 8.
+void quantise_row(const float* x, int64_t inputs, int64_t row, int64_t rows, int64_t bits, const Activations& to) {
     const int64_t blocks = inputs / BLOCK, first = row / ROWS * ROWS, step = group_rows(first, rows);
     int64_t at = first * blocks + row - first;
-    const auto quantise = paired_rows(step) ? quantise_block<PAIRED> : quantise_block<false>;
-    for (int64_t b = 0; b < blocks; b++, at += step) quantise(x + b * BLOCK, to.q + at * 2 * BLOCK, to.scale + at, to.sums + at);
+    const auto quantise = paired_rows(step, bits) ? quantise_block<PAIRED> : quantise_block<false>;
+    const float range = bits == 8 ? MOST_BYTE : MOST;
+    for (int64_t b = 0; b < blocks; b++, at += step) quantise(x + b * BLOCK, range, to.q + at * 2 * BLOCK, to.scale + at, to.sums + at);
 }
 
 float inverse_rms(const float* x, int64_t size, float eps) {
@@ -302,6 +304,20 @@ inline void block_dots(const uint8_t* q, const int8_t* x, int from, int to, __m5
         for (int r = 0; r < R; r++) dots[r] = _mm512_dpbusd_epi32(dots[r], v[j], four(x + r * stride + BLOCK + 4 * j));
 }
 
+// The same of activations of 8 bits, whose high parts are 0.
+template <int BITS, int R>
+inline void byte_dots(const uint8_t* q, const int8_t* x, int from, int to, __m512i (&dots)[R]) {
+    constexpr int stride = 2 * BLOCK, CHAINS = R <= 2 ? 2 : 1;  // few rows: two sums for each
+    __m512i sums[R][CHAINS];
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < CHAINS; c++) sums[r][c] = _mm512_setzero_si512();
+    for (int j = from; j < to; j++) {
+        const __m512i v = vector<BITS>(q, j);
+        for (int r = 0; r < R; r++) sums[r][j % CHAINS] = _mm512_dpbusd_epi32(sums[r][j % CHAINS], v, four(x + r * stride + BLOCK + 4 * j));
+    }
+    for (int r = 0; r < R; r++) dots[r] = CHAINS == 2 ? _mm512_add_epi32(sums[r][0], sums[r][CHAINS - 1]) : sums[r][0];
+}
+
 // Vector j of a block as two of 16 outputs x 2 inputs, in 16 bits: those with even numbers and those with odd ones.
 template <int BITS>
 inline void words(const uint8_t* q, int j, __m512i& even, __m512i& odd) {
@@ -356,7 +372,7 @@ inline void paired_dots(const uint8_t* q, const int8_t* x, const BlockSums* sums
     for (int r = 0; r < R; r++) dots[r] = _mm512_sub_epi32(dots[r], products);
 }
 
-template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, int R>
+template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, bool BYTES, int R>
 void tile_rows(const Matrix& w, int64_t tile, const Activations& x, int64_t row, __m512 (&to)[ROWS]) {
     __m512 sums[R];  // a local one stays in registers
     const int64_t blocks = w.inputs / BLOCK;
@@ -373,7 +389,8 @@ void tile_rows(const Matrix& w, int64_t tile, const Activations& x, int64_t row,
             __m512i dots[R];
             const int64_t first = row * blocks + b * R;
             const int from = part * 8 / PARTS, end = (part + 1) * 8 / PARTS;
-            if constexpr (PAIRED && R >= LEAST_PAIRED)
+            if constexpr (BYTES) byte_dots<BITS, R>(q + b * 64 * LINES, x.q + first * 2 * BLOCK, from, end, dots);
+            else if constexpr (PAIRED && R >= LEAST_PAIRED)
                 paired_dots<BITS, R>(q + b * 64 * LINES, x.q + first * 2 * BLOCK, x.sums + first, GROUP == 32 ? 2 : part, from, end, dots);
             else block_dots<BITS, R>(q + b * 64 * LINES, x.q + first * 2 * BLOCK, from, end, dots);
             for (int r = 0; r < R; r++) {
@@ -387,17 +404,17 @@ void tile_rows(const Matrix& w, int64_t tile, const Activations& x, int64_t row,
     for (int r = 0; r < R; r++) to[r] = sums[r];
 }
 
-template <int BITS, int GROUP, bool MINIMUM, bool SUPERS>
+template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, bool BYTES>
 void tile_some(const Matrix& w, int64_t tile, const Activations& x, int64_t row, int64_t rows, __m512 (&sums)[ROWS]) {
     switch (rows) {
-        case 1: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, 1>(w, tile, x, row, sums);
-        case 2: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, 2>(w, tile, x, row, sums);
-        case 3: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, 3>(w, tile, x, row, sums);
-        case 4: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, 4>(w, tile, x, row, sums);
-        case 5: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, 5>(w, tile, x, row, sums);
-        case 6: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, 6>(w, tile, x, row, sums);
-        case 7: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, 7>(w, tile, x, row, sums);
-        default: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, 8>(w, tile, x, row, sums);
+        case 1: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 1>(w, tile, x, row, sums);
+        case 2: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 2>(w, tile, x, row, sums);
+        case 3: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 3>(w, tile, x, row, sums);
+        case 4: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 4>(w, tile, x, row, sums);
+        case 5: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 5>(w, tile, x, row, sums);
+        case 6: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 6>(w, tile, x, row, sums);
+        case 7: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 7>(w, tile, x, row, sums);
+        default: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 8>(w, tile, x, row, sums);
     }
 }
 
@@ -412,12 +429,12 @@ inline void store_sums(const Matrix& w, int64_t tile, int64_t row, int64_t rows,
     }
 }
 
-template <int BITS, int GROUP, bool MINIMUM, bool SUPERS>
+template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, bool BYTES>
 void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, float* y, const float* add, int64_t stride) {
     __m512 sums[ROWS];
     for (int64_t row = some.begin; row < some.end; row += ROWS) {
         const int64_t count = group_rows(row, some.all);
-        tile_some<BITS, GROUP, MINIMUM, SUPERS>(w, tile, x, row, count, sums);
+        tile_some<BITS, GROUP, MINIMUM, SUPERS, BYTES>(w, tile, x, row, count, sums);
         store_sums(w, tile, row, count, sums, y, add, stride);
     }
 }
@@ -444,7 +461,7 @@ inline __m256i four(const int8_t* x) {
 }
 
 // 8 outputs of a 4-bit block times the activations of R rows. Eight products of pairs fit 16 bits: 8 * 2 * 15 * 128 < 32768.
-template <int R>
+template <bool BYTES, int R>
 inline void dots4(const uint8_t* q, const int8_t* x, __m256i (&dots)[R]) {
     constexpr int stride = 2 * BLOCK;
     const __m256i ones = _mm256_set1_epi16(1), mask = _mm256_set1_epi8(15);
@@ -455,9 +472,9 @@ inline void dots4(const uint8_t* q, const int8_t* x, __m256i (&dots)[R]) {
         const __m256i first = _mm256_and_si256(both, mask), second = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
         for (int r = 0; r < R; r++) {
             const int8_t* at = x + r * stride + 4 * j;
-            high[r] = _mm256_add_epi16(high[r], _mm256_maddubs_epi16(first, four(at)));
+            if (!BYTES) high[r] = _mm256_add_epi16(high[r], _mm256_maddubs_epi16(first, four(at)));
             low[r] = _mm256_add_epi16(low[r], _mm256_maddubs_epi16(first, four(at + BLOCK)));
-            high[r] = _mm256_add_epi16(high[r], _mm256_maddubs_epi16(second, four(at + 16)));
+            if (!BYTES) high[r] = _mm256_add_epi16(high[r], _mm256_maddubs_epi16(second, four(at + 16)));
             low[r] = _mm256_add_epi16(low[r], _mm256_maddubs_epi16(second, four(at + BLOCK + 16)));
         }
     }
@@ -496,7 +513,7 @@ inline void joined_parts(const int8_t* x, int16_t* to) {
 
 // Half of a tile: 8 outputs from `half` * 8 on. `begin`: where the first row's activations begin; those of its next block
 // come `step` places later.
-template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, int R>
+template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, bool BYTES, int R>
 void tile_rows(const Matrix& w, int64_t tile, int half, const Activations& x, int64_t begin, int64_t step, __m256* to) {
     __m256 sums[R];
     const int64_t blocks = w.inputs / BLOCK;
@@ -516,7 +533,7 @@ void tile_rows(const Matrix& w, int64_t tile, int half, const Activations& x, in
             __m256 minimum = MINIMUM ? group_values<SUPERS>(w.minimums, w.super_minimums + above, place)
                                      : _mm256_mul_ps(scale, _mm256_set1_ps(static_cast<float>(-w.zero)));
             __m256i dots[R];
-            if (BITS == 4) dots4<R>(q + b * 64 * LINES, xq, dots);
+            if (BITS == 4) dots4<BYTES, R>(q + b * 64 * LINES, xq, dots);
             else dots8<R>(q + b * 64 * LINES, whole, part * 8 / PARTS, (part + 1) * 8 / PARTS, dots);
             for (int r = 0; r < R; r++) {
                 const int64_t at = first + r;
@@ -529,7 +546,7 @@ void tile_rows(const Matrix& w, int64_t tile, int half, const Activations& x, in
     for (int r = 0; r < R; r++) to[r] = sums[r];
 }
 
-template <int BITS, int GROUP, bool MINIMUM, bool SUPERS>
+template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, bool BYTES>
 void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, float* y, const float* add, int64_t stride) {
     for (int64_t row = some.begin; row < some.end; row += FEW) {
         const int64_t group = row / ROWS * ROWS, step = group_rows(group, some.all), begin = group * (w.inputs / BLOCK) + row - group;
@@ -537,10 +554,10 @@ void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, fl
         for (int half = 0; half < 2; half++) {
             __m256 sums[FEW];
             switch (count) {
-                case 1: tile_rows<BITS, GROUP, MINIMUM, SUPERS, 1>(w, tile, half, x, begin, step, sums); break;
-                case 2: tile_rows<BITS, GROUP, MINIMUM, SUPERS, 2>(w, tile, half, x, begin, step, sums); break;
-                case 3: tile_rows<BITS, GROUP, MINIMUM, SUPERS, 3>(w, tile, half, x, begin, step, sums); break;
-                default: tile_rows<BITS, GROUP, MINIMUM, SUPERS, 4>(w, tile, half, x, begin, step, sums);
+                case 1: tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 1>(w, tile, half, x, begin, step, sums); break;
+                case 2: tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 2>(w, tile, half, x, begin, step, sums); break;
+                case 3: tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 3>(w, tile, half, x, begin, step, sums); break;
+                default: tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 4>(w, tile, half, x, begin, step, sums);
             }
             const int64_t output = tile * TILE + 8 * half;
             for (int64_t r = 0; r < count; r++) {
@@ -560,14 +577,19 @@ void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, fl
 using TileFunction = void (*)(const Matrix&, int64_t, const Activations&, Rows, float*, const float*, int64_t);
 
 // The kinds that files hold: Q4_0, Q4_1, Q4_K; Q8_0, Q5_1, Q5_K; Q6_K.
-TileFunction tile_function(const Matrix& w) {
+template <bool BYTES>
+TileFunction tile_function_of(const Matrix& w) {
     if (w.bits == 4) {
-        if (!w.minimums) return tile_all<4, 32, false, false>;
-        return w.super_scales ? tile_all<4, 32, true, true> : tile_all<4, 32, true, false>;
+        if (!w.minimums) return tile_all<4, 32, false, false, BYTES>;
+        return w.super_scales ? tile_all<4, 32, true, true, BYTES> : tile_all<4, 32, true, false, BYTES>;
     }
-    if (w.group == 16) return tile_all<8, 16, false, true>;
-    if (!w.minimums) return tile_all<8, 32, false, false>;
-    return w.super_scales ? tile_all<8, 32, true, true> : tile_all<8, 32, true, false>;
+    if (w.group == 16) return tile_all<8, 16, false, true, BYTES>;
+    if (!w.minimums) return tile_all<8, 32, false, false, BYTES>;
+    return w.super_scales ? tile_all<8, 32, true, true, BYTES> : tile_all<8, 32, true, false, BYTES>;
+}
+
+TileFunction tile_function(const Matrix& w, int64_t activations) {
+    return activations == 8 ? tile_function_of<true>(w) : tile_function_of<false>(w);
 }
 
 #else  // any processor: the same numbers, left to the compiler to make fast
@@ -607,7 +629,7 @@ void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, fl
 }
 
 using TileFunction = void (*)(const Matrix&, int64_t, const Activations&, Rows, float*, const float*, int64_t);
-TileFunction tile_function(const Matrix&) { return tile_all; }
+TileFunction tile_function(const Matrix&, int64_t) { return tile_all; }
 
 #endif
 
@@ -641,11 +663,11 @@ double dots_per_second(double seconds) {
 // Tiles [begin, end) of all parts.
 void product_of_tiles(const JoinedMatrices& w, const Activations& x, Rows rows, int64_t begin, int64_t end, float* y, const float* add) {
     int64_t part = 0, first = 0;  // of the tiles of this part
-    TileFunction tile = tile_function(w.parts[0]);
+    TileFunction tile = tile_function(w.parts[0], w.activations);
     for (int64_t t = begin; t < end; t++) {
         while (t - first >= w.parts[part].outputs / TILE) {
             first += w.parts[part].outputs / TILE;
-            tile = tile_function(w.parts[++part]);
+            tile = tile_function(w.parts[++part], w.activations);
         }
         const int64_t offset = first * TILE;
         tile(w.parts[part], t - first, x, rows, y + offset, add ? add + offset : nullptr, w.outputs);
@@ -663,7 +685,7 @@ void product(const JoinedMatrices& w, const Activations& x, int64_t rows, float*
 
 // ---- attention ----
 
-// Floats -> 8 bits and their scales. A number that is none shows in all that share its scale.
+// Numbers [0, size) -> 8 bits and their scales. A number that is none shows in all that share its scale.
 void round_row(const float* x, int64_t size, int8_t* q, float* scales) {
     for (int64_t from = 0; from < size; from += SCALED) {
         const int64_t end = from + SCALED < size ? from + SCALED : size;
@@ -675,53 +697,160 @@ void round_row(const float* x, int64_t size, int8_t* q, float* scales) {
             most = magnitude > most ? magnitude : most;
         }
         const bool some = finite && most >= LEAST;
-        const float inverse = some ? 127.0f / most : 0.0f;
+        const float inverse = some ? MOST_BYTE / most : 0.0f;
         for (int64_t i = from; i < end; i++) q[i] = some ? static_cast<int8_t>(std::nearbyint(x[i] * inverse)) : 0;
-        scales[from / SCALED] = finite ? (some ? most / 127.0f : 0.0f) : NAN;
+        scales[from / SCALED] = finite ? (some ? most / MOST_BYTE : 0.0f) : NAN;
     }
 }
 
-// The numbers [0, size) that 8 bits and scales stand for.
-inline void widen(const int8_t* q, const float* scales, int64_t size, float* to) {
-    int64_t i = 0;
-#if WIDE
-    for (; i + 16 <= size; i += 16) {
-        const __m512i whole = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q + i)));
-        _mm512_storeu_ps(to + i, _mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(scales[i / SCALED])));
-    }
-#endif
-    for (; i < size; i++) to[i] = static_cast<float>(q[i]) * scales[i / SCALED];
-}
-
-// The keys, or the values, of one layer and one head, wherever their pages lie, as floats.
+// The keys, or the values, of one layer and one head, wherever their pages lie. A page of 32 tokens is
+//   floats: [32][size];
+//   keys of 8 bits: 2 tiles of 16 keys, laid out as those of a matrix, [blocks of 32 numbers][8][16][4] bytes, with 128
+//     added; then the scales of both, [tile][groups of 16 numbers][16];
+//   values of 8 bits: [32][whole blocks of 32 numbers], then the scales, [32][groups].
 struct PagedRows {
     float* const* pages;
     int64_t offset, size;  // floats from where a page begins to these rows; numbers of one row
-    float* wide;           // [PAGE][size] where rows of 8 bits become floats; null: they are floats
     bool bytes;
+    float* wide;           // [size] where a value of 8 bits becomes floats
 
+    int64_t blocks() const { return (size + BLOCK - 1) / BLOCK; }
+    int64_t groups() const { return blocks() * (BLOCK / SCALED); }
     float* page(int64_t place) const { return pages[static_cast<uint64_t>(place) / PAGE] + offset; }  // unsigned: a shift
-    int64_t groups() const { return (size + SCALED - 1) / SCALED; }  // scales of a row
+    static int64_t within(int64_t place) { return static_cast<int64_t>(static_cast<uint64_t>(place) % PAGE); }
+    int8_t* numbers(int64_t place) const { return reinterpret_cast<int8_t*>(page(place)); }  // of 8 bits
+    float* scales(int64_t place) const { return page(place) + PAGE * blocks() * BLOCK / 4; }
 
-    // Rows [place, place + count) of one page; those of 8 bits as floats in `wide`, from its row `at` on.
-    const float* rows(int64_t place, int64_t count, int64_t at = 0) const {
-        const int64_t within = static_cast<int64_t>(static_cast<uint64_t>(place) % PAGE);
-        const float* first = page(place);
-        if (!bytes) return first + within * size;
-        const int8_t* q = reinterpret_cast<const int8_t*>(first);
-        const float* scales = first + PAGE * size / 4;
-        for (int64_t i = 0; i < count; i++)
-            widen(q + (within + i) * size, scales + (within + i) * groups(), size, wide + (at + i) * size);
-        return wide + at * size;
+    // A row of floats, with those after it in its page; or a value of 8 bits as floats.
+    const float* row(int64_t place) const {
+        if (!bytes) return page(place) + within(place) * size;
+        const int8_t* q = numbers(place) + within(place) * blocks() * BLOCK;
+        const float* scale = scales(place) + within(place) * groups();
+        for (int64_t i = 0; i < size; i++) wide[i] = static_cast<float>(q[i]) * scale[i / SCALED];
+        return wide;
     }
 
-    void store(int64_t place, const float* x) const {
-        const int64_t within = static_cast<int64_t>(static_cast<uint64_t>(place) % PAGE);
-        float* first = page(place);
-        if (bytes) round_row(x, size, reinterpret_cast<int8_t*>(first) + within * size, first + PAGE * size / 4 + within * groups());
-        else std::memcpy(first + within * size, x, size * sizeof(float));
+    void store_value(int64_t place, const float* x) const {
+        if (bytes) round_row(x, size, numbers(place) + within(place) * blocks() * BLOCK, scales(place) + within(place) * groups());
+        else std::memcpy(page(place) + within(place) * size, x, size * sizeof(float));
+    }
+
+    void store_key(int64_t place, const float* x) const {
+        if (!bytes) return store_value(place, x);
+        const int64_t tile = within(place) / TILE, lane = within(place) % TILE;
+        int8_t* to = numbers(place) + tile * blocks() * BLOCK * TILE + lane * 4;
+        float* scale = scales(place) + tile * groups() * TILE + lane;
+        for (int64_t from = 0; from < size; from += SCALED, scale += TILE) {
+            int8_t q[SCALED] = {};
+            round_row(x + from, size - from < SCALED ? size - from : SCALED, q, scale);
+            for (int64_t i = 0; i < SCALED; i += 4, to += 4 * TILE)
+                for (int64_t k = 0; k < 4; k++) to[k] = static_cast<int8_t>(q[i + k] ^ -128);
+        }
     }
 };
+
+// ---- scores of keys of 8 bits ----
+
+// Queries in 16 bits, as the inputs of a product: groups of up to ASKED, and in each [blocks][queries of the group].
+constexpr int ASKED = 6;
+
+struct AskedBlock {
+    int8_t q[2 * BLOCK];
+    float scale;
+    int32_t sums[BLOCK / SCALED];  // 128 * the sum of each group of numbers: what the 128 in the keys adds
+};
+
+void ask(const float* q, int64_t size, int64_t step, AskedBlock* to) {
+    for (int64_t from = 0; from < size; from += BLOCK, to += step) {
+        float x[BLOCK] = {};
+        std::memcpy(x, q + from, (size - from < BLOCK ? size - from : BLOCK) * sizeof(float));
+        BlockSums unused;
+        quantise_block<false>(x, MOST, to->q, &to->scale, &unused);
+        for (int g = 0; g < BLOCK / SCALED; g++) {
+            to->sums[g] = 0;
+            for (int i = g * SCALED; i < (g + 1) * SCALED; i++) to->sums[g] += 128 * (to->q[i] * 256 + to->q[i + BLOCK]);
+        }
+    }
+}
+
+// q . key * factor of N queries for the 16 keys of a tile. `step`: from a query's block to its next one.
+template <int N>
+inline void tile_scores(const uint8_t* keys, const float* scales, int64_t blocks, const AskedBlock* asked, int64_t step, float factor,
+                        float (&to)[N][TILE]) {
+    constexpr int GROUPS = BLOCK / SCALED;
+#if WIDE
+    __m512 sums[N];
+    for (int n = 0; n < N; n++) sums[n] = _mm512_setzero_ps();
+    for (int64_t b = 0; b < blocks; b++, asked += step)
+        for (int g = 0; g < GROUPS; g++) {
+            __m512i high[N], low[N];
+            for (int n = 0; n < N; n++) high[n] = low[n] = _mm512_setzero_si512();
+#pragma GCC unroll 8
+            for (int j = g * SCALED / 4; j < (g + 1) * SCALED / 4; j++) {
+                const __m512i v = _mm512_loadu_si512(keys + (b * 8 + j) * 64);
+#pragma GCC unroll 8
+                for (int n = 0; n < N; n++) {
+                    high[n] = _mm512_dpbusd_epi32(high[n], v, four(asked[n].q + 4 * j));
+                    low[n] = _mm512_dpbusd_epi32(low[n], v, four(asked[n].q + BLOCK + 4 * j));
+                }
+            }
+            const __m512 scale = _mm512_loadu_ps(scales + (b * GROUPS + g) * TILE);
+            for (int n = 0; n < N; n++) {
+                const __m512i dot = _mm512_sub_epi32(_mm512_add_epi32(_mm512_slli_epi32(high[n], 8), low[n]), _mm512_set1_epi32(asked[n].sums[g]));
+                sums[n] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(scale, _mm512_set1_ps(asked[n].scale)), sums[n]);
+            }
+        }
+    for (int n = 0; n < N; n++) _mm512_storeu_ps(to[n], _mm512_mul_ps(sums[n], _mm512_set1_ps(factor)));
+#else
+    for (int n = 0; n < N; n++) {
+        float sums[TILE] = {};
+        for (int64_t b = 0; b < blocks; b++)
+            for (int g = 0; g < GROUPS; g++) {
+                const AskedBlock& block = asked[b * step + n];
+                int32_t dots[TILE] = {};
+                for (int j = g * SCALED / 4; j < (g + 1) * SCALED / 4; j++)
+                    for (int o = 0; o < TILE; o++)
+                        for (int i = 0; i < 4; i++)
+                            dots[o] += keys[((b * 8 + j) * TILE + o) * 4 + i] * (block.q[4 * j + i] * 256 + block.q[BLOCK + 4 * j + i]);
+                const float* scale = scales + (b * GROUPS + g) * TILE;
+                for (int o = 0; o < TILE; o++) sums[o] = std::fma(static_cast<float>(dots[o] - block.sums[g]), scale[o] * block.scale, sums[o]);
+            }
+        for (int o = 0; o < TILE; o++) to[n][o] = sums[o] * factor;
+    }
+#endif
+}
+
+// Of N queries that see the first `runs` keys each.
+template <int N>
+void run_scores(const PagedRows& keys, const AskedBlock* asked, const int64_t* runs, float* const* scores, float factor) {
+    int64_t longest = 0;
+    for (int n = 0; n < N; n++) longest = runs[n] > longest ? runs[n] : longest;
+    const int64_t blocks = keys.blocks();
+    for (int64_t i = 0; i < longest; i += TILE) {
+        const int64_t tile = PagedRows::within(i) / TILE;
+        float to[N][TILE];
+        tile_scores<N>(reinterpret_cast<const uint8_t*>(keys.numbers(i)) + tile * blocks * BLOCK * TILE,
+                       keys.scales(i) + tile * keys.groups() * TILE, blocks, asked, N, factor, to);
+        for (int n = 0; n < N; n++) {
+            const int64_t some = runs[n] - i < TILE ? runs[n] - i : TILE;
+            if (some > 0) std::memcpy(scores[n] + i, to[n], some * sizeof(float));
+        }
+    }
+}
+
+// Of one query for the keys at `places`: those that lie side by side in a tile are taken together.
+void place_scores(const PagedRows& keys, const AskedBlock* asked, int64_t step, const int32_t* places, int64_t count, float factor,
+                  float* scores) {
+    const int64_t blocks = keys.blocks();
+    for (int64_t i = 0, some; i < count; i += some) {
+        const int64_t place = places[i], tile = PagedRows::within(place) / TILE, lane = PagedRows::within(place) % TILE;
+        for (some = 1; lane + some < TILE && i + some < count && places[i + some] == place + some;) some++;
+        float to[1][TILE];
+        tile_scores<1>(reinterpret_cast<const uint8_t*>(keys.numbers(place)) + tile * blocks * BLOCK * TILE,
+                       keys.scales(place) + tile * keys.groups() * TILE, blocks, asked, step, factor, to);
+        std::memcpy(scores + i, to[0] + lane, some * sizeof(float));
+    }
+}
 
 #if WIDE
 // Sums of 16 vectors, one per lane; every vector is added up by the same tree.
@@ -766,10 +895,10 @@ void dots(const float* q, const PagedRows& keys, const int32_t* places, int64_t 
     int64_t i = 0;
 #if WIDE
     for (; keys.size % 16 == 0 && i < seen; i += 16)
-        dots16(q, [&](int64_t k) { return keys.rows(places[i + k], 1, k); }, seen - i < 16 ? seen - i : 16, keys.size, factor, scores + i);
+        dots16(q, [&](int64_t k) { return keys.row(places[i + k]); }, seen - i < 16 ? seen - i : 16, keys.size, factor, scores + i);
 #endif
     for (; i < seen; i++) {
-        const float* key = keys.rows(places[i], 1);
+        const float* key = keys.row(places[i]);
         float total = 0;
         for (int64_t d = 0; d < keys.size; d++) total += q[d] * key[d];
         scores[i] = total * factor;
@@ -844,7 +973,7 @@ void mix(const float* scores, const PagedRows& values, const int32_t* places, in
     for (; d + 64 <= size; d += 64) {
         __m512 sum[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
         for (int64_t i = 0; i < seen; i++) {
-            const float* value = values.rows(places[i], 1) + d;
+            const float* value = values.row(places[i]) + d;
             const __m512 score = _mm512_set1_ps(scores[i]);
             for (int j = 0; j < 4; j++) sum[j] = _mm512_fmadd_ps(score, _mm512_loadu_ps(value + 16 * j), sum[j]);
         }
@@ -854,7 +983,7 @@ void mix(const float* scores, const PagedRows& values, const int32_t* places, in
     if (d == size) return;
     std::memset(to + d, 0, (size - d) * sizeof(float));
     for (int64_t i = 0; i < seen; i++) {
-        const float* value = values.rows(places[i], 1);
+        const float* value = values.row(places[i]);
         for (int64_t j = d; j < size; j++) to[j] += scores[i] * value[j];
     }
     for (; d < size; d++) to[d] *= 1.0f / total;
@@ -869,12 +998,12 @@ void rotate(float* x, const float* cos, const float* sin, int64_t size) {
 }
 
 PagedRows keys_of(const Shape& s, const Span& span, int64_t layer, int64_t kv_head, float* wide = nullptr) {
-    return {span.pages, layer * span.layer_stride + kv_head * span.head_stride, s.head_dim, wide, s.kv_bits == 8};
+    return {span.pages, layer * span.layer_stride + kv_head * span.head_stride, s.head_dim, s.kv_bits == 8, wide};
 }
 
 // The values beside these keys.
 PagedRows values_of(const Span& span, const PagedRows& keys) {
-    return {keys.pages, keys.offset + span.values, keys.size, keys.wide, keys.bytes};
+    return {keys.pages, keys.offset + span.values, keys.size, keys.bytes, keys.wide};
 }
 
 // Normalise, rotate and store the new keys and values of one row.
@@ -889,8 +1018,8 @@ void store_row(const Shape& s, const Layer& layer, const Span& span, int64_t ind
     int64_t place = span.start + row;
     for (int64_t h = 0; h < s.kv_heads; h++) {
         const PagedRows keys = keys_of(s, span, index, h);
-        keys.store(place, qkv + (s.heads + h) * s.head_dim);
-        values_of(span, keys).store(place, qkv + (s.heads + s.kv_heads + h) * s.head_dim);
+        keys.store_key(place, qkv + (s.heads + h) * s.head_dim);
+        values_of(span, keys).store_value(place, qkv + (s.heads + s.kv_heads + h) * s.head_dim);
     }
 }
 
@@ -903,23 +1032,35 @@ struct Query {
     float* to;
 };
 
-void attend(const Query& query, const PagedRows& keys, const PagedRows& values) {
-    dots(query.q, keys, query.places, query.seen, 1.0f / std::sqrt(static_cast<float>(keys.size)), query.scores);
+void attend(const Query& query, const PagedRows& keys, const PagedRows& values, AskedBlock* asked) {
+    const float factor = 1.0f / std::sqrt(static_cast<float>(keys.size));
+    if (keys.bytes) {
+        ask(query.q, keys.size, 1, asked);
+        place_scores(keys, asked, 1, query.places, query.seen, factor, query.scores);
+    } else dots(query.q, keys, query.places, query.seen, factor, query.scores);
     float total = exponentials(query.scores, query.seen, largest(query.scores, query.seen));
     mix(query.scores, values, query.places, query.seen, total, query.to);
 }
 
 #if WIDE
-// sums += score * value for `some` keys from `begin` on and up to 4 queries, 64 of the head's numbers; the values, each of
-// `size` numbers, lie side by side
-template <int N>
-inline void mix_some(const Query* queries, const float* values, int64_t size, int64_t begin, int64_t some, int64_t d) {
+// sums += score * value for `some` keys of one page from `begin` on and up to 6 queries, 64 of the head's numbers
+template <int N, bool BYTES>
+inline void mix_some(const Query* queries, const PagedRows& values, int64_t begin, int64_t some, int64_t d) {
     __m512 sums[N][4];
     for (int n = 0; n < N; n++)
         for (int j = 0; j < 4; j++) sums[n][j] = _mm512_loadu_ps(queries[n].to + d + 16 * j);
+    const int64_t stride = BYTES ? values.blocks() * BLOCK : values.size, groups = values.groups();
+    const float* floats = BYTES ? nullptr : values.row(begin) + d;
+    const int8_t* bytes = BYTES ? values.numbers(begin) + PagedRows::within(begin) * stride + d : nullptr;
+    const float* scales = BYTES ? values.scales(begin) + PagedRows::within(begin) * groups + d / SCALED : nullptr;
     for (int64_t i = 0; i < some; i++) {
         __m512 value[4];
-        for (int j = 0; j < 4; j++) value[j] = _mm512_loadu_ps(values + i * size + d + 16 * j);
+        for (int j = 0; j < 4; j++) {
+            if (BYTES) {
+                const __m512i whole = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + i * stride + 16 * j)));
+                value[j] = _mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(scales[i * groups + 16 * j / SCALED]));
+            } else value[j] = _mm512_loadu_ps(floats + i * stride + 16 * j);
+        }
         for (int n = 0; n < N; n++) {
             const __m512 score = _mm512_set1_ps(queries[n].scores[begin + i]);
             for (int j = 0; j < 4; j++) sums[n][j] = _mm512_fmadd_ps(score, value[j], sums[n][j]);
@@ -927,6 +1068,39 @@ inline void mix_some(const Query* queries, const float* values, int64_t size, in
     }
     for (int n = 0; n < N; n++)
         for (int j = 0; j < 4; j++) _mm512_storeu_ps(queries[n].to + d + 16 * j, sums[n][j]);
+}
+
+template <bool BYTES>
+void mix_page(const Query* queries, int64_t count, const PagedRows& values, int64_t begin, int64_t some, int64_t d) {
+    switch (count) {
+        case 1: return mix_some<1, BYTES>(queries, values, begin, some, d);
+        case 2: return mix_some<2, BYTES>(queries, values, begin, some, d);
+        case 3: return mix_some<3, BYTES>(queries, values, begin, some, d);
+        case 4: return mix_some<4, BYTES>(queries, values, begin, some, d);
+        case 5: return mix_some<5, BYTES>(queries, values, begin, some, d);
+        default: return mix_some<6, BYTES>(queries, values, begin, some, d);
+    }
+}
+
+// Scores of up to 6 queries for keys of 8 bits: those of their runs together, then each for what it sees beside its run.
+void byte_scores(const Query* queries, int64_t count, const PagedRows& keys, AskedBlock* asked, float factor) {
+    int64_t runs[ASKED];
+    float* scores[ASKED];
+    for (int64_t n = 0; n < count; n++) {
+        ask(queries[n].q, keys.size, count, asked + n);
+        runs[n] = queries[n].run;
+        scores[n] = queries[n].scores;
+    }
+    switch (count) {
+        case 1: run_scores<1>(keys, asked, runs, scores, factor); break;
+        case 2: run_scores<2>(keys, asked, runs, scores, factor); break;
+        case 3: run_scores<3>(keys, asked, runs, scores, factor); break;
+        case 4: run_scores<4>(keys, asked, runs, scores, factor); break;
+        case 5: run_scores<5>(keys, asked, runs, scores, factor); break;
+        default: run_scores<6>(keys, asked, runs, scores, factor);
+    }
+    for (int64_t n = 0; n < count; n++)
+        place_scores(keys, asked + n, count, queries[n].places + runs[n], queries[n].seen - runs[n], factor, scores[n] + runs[n]);
 }
 
 // The same numbers as dots16 for two queries and 8 keys that lie side by side: each part of a key is read once for both.
@@ -952,7 +1126,7 @@ inline void dots8_of_two(const Query& one, const Query& other, const float* keys
 
 // Queries that see runs of the first keys: each piece of these keys, and of the values that all of them see, is read once.
 // Every query's numbers are those that it would get alone.
-void attend_together(const Query* queries, int64_t count, const PagedRows& keys, const PagedRows& values) {
+void attend_together(const Query* queries, int64_t count, const PagedRows& keys, const PagedRows& values, AskedBlock* asked) {
     const int64_t size = keys.size;
     const float factor = 1.0f / std::sqrt(static_cast<float>(size));
     int64_t shared = queries[0].run, longest = shared;
@@ -961,8 +1135,10 @@ void attend_together(const Query* queries, int64_t count, const PagedRows& keys,
         longest = queries[n].run > longest ? queries[n].run : longest;
     }
     const auto two = size == 64 ? dots8_of_two<64> : size == 128 ? dots8_of_two<128> : dots8_of_two<0>;
-    for (int64_t i = 0; i < longest; i += 16) {
-        const float* first = keys.rows(i, longest - i < 16 ? longest - i : 16);  // they lie in one page
+    for (int64_t n = 0; keys.bytes && n < count; n += ASKED)
+        byte_scores(queries + n, count - n < ASKED ? count - n : ASKED, keys, asked, factor);
+    for (int64_t i = 0; !keys.bytes && i < longest; i += 16) {
+        const float* first = keys.row(i);  // the 16 lie in one page
         for (int64_t n = 0; n < count; n++) {
             const int64_t some = queries[n].run - i;
             if (n + 1 < count && some >= 16 && queries[n + 1].run - i >= 16) {
@@ -976,25 +1152,20 @@ void attend_together(const Query* queries, int64_t count, const PagedRows& keys,
     float totals[TOGETHER];
     for (int64_t n = 0; n < count; n++) {
         const Query& query = queries[n];
-        dots(query.q, keys, query.places + query.run, query.seen - query.run, factor, query.scores + query.run);
+        if (!keys.bytes) dots(query.q, keys, query.places + query.run, query.seen - query.run, factor, query.scores + query.run);
         totals[n] = exponentials(query.scores, query.seen, largest(query.scores, query.seen));
         std::memset(query.to, 0, size * sizeof(float));
     }
     for (int64_t begin = 0; begin < shared; begin += PAGE) {
         const int64_t some = shared - begin < PAGE ? shared - begin : PAGE;
-        const float* first = values.rows(begin, some);
-        for (int64_t n = 0; n < count; n += 4)
-            for (int64_t d = 0; d < size; d += 64) switch (count - n) {
-                    case 1: mix_some<1>(queries + n, first, size, begin, some, d); break;
-                    case 2: mix_some<2>(queries + n, first, size, begin, some, d); break;
-                    case 3: mix_some<3>(queries + n, first, size, begin, some, d); break;
-                    default: mix_some<4>(queries + n, first, size, begin, some, d);
-                }
+        for (int64_t n = 0; n < count; n += ASKED)
+            for (int64_t d = 0; d < size; d += 64)
+                (values.bytes ? mix_page<true> : mix_page<false>)(queries + n, count - n < ASKED ? count - n : ASKED, values, begin, some, d);
     }
     for (int64_t n = 0; n < count; n++) {
         const Query& query = queries[n];
         for (int64_t i = shared; i < query.seen; i++) {
-            const float* value = values.rows(query.places[i], 1);
+            const float* value = values.row(query.places[i]);
             for (int64_t d = 0; d < size; d += 16)
                 _mm512_storeu_ps(query.to + d, _mm512_fmadd_ps(_mm512_set1_ps(query.scores[i]), _mm512_loadu_ps(value + d),
                                                                _mm512_loadu_ps(query.to + d)));
@@ -1005,13 +1176,13 @@ void attend_together(const Query* queries, int64_t count, const PagedRows& keys,
 }
 #endif
 
-void attend_all(const Query* queries, int64_t count, const PagedRows& keys, const PagedRows& values) {
+void attend_all(const Query* queries, int64_t count, const PagedRows& keys, const PagedRows& values, AskedBlock* asked) {
 #if WIDE
     bool together = keys.size % 64 == 0;  // not where a window hides the first keys: nothing would be shared
     for (int64_t n = 0; n < count; n++) together &= queries[n].run > 0;
-    if (together) return attend_together(queries, count, keys, values);
+    if (together) return attend_together(queries, count, keys, values, asked);
 #endif
-    for (int64_t n = 0; n < count; n++) attend(queries[n], keys, values);
+    for (int64_t n = 0; n < count; n++) attend(queries[n], keys, values, asked);
 }
 
 // The place of the largest logit, and its chance under softmax; the logits are overwritten.
@@ -1083,7 +1254,8 @@ struct Work {
     Activations x;
     float *normed, *qkv, *mixed, *inner;  // [rows][hidden], [rows][all heads], [rows][heads], [rows][2 * inner]
     float* scores;                        // [threads][12][longest]
-    float* wide;                          // [threads][32][head_dim] where keys and values of 8 bits become floats
+    float* wide;                          // [threads][head_dim] where a value of 8 bits becomes floats
+    AskedBlock* asked;                    // [threads][6][blocks of a head] queries for keys of 8 bits
     int32_t* places;                      // [rows][longest] what each row sees
     int32_t* seen;                        // [rows] how much of that
     int32_t* runs;                        // [rows] how many of these are 0, 1, 2 and so on
@@ -1105,14 +1277,14 @@ struct HeadInputs {
 static void attend_item(const Shape& s, const Item& item, const Span& span, int64_t index, int64_t all, int64_t thread, const Work* work) {
     const int64_t group = s.heads / s.kv_heads;
     float* scores = work->scores + thread * TOGETHER * work->longest;
-    const PagedRows keys = keys_of(s, span, index, item.kv_head, work->wide + thread * PAGE * s.head_dim);
+    const PagedRows keys = keys_of(s, span, index, item.kv_head, work->wide + thread * s.head_dim);
     Query queries[TOGETHER];
     for (int64_t n = 0; n < item.count; n++) {
         const int64_t row = span.first + (item.first + n) / group, h = item.kv_head * group + (item.first + n) % group;
         queries[n] = {work->qkv + row * all + h * s.head_dim, work->places + row * work->longest, work->seen[row], work->runs[row],
                       scores + n * work->longest, work->mixed + (row * s.heads + h) * s.head_dim};
     }
-    attend_all(queries, item.count, keys, values_of(span, keys));
+    attend_all(queries, item.count, keys, values_of(span, keys), work->asked + thread * ASKED * keys.blocks());
 }
 
 // Multiply-adds of 8 bits in a second by all threads, in a loop on registers that runs for about this time: what the products
@@ -1140,7 +1312,7 @@ void outrider_linear(const JoinedMatrices* w, const float* x, const float* norm,
                 normalise(row, norm, eps, inputs, work->normed + r * inputs);
                 row = work->normed + r * inputs;
             }
-            quantise_row(row, inputs, r, rows, work->x);
+            quantise_row(row, inputs, r, rows, w->activations, work->x);
         }
     });
     product(*w, work->x, rows, y, nullptr);
@@ -1154,7 +1326,7 @@ static void join(const Shape& s, const Layer& layer, const HeadInputs& head_inpu
             normalise(head_inputs.embedded + r * s.hidden, head_inputs.embedding_norm, s.eps, s.hidden, both);
             normalise(row, layer.attention_norm, s.eps, s.hidden, both + s.hidden);
             if (head_inputs.replaces) std::memcpy(row, both + s.hidden, s.hidden * sizeof(float));
-            quantise_row(both, 2 * s.hidden, r, rows, work->x);
+            quantise_row(both, 2 * s.hidden, r, rows, layer.qkv.activations, work->x);
         }
     });
 }
@@ -1220,7 +1392,7 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
                 attend_item(s, items[item], ends[items[item].span], index, all, id, work);
         });
         pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
-            for (int64_t r = begin; r < end; r++) quantise_row(mixed + r * q_size, q_size, r, rows, work->x);
+            for (int64_t r = begin; r < end; r++) quantise_row(mixed + r * q_size, q_size, r, rows, layer.output.activations, work->x);
         });
         product(layer.output, work->x, rows, x, x);
         outrider_linear(&layer.gate_up, x, layer.mlp_norm, s.eps, rows, work->inner, work);
@@ -1228,7 +1400,7 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
             for (int64_t r = begin; r < end; r++) {
                 float *gate = work->inner + r * 2 * s.inner, *up = gate + s.inner;
                 gated(gate, up, s.inner);
-                quantise_row(gate, s.inner, r, rows, work->x);
+                quantise_row(gate, s.inner, r, rows, layer.down.activations, work->x);
             }
         });
         product(layer.down, work->x, rows, x, x);
@@ -1260,7 +1432,7 @@ void outrider_states(const Shape* shape, const Head* head, const float* const* s
                 else std::memcpy(joined + b * size, state, size * sizeof(float));
             }
             if (head->joined_norm) normalise(joined, head->joined_norm, shape->eps, inputs, joined);
-            quantise_row(joined, inputs, r, rows, work->x);
+            quantise_row(joined, inputs, r, rows, head->fc.activations, work->x);
         }
     });
     product(head->fc, work->x, rows, x, nullptr);

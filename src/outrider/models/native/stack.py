@@ -12,12 +12,14 @@ from torch import Tensor
 from outrider.core.errors import OutriderError
 from outrider.models.native import structs
 from outrider.models.native.library import library
-from outrider.models.native.packed import Packed, PackedWorkspace, use_torch_threads
-from outrider.models.paged_cache import SIZE, PagedSlot
+from outrider.models.native.packed import BLOCK, Packed, PackedWorkspace, use_torch_threads
+from outrider.models.paged_cache import PagedSlot
 from outrider.models.stack import Layer, Pass, StackConfig
 
 KEYS = 16  # keys whose scores are taken together; the same number as in kernels.cpp
 TOGETHER = 12  # queries that share one reading of keys and values; the same number as in kernels.cpp
+ASKED = 6  # queries in 16 bits that are multiplied together with keys of 8; the same number as in kernels.cpp
+ASKED_BYTES = 76  # of a block of such a query: 32 numbers, a scale, two sums
 # Passes in a row whose sequences are shorter than an eighth of the buffers' length, after which these are made anew: a
 # prompt of 128k tokens leaves half a GB. Enough that turns of long and short sequences do not allocate each time.
 SHORT_PASSES = 256
@@ -61,6 +63,16 @@ class NativeStack:
         """Of a row in the products of all layers: the number of their weights."""
         matrices = ((layer.qkv, layer.output, layer.gate_up, layer.down) for layer in self.layers)
         return sum(packed(each).outputs * packed(each).inputs for layer in matrices for each in layer)
+
+    @property
+    def numbers(self) -> list[Tensor | str | None]:
+        """All that its keys and values depend on."""
+        found: list[Tensor | str | None] = [repr(self.config)]
+        for layer in self.layers:
+            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                found += packed(linear).numbers
+            found += (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
+        return found
 
     def first(self, layers: int) -> NativeStack:
         return NativeStack(self.config, self.layers[:layers])
@@ -117,7 +129,8 @@ class NativeStack:
             mixed=torch.empty(rows, heads),
             inner=torch.empty(rows, 2 * inner),
             scores=torch.empty(threads, TOGETHER, longest),
-            wide=torch.empty(threads, SIZE, config.head_dim),
+            wide=torch.empty(threads, config.head_dim),
+            asked=torch.empty(threads, ASKED, -(-config.head_dim // BLOCK), ASKED_BYTES, dtype=torch.uint8),
             places=torch.empty(rows, longest, dtype=torch.int32),
             seen=torch.empty(rows, dtype=torch.int32),
             runs=torch.empty(rows, dtype=torch.int32),

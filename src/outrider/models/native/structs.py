@@ -22,7 +22,7 @@ class Matrix(Structure):
 
 
 class JoinedMatrices(Structure):
-    _fields_ = (("parts", Matrix * 3), ("count", c_int64), ("outputs", c_int64))
+    _fields_ = (("parts", Matrix * 3), ("count", c_int64), ("outputs", c_int64), ("activations", c_int64))
 
 
 class LayerStruct(Structure):
@@ -75,6 +75,7 @@ class Work(Structure):
         ("inner", c_void_p),
         ("scores", c_void_p),
         ("wide", c_void_p),
+        ("asked", c_void_p),
         ("places", c_void_p),
         ("seen", c_void_p),
         ("runs", c_void_p),
