@@ -86,6 +86,16 @@ class Settings:
             self._refuse_what_is_vllms()
 
     @property
+    def rounded(self) -> list[str]:
+        """What is rounded to fewer bits than by default: it may change texts, which a drafter never does."""
+        return [f"{name} {getattr(self, name)}" for name in ("kv", "activations") if getattr(self, name) != "auto"]
+
+    @property
+    def numbers(self) -> str:
+        """In which numbers the model is computed, as it was asked for."""
+        return ", ".join([self.dtype, *self.rounded])
+
+    @property
     def keeps_files(self) -> bool:
         """Whether something is written down when the model is closed."""
         return bool(self.history or self.cache_file)

@@ -271,7 +271,7 @@ MODELS = {
     "llama, 8 bits": ("llama", 8, {}),
     "llama, tied": ("llama", 4, dict(tie_word_embeddings=True)),
     "llama, no groups": ("llama", 4, dict(num_key_value_heads=4)),
-    **{f"llama, heads of {size}": ("llama", 8, dict(head_dim=size)) for size in (16, 24, 32, 64, 80, 128)},
+    **{f"llama, heads of {size}": ("llama", 8, dict(head_dim=size)) for size in (8, 16, 24, 32, 64, 80, 128)},
     "mistral, 4 bits": ("mistral", 4, {}),
     "mistral, heads of 64": ("mistral", 8, dict(head_dim=64)),
     "qwen2": ("qwen2", 4, {}),
@@ -451,6 +451,40 @@ class TestModels:
         for node in range(ROOT, 7):
             path = [TREES["branches"].tokens[i] for i in TREES["branches"].path(node)]
             assert torch.equal(output.logits[node + 1], one_by_one(model, [*other, *path])[-1])
+
+
+def unpacked_row(page, place, size):
+    """The key and the value at one place of a page of 8 bits, [layers, heads, size] each, as kernels.cpp has them."""
+    layers, heads, _, _ = page.shape
+    width = -(-size // 32) * 32
+    numbers, scales = page[..., : 32 * width], page[..., 32 * width :].view(torch.float32)
+    tiles = numbers[:, :, 0].reshape(layers, heads, 2, width // 4, 16, 4)[:, :, place // 16, :, place % 16]
+    key = tiles.reshape(layers, heads, width).int() - 128
+    key_scales = scales[:, :, 0].reshape(layers, heads, 2, width // 16, 16)[:, :, place // 16, :, place % 16]
+    value = numbers[:, :, 1].reshape(layers, heads, 32, width)[:, :, place].view(torch.int8).int()
+    value_scales = scales[:, :, 1].reshape(layers, heads, 32, width // 16)[:, :, place]
+    both = ((key, key_scales), (value, value_scales))
+    return [(q * scale.repeat_interleave(16, 2))[..., :size] for q, scale in both]
+
+
+@pytest.mark.parametrize("size", [8, 24, 64, 128])
+def test_pages_of_8_bits_hold_the_rounded_keys_and_values(size):
+    """Of the first layer, where both caches get the same ones; also after a branch of a tree was kept."""
+    whole, model = (in_kernels(f"llama, {kind}heads of {size}") for kind in ("", "kv int8, "))
+    text, draft = tokens(37), TREES["branches"]
+    for each in (whole, model):
+        each.forward([Feed(0, text, draft)])
+        each.crop(0, len(text), [0, 2, 6])
+    pages = [each.pages for each in (whole, model)]
+    slots = [each.extend(0, 0) for each in pages]
+    for place in range(len(text) + 3):
+        page = pages[0].page(slots[0], place // 32).view(torch.float32)
+        exact = page.view(*page.shape[:3], 32, size)[0, :, :, place % 32]  # [heads, 2, size]
+        found = unpacked_row(pages[1].page(slots[1], place // 32), place % 32, size)
+        for kind, numbers in enumerate(found):
+            ours, theirs = numbers[0], exact[:, kind]
+            steps = [part.abs().amax(1, keepdim=True).expand(part.shape) / 127 for part in theirs.split(16, 1)]
+            assert ((ours - theirs).abs() <= 0.501 * torch.cat(steps, 1)).all()
 
 
 @st.composite

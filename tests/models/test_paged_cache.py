@@ -264,6 +264,8 @@ def test_a_long_sequence_has_a_longer_table():
 
 def test_its_price_per_token():
     assert cache().bytes_per_token == 2 * LAYERS * HEADS * DIM * 4
+    assert PagedCache(LAYERS, HEADS, 64, 1 << 20, bits=8).bytes_per_token == 2 * LAYERS * HEADS * (64 + 4 * 4)
+    assert PagedCache(LAYERS, HEADS, 8, 1 << 20, bits=8).bytes_per_token == 2 * LAYERS * HEADS * (32 + 2 * 4)
 
 
 def test_what_is_forgotten_is_shared_with_nobody_and_its_memory_is_free():
