@@ -142,6 +142,20 @@ class TestARestart:
         assert taken(held, text(1, 2)) == 2 * SIZE
         file.close()
 
+    def test_leaves_out_what_follows_a_page_that_was_forgotten(self, path):
+        held = cache()
+        file = kept(path, held)
+        held.extend(1, SIZE)
+        held.name(1, text(1))
+        held.forget_prefixes()
+        held.extend(1, SIZE)
+        held.name(1, text(1, 2))
+        wrote(held, 2, text(5))
+        file.close()
+        held, file = again(path)
+        assert (taken(held, text(5)), taken(held, text(1, 2)), taken(held, text(2))) == (SIZE, 0, 0)
+        file.close()
+
     def test_of_pages_of_8_bits(self, path):
         held = PagedCache(LAYERS, HEADS, 32, GIB, bits=8)
         file = kept(path, held)
