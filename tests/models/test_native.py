@@ -487,6 +487,23 @@ def test_pages_of_8_bits_hold_the_rounded_keys_and_values(size):
             assert ((ours - theirs).abs() <= 0.501 * torch.cat(steps, 1)).all()
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_numbers_of_a_key_with_a_large_bias_or_norm_are_kept_with_16_bits(kind):
+    """As of Qwen2: such a number, rounded to a 127th of itself, would drown what the others say."""
+    reference = packs.reference(kind, seed=4, head_dim=64)
+    attention = reference.model.layers[0].self_attn
+    with torch.no_grad():
+        if kind == "qwen2":
+            attention.k_proj.bias[5], attention.k_proj.bias[64 + 33] = 300.0, -200.0  # of two heads
+        else:
+            attention.k_norm.weight[40] = 200.0
+    whole, model = (packs.packed(reference, 8, kv_bits=bits) for bits in (32, 8))
+    feeds = [Feed(0, tokens(40), TREES["branches"])]
+    exact, ours = run(whole, feeds)[0].logits, run(model, feeds)[0].logits
+    assert float((ours - exact).abs().max() / exact.abs().max()) < 0.02
+    assert torch.equal(run(model, [Feed(0, tokens(40))])[0].logits[0], ours[0])
+
+
 @st.composite
 def schedules(draw):
     """Passes over up to three sequences: for each, tokens to commit, a tree, and the path of the tree to keep."""

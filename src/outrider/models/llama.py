@@ -117,7 +117,9 @@ class PackedLlama(Llama):
     page = SIZE
 
     def _memory_for(self, layers: int, kv_heads: int, head_dim: int) -> tuple[PagedCache, int]:
-        self._pages = PagedCache(layers, kv_heads, head_dim, self._memory, bits=self.config.kv_bits)
+        stack = self.weights.stack
+        large = isinstance(stack, NativeStack) and stack.large_keys
+        self._pages = PagedCache(layers, kv_heads, head_dim, self._memory, bits=self.config.kv_bits, large=large)
         return self._pages, self._pages.count * SIZE
 
     @property

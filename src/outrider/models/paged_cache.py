@@ -51,14 +51,21 @@ class PagedSlot(Holder):
 
 class PagedCache(Pages[PagedSlot]):
     def __init__(
-        self, layers: int, kv_heads: int, head_dim: int, memory: int, ahead: int = 0, bits: int = FLOATS
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        memory: int,
+        ahead: int = 0,
+        bits: int = FLOATS,
+        large: bool = False,
     ) -> None:
         """`memory`: bytes up to which pages of ended sequences are kept. Running sequences get what they need: how much
         that may be is the scheduler's to decide. `ahead`: tokens after a page that its keys depend on, too. `bits`: of
-        a number; 8: each 16 of a row share a scale."""
+        a number; 8: each 16 of a row share a scale. `large`: keys have one more block of 32 numbers (kernels.cpp)."""
         self._outer = (layers, kv_heads, 2)
         self.bits, self._width = bits, head_dim if bits == FLOATS else -(-head_dim // BLOCK) * BLOCK  # numbers of a row
-        self._scales = 0 if bits == FLOATS else self._width // SCALED  # of a row
+        self._key_width = self._width + BLOCK * large  # of a key, and what a value takes in memory as well
         super().__init__(memory // self.page_bytes, SIZE, ahead=ahead)
         # Pages of a block. The keys of one layer and head lie side by side for all of them, and so do the values: a
         # long text is then read in long runs (LOG, 2026-11-17: with each page by itself at half the speed).
@@ -69,7 +76,9 @@ class PagedCache(Pages[PagedSlot]):
     @property
     def _run_bytes(self) -> int:
         """Of one page's keys of a layer and head: the rows, then their scales."""
-        return SIZE * (self._width * self.bits // 8 + 4 * self._scales)
+        if self.bits == FLOATS:
+            return SIZE * self._width * 4
+        return SIZE * (self._key_width + 4 * (self._key_width // SCALED))
 
     @property
     def page_bytes(self) -> int:
@@ -114,13 +123,16 @@ class PagedCache(Pages[PagedSlot]):
         page, within = self.page(slot, place // SIZE), place % SIZE
         if self.bits == FLOATS:
             return (page.view(torch.float32)[..., within * self._width : (within + 1) * self._width],)
-        numbers, scales = page[..., : SIZE * self._width], page[..., SIZE * self._width :].view(torch.float32)
+        keys, values, outer = page[:, :, 0], page[:, :, 1], page.shape[:2]
         tile, lane = divmod(within, TILE)
-        outer = page.shape[:2]
-        keys = numbers[:, :, 0].view(*outer, SIZE // TILE, -1, TILE, 4)[:, :, tile, :, lane]
-        values = numbers[:, :, 1].view(*outer, SIZE, self._width)[:, :, within]
-        key_scales = scales[:, :, 0].view(*outer, SIZE // TILE, -1, TILE)[:, :, tile, :, lane]
-        return keys, values, key_scales, scales[:, :, 1].view(*outer, SIZE, -1)[:, :, within]
+        numbers = keys[..., : SIZE * self._key_width].view(*outer, SIZE // TILE, -1, TILE, 4)
+        key_scales = keys[..., SIZE * self._key_width :].view(torch.float32).view(*outer, SIZE // TILE, -1, TILE)
+        own = SIZE * self._width
+        value = values[..., within * self._width : (within + 1) * self._width]
+        groups = self._width // SCALED
+        value_scales = values[..., own : own + 4 * SIZE * groups].view(torch.float32)
+        value_scales = value_scales[..., within * groups : (within + 1) * groups]
+        return numbers[:, :, tile, :, lane], key_scales[:, :, tile, :, lane], value, value_scales
 
     def _unshare(self, slot: PagedSlot) -> None:
         """It goes on in the middle of what others may share: from there on its pages are its own."""

@@ -83,6 +83,7 @@ struct JoinedMatrices {  // matrices that read the same input; their outputs lie
 struct Layer {
     JoinedMatrices qkv, output, gate_up, down;
     const float *attention_norm, *mlp_norm, *query_norm, *key_norm;  // the last two may be null
+    const int32_t* large;  // [kv_heads][32] numbers of a key that are kept with 16 bits among keys of 8, -1: none; or null
 };
 
 struct Span {
@@ -706,15 +707,17 @@ void round_row(const float* x, int64_t size, int8_t* q, float* scales) {
 // The keys, or the values, of one layer and one head, wherever their pages lie. A page of 32 tokens is
 //   floats: [32][size];
 //   keys of 8 bits: 2 tiles of 16 keys, laid out as those of a matrix, [blocks of 32 numbers][8][16][4] bytes, with 128
-//     added; then the scales of both, [tile][groups of 16 numbers][16];
+//     added; then the scales of both, [tile][groups of 16 numbers][16]. Where some numbers of a key are large (a bias), one
+//     more block has what rounding these to 8 bits has left: alone they would err more than all others together;
 //   values of 8 bits: [32][whole blocks of 32 numbers], then the scales, [32][groups].
 struct PagedRows {
     float* const* pages;
     int64_t offset, size;  // floats from where a page begins to these rows; numbers of one row
     bool bytes;
     float* wide;           // [size] where a value of 8 bits becomes floats
+    const int32_t* large;  // of keys of 8 bits: as of a layer
 
-    int64_t blocks() const { return (size + BLOCK - 1) / BLOCK; }
+    int64_t blocks() const { return (size + BLOCK - 1) / BLOCK + (large ? 1 : 0); }
     int64_t groups() const { return blocks() * (BLOCK / SCALED); }
     float* page(int64_t place) const { return pages[static_cast<uint64_t>(place) / PAGE] + offset; }  // unsigned: a shift
     static int64_t within(int64_t place) { return static_cast<int64_t>(static_cast<uint64_t>(place) % PAGE); }
@@ -740,6 +743,21 @@ struct PagedRows {
         const int64_t tile = within(place) / TILE, lane = within(place) % TILE;
         int8_t* to = numbers(place) + tile * blocks() * BLOCK * TILE + lane * 4;
         float* scale = scales(place) + tile * groups() * TILE + lane;
+        store_groups(x, size, to, scale);
+        if (!large) return;
+        float rest[BLOCK] = {};
+        for (int i = 0; i < BLOCK; i++) {
+            const int64_t d = large[i];
+            if (d < 0) continue;
+            const int q = static_cast<int8_t>(to[d / 4 * 4 * TILE + d % 4] ^ -128);
+            rest[i] = x[d] - static_cast<float>(q) * scale[d / SCALED * TILE];
+        }
+        const int64_t before = blocks() - 1;
+        store_groups(rest, BLOCK, to + before * BLOCK * TILE, scale + before * (BLOCK / SCALED) * TILE);
+    }
+
+    // Numbers [0, size) of one key, into its lane of a tile.
+    static void store_groups(const float* x, int64_t size, int8_t* to, float* scale) {
         for (int64_t from = 0; from < size; from += SCALED, scale += TILE) {
             int8_t q[SCALED] = {};
             round_row(x + from, size - from < SCALED ? size - from : SCALED, q, scale);
@@ -760,10 +778,14 @@ struct AskedBlock {
     int32_t sums[BLOCK / SCALED];  // 128 * the sum of each group of numbers: what the 128 in the keys adds
 };
 
-void ask(const float* q, int64_t size, int64_t step, AskedBlock* to) {
-    for (int64_t from = 0; from < size; from += BLOCK, to += step) {
+void ask(const float* q, const PagedRows& keys, int64_t step, AskedBlock* to) {
+    const int64_t blocks = keys.blocks();
+    for (int64_t b = 0; b < blocks; b++, to += step) {
         float x[BLOCK] = {};
-        std::memcpy(x, q + from, (size - from < BLOCK ? size - from : BLOCK) * sizeof(float));
+        const int64_t from = b * BLOCK;
+        if (keys.large && b == blocks - 1) {
+            for (int i = 0; i < BLOCK; i++) x[i] = keys.large[i] < 0 ? 0.0f : q[keys.large[i]];
+        } else std::memcpy(x, q + from, (keys.size - from < BLOCK ? keys.size - from : BLOCK) * sizeof(float));
         BlockSums unused;
         quantise_block<false>(x, MOST, to->q, &to->scale, &unused);
         for (int g = 0; g < BLOCK / SCALED; g++) {
@@ -997,13 +1019,14 @@ void rotate(float* x, const float* cos, const float* sin, int64_t size) {
     }
 }
 
-PagedRows keys_of(const Shape& s, const Span& span, int64_t layer, int64_t kv_head, float* wide = nullptr) {
-    return {span.pages, layer * span.layer_stride + kv_head * span.head_stride, s.head_dim, s.kv_bits == 8, wide};
+PagedRows keys_of(const Shape& s, const Layer& layer, const Span& span, int64_t index, int64_t kv_head, float* wide = nullptr) {
+    const int32_t* large = layer.large ? layer.large + kv_head * BLOCK : nullptr;
+    return {span.pages, index * span.layer_stride + kv_head * span.head_stride, s.head_dim, s.kv_bits == 8, wide, large};
 }
 
 // The values beside these keys.
 PagedRows values_of(const Span& span, const PagedRows& keys) {
-    return {keys.pages, keys.offset + span.values, keys.size, keys.bytes, keys.wide};
+    return {keys.pages, keys.offset + span.values, keys.size, keys.bytes, keys.wide, nullptr};
 }
 
 // Normalise, rotate and store the new keys and values of one row.
@@ -1017,7 +1040,7 @@ void store_row(const Shape& s, const Layer& layer, const Span& span, int64_t ind
     }
     int64_t place = span.start + row;
     for (int64_t h = 0; h < s.kv_heads; h++) {
-        const PagedRows keys = keys_of(s, span, index, h);
+        const PagedRows keys = keys_of(s, layer, span, index, h);
         keys.store_key(place, qkv + (s.heads + h) * s.head_dim);
         values_of(span, keys).store_value(place, qkv + (s.heads + s.kv_heads + h) * s.head_dim);
     }
@@ -1035,7 +1058,7 @@ struct Query {
 void attend(const Query& query, const PagedRows& keys, const PagedRows& values, AskedBlock* asked) {
     const float factor = 1.0f / std::sqrt(static_cast<float>(keys.size));
     if (keys.bytes) {
-        ask(query.q, keys.size, 1, asked);
+        ask(query.q, keys, 1, asked);
         place_scores(keys, asked, 1, query.places, query.seen, factor, query.scores);
     } else dots(query.q, keys, query.places, query.seen, factor, query.scores);
     float total = exponentials(query.scores, query.seen, largest(query.scores, query.seen));
@@ -1087,7 +1110,7 @@ void byte_scores(const Query* queries, int64_t count, const PagedRows& keys, Ask
     int64_t runs[ASKED];
     float* scores[ASKED];
     for (int64_t n = 0; n < count; n++) {
-        ask(queries[n].q, keys.size, count, asked + n);
+        ask(queries[n].q, keys, count, asked + n);
         runs[n] = queries[n].run;
         scores[n] = queries[n].scores;
     }
@@ -1274,10 +1297,11 @@ struct HeadInputs {
     int64_t last;                 // whether only the last row's result is wanted: of the others the last layer keeps keys and values
 };
 
-static void attend_item(const Shape& s, const Item& item, const Span& span, int64_t index, int64_t all, int64_t thread, const Work* work) {
+static void attend_item(const Shape& s, const Layer& layer, const Item& item, const Span& span, int64_t index, int64_t all, int64_t thread,
+                        const Work* work) {
     const int64_t group = s.heads / s.kv_heads;
     float* scores = work->scores + thread * TOGETHER * work->longest;
-    const PagedRows keys = keys_of(s, span, index, item.kv_head, work->wide + thread * s.head_dim);
+    const PagedRows keys = keys_of(s, layer, span, index, item.kv_head, work->wide + thread * s.head_dim);
     Query queries[TOGETHER];
     for (int64_t n = 0; n < item.count; n++) {
         const int64_t row = span.first + (item.first + n) / group, h = item.kv_head * group + (item.first + n) % group;
@@ -1389,7 +1413,7 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
         const float* mixed = work->mixed + ends[0].first * q_size;
         pool().run(static_cast<int64_t>(items.size()), 1, [&](int64_t begin, int64_t end, int64_t id) {
             for (int64_t item = begin; item < end; item++)
-                attend_item(s, items[item], ends[items[item].span], index, all, id, work);
+                attend_item(s, layer, items[item], ends[items[item].span], index, all, id, work);
         });
         pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
             for (int64_t r = begin; r < end; r++) quantise_row(mixed + r * q_size, q_size, r, rows, layer.output.activations, work->x);

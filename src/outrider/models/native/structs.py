@@ -35,6 +35,7 @@ class LayerStruct(Structure):
         ("mlp_norm", c_void_p),
         ("query_norm", c_void_p),
         ("key_norm", c_void_p),
+        ("large", c_void_p),
     )
 
 
