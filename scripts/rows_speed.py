@@ -3,8 +3,9 @@
     python scripts/rows_speed.py [--model smollm2-135m] [--context 256] [--prompt 512] [--rounds 7] [--threads 2]
 
 A pass of n rows is a token and a chain of n - 1 nodes, all judged, after `--context` tokens; a prompt is one pass of
-`--prompt` tokens, of which the last is judged. Both kinds of activations use the same weights. Figures are medians
-over the rounds; ratios of the two are medians of the ratios of each round, with their range.
+`--prompt` tokens, of which the last is judged. Both kinds of activations use the same weights. Of each round the least
+counts, of the clock or, with one thread, of the processor: others may use the machine, too. Figures are medians over
+the rounds; ratios of the two are medians of the ratios of each round, with their range.
 """
 
 from __future__ import annotations
@@ -48,22 +49,26 @@ def with_bits(model: PackedLlama, bits: int) -> PackedLlama:
     return PackedLlama(model.config, replace(model.weights, stack=stack), 1 << 30)
 
 
+def now() -> float:
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
 def time_of(model: PackedLlama, tokens: Seq[int], rows: int) -> float:
-    """Of one pass after what the sequence 0 holds: the median of several."""
+    """Of one pass after what the sequence 0 holds: the least of several."""
     seconds: list[float] = []
     context, nodes = model.length(0), Draft.chain(tokens[1:rows])
     while sum(seconds) < LEAST or len(seconds) < 3:
-        begin = time.perf_counter()
+        begin = now()
         model.forward([Feed(0, tokens[:1], nodes)])
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(now() - begin)
         model.crop(0, context)
-    return statistics.median(seconds)
+    return min(seconds)
 
 
 def time_of_prompt(model: PackedLlama, tokens: Seq[int]) -> float:
-    begin = time.perf_counter()
+    begin = now()
     model.forward([Feed(1, tokens)])
-    taken = time.perf_counter() - begin
+    taken = now() - begin
     model.free(1)
     return taken
 

@@ -45,7 +45,7 @@ class KeptFile:
                 f"cannot write the {self._what} {self._path} ({one_line(error)}); what was there before is untouched"
             ) from error
         self._locked.close()
-        self._locked = file  # type: ignore[assignment]
+        self._locked = file
 
     def close(self) -> None:
         """Another process may have it."""

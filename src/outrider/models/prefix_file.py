@@ -173,7 +173,8 @@ def _table(section: CacheSection, cache: PagedCache, pages: Mapping[int, PageKey
     """For each page the place in this table of the page before it, and its tokens."""
     roots = {root: -1 - place for place, root in enumerate(section.roots)}
     table = np.empty((section.pages, section.columns), "<i4")
-    places: dict[int | Scope, int] = dict(roots)
+    places: dict[int | Scope, int] = {}
+    places.update(roots)
     for place, (page, (before, tokens)) in enumerate(pages.items()):
         table[place, 0], table[place, 1:] = places[before], tokens
         places[cache.name_of(page)] = place
@@ -203,7 +204,7 @@ def digest(*parts: str | Tensor | None) -> str:
     for part in parts:
         if isinstance(part, Tensor):
             found.update(f"{part.dtype} {list(part.shape)}".encode())
-            found.update(part.detach().contiguous().view(torch.uint8).numpy())
+            found.update(part.detach().contiguous().view(torch.uint8).numpy().tobytes())
         else:
             found.update(repr(part).encode())
     return found.hexdigest()
