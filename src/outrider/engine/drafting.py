@@ -66,13 +66,9 @@ class DrafterPool:
     def drafts(self, seq: Sequence) -> bool:
         return any(member.drafts for member in self.members(seq))
 
-    def idle(self, seq: Sequence, drafting: bool) -> bool:
-        """Whether none of its drafters has anything to do in a step, or reads states without ever drafting."""
-        return all(not drafting if member.drafts else not member.layers for member in self.members(seq))
-
-    def layers(self, plans: Seq[FeedPlan]) -> list[int]:
-        """The hidden layers that any drafter of this step wants."""
-        return sorted({layer for plan in plans for member in self.members(plan.seq) for layer in member.layers})
+    def layers(self, seqs: Seq[Sequence]) -> list[int]:
+        """The hidden layers that any of their drafters wants."""
+        return sorted({layer for seq in seqs for member in self.members(seq) for layer in member.layers})
 
     def remove(self, name: str) -> list[int]:
         """Forget a drafter; the keys of its records, of those that are still there under no other name."""
