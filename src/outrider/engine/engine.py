@@ -158,7 +158,7 @@ class Engine:
         plain = self._paged is not None and self.policy is not None and self.policy.trial.prefers_plain(len(running))
         for seq in running:
             if plain and not seq.output:
-                seq.stats.cached += model.begin(seq.id, seq.tokens, seq.tenant)
+                seq.stats.cached += model.begin(seq.id, seq.tokens, seq.scope)
                 continue
             most = 0 if seq.output else self._pool.prefix(seq)
             if most:

@@ -36,6 +36,7 @@ from outrider.drafters.ngram import Ngram
 from outrider.drafters.rounds.base import LoopedRounds, RoundGuesser
 from outrider.models.base import Paged, Readable
 from outrider.models.native.packed import packable
+from outrider.models.paged_cache import PagedCache
 
 # Rows of the target's states that may wait before the head takes them in: in torch a chunk of a prompt at a time; where
 # the kernels do it, soon, since a prompt belongs to the time before the first token.
@@ -112,6 +113,10 @@ class Eagle(Drafter):
     @property
     def takes_prefixes(self) -> bool:
         return isinstance(self._runner, KeepsPrefixes)
+
+    def prefix_caches(self, target: str) -> dict[str, PagedCache]:
+        runner = self._runner
+        return {runner.identity(target): runner.pages} if isinstance(runner, PackedRunner) else {}
 
     def prefix(self, seq: Sequence) -> int:
         """The head's own keys of that prefix, while it has taken in all that the target has seen."""

@@ -338,7 +338,7 @@ class Worker:
     async def _load(self) -> None:
         self.status = "loading" if not self.restarts else "restarting"
         settings = self.spec.settings
-        farewell = self._limits.farewell if settings.history else 0.0
+        farewell = self._limits.farewell_of(settings)
         process = await Process.spawn(self.uid, settings_as_dict(settings), farewell)
         self._process = process
         try:
