@@ -89,7 +89,7 @@ class TestNumbers:
         own, kind = MatchCalibration(shared), match_kind(5, AGREED)
         tries = hits = own_tries = own_hits = 0.0
         for _ in range(300):
-            before = (hits + 8.0 * 0.98) / (tries + 8.0)  # the prior of five tokens that agree
+            before = (hits + 8.0 * (1.0 - 0.8**6)) / (tries + 8.0)
             assert shared.probability(kind) == before
             assert own.probability(kind) == (own_hits + 24.0 * before) / (own_tries + 24.0)
             kept = random_.random() < 0.4

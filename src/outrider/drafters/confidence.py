@@ -46,15 +46,7 @@ def match_kind(matched: int, others: int = ALONE) -> int:
     return (matched if matched < LONGEST else LONGEST) + others * (LONGEST + 1)
 
 
-def _prior() -> list[float]:
-    """By kind: a longer match is believed more, one of which all occurrences agree most. As on eight answers to our own
-    prompts: of one token 4 of 26 held where it stood alone, 3 of 6 where two agreed, 4 of 45 where they differed; of
-    two 12 of 25, 5 of 5, 2 of 3 (LOG, 2026-11-17, why auto was slower than the head)."""
-    alone = [0.1, 0.2, *(1.0 - 0.8 ** (n + 1) for n in range(2, LONGEST + 1))]
-    return [*alone, *(min(0.98, each + 0.25) for each in alone), *(0.5 * each for each in alone)]
-
-
-_PRIOR = _prior()
+_PRIOR = [1.0 - 0.8 ** (n + 1) for n in range(LONGEST + 1)] * 3  # by kind: a longer match is believed more
 
 
 class MatchCalibration(Calibration):
