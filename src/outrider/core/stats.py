@@ -81,8 +81,10 @@ class Stats:
     def __add__(self, other: Stats) -> Stats:
         timed = ("seconds", "seconds_by_drafter")
         counted = [name for name in self.__dataclass_fields__ if name not in timed]
-        sums = {name: getattr(self, name) + getattr(other, name) for name in counted}
-        return Stats(**sums, **{name: _summed(getattr(self, name), getattr(other, name)) for name in timed})
+        total = Stats(**{name: getattr(self, name) + getattr(other, name) for name in counted})
+        total.seconds = _summed(self.seconds, other.seconds)
+        total.seconds_by_drafter = _summed(self.seconds_by_drafter, other.seconds_by_drafter)
+        return total
 
     @property
     def acceptance_rate(self) -> float:
