@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from outrider.core.sampling import SamplingParams, warp
-from outrider.models.base import Feed, Written
+from outrider.models.base import Feed, WrittenTokens
 
 NEAR = 0.45  # logits: gaps below it flip, so that the margin of every flip is below 0.5
 
@@ -113,7 +113,7 @@ class SharesPrefixes(Wrapped):
 
     def write(self, ids, last, dice, temperatures, steps, layers=()):
         rows = [self._write(*each, steps) for each in zip(ids, last, dice, temperatures, strict=True)]
-        return Written(torch.tensor(rows).T)
+        return WrittenTokens(torch.tensor(rows).T)
 
     def _write(self, id, token, dice, temperature, steps):
         written = []

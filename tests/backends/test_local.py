@@ -18,7 +18,7 @@ from outrider.core.errors import OutriderError
 from outrider.core.request import Request
 from outrider.core.sampling import SamplingParams, warp
 from outrider.drafters.base import BuildContext, Drafter
-from outrider.models.base import Feed, Outputs, Written
+from outrider.models.base import Feed, Outputs, WrittenTokens
 
 
 @pytest.fixture
@@ -489,7 +489,7 @@ class Apart:
 
     def write(self, ids, last, dice, temperatures, steps, layers=()):
         each = zip(ids, last, dice, temperatures, strict=True)
-        return Written(torch.tensor([self._write(*one, steps) for one in each]).T)
+        return WrittenTokens(torch.tensor([self._write(*one, steps) for one in each]).T)
 
     def _write(self, id, token, dice, temperature, steps):
         written = []

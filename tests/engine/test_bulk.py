@@ -13,7 +13,7 @@ from outrider.drafters.base import Drafter
 from outrider.engine.engine import Engine
 from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import Limits
-from outrider.models.base import Outputs, Paged, Written
+from outrider.models.base import Outputs, Paged, WrittenTokens
 
 MANY = 64
 
@@ -57,7 +57,7 @@ class PagedMarkov:
         self.written.append(list(ids))
         rows = [self._write(*each, steps) for each in zip(ids, last, dice, temperatures, strict=True)]
         states = torch.tensor(rows).T[:, :, None, None] * torch.ones(len(layers), 1) if layers else None
-        return Written(torch.tensor(rows).T, states)
+        return WrittenTokens(torch.tensor(rows).T, states)
 
     def _write(self, id, last, dice, temperature, steps):
         tokens = [*self.markov.seen.get(id, []), last]

@@ -101,8 +101,8 @@ class Stats:
         timed = ("seconds", "seconds_by_drafter")
         counted = [name for name in self.__dataclass_fields__ if name not in timed]
         total = Stats(**{name: getattr(self, name) + getattr(other, name) for name in counted})
-        for name in timed:
-            setattr(total, name, _summed(getattr(self, name), getattr(other, name)))
+        total.seconds = _summed(self.seconds, other.seconds)
+        total.seconds_by_drafter = _summed(self.seconds_by_drafter, other.seconds_by_drafter)
         return total
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence as Seq
 from outrider.core.sequence import Sequence
 from outrider.engine.drafting import DrafterPool
 from outrider.engine.judge import commit_plain
-from outrider.models.base import Model, Paged, Written
+from outrider.models.base import Model, Paged, WrittenTokens
 
 # (sequences from which on, tokens that each writes before the host looks). The host's work for a sequence takes as long
 # as 0.05 to 0.2 of a small model's pass, in which the device waits; and a stream is delivered as many tokens at a time:
@@ -27,7 +27,9 @@ def unread(running: Seq[Sequence], length: Callable[[int], int]) -> list[Sequenc
     return [seq for seq in running if length(seq.id) != len(seq.tokens) - 1]
 
 
-def write(running: Seq[Sequence], model: Model, paged: Paged, layers: Seq[int], wait: Callable[[], None]) -> Written:
+def write(
+    running: Seq[Sequence], model: Model, paged: Paged, layers: Seq[int], wait: Callable[[], None]
+) -> WrittenTokens:
     """Write and commit; `wait` is called while the device works. `model` and `paged` are the same one. `layers`: whose
     states are wanted."""
     tokens_each = next(tokens for least, tokens in TOKENS if len(running) >= least)

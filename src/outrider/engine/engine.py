@@ -7,7 +7,7 @@ it has not seen plus a draft. Plain decoding is the same loop with empty drafts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
-from time import perf_counter
+from time import perf_counter, thread_time
 
 from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import one_line
@@ -180,7 +180,7 @@ class Engine:
         if self.policy is not None:
             self.policy.use_length(sum(len(plan.seq.tokens) for plan in plans) // len(plans))
         drafts = self._pool.propose(plans, self.policy) if drafting else [EMPTY] * len(plans)
-        drafted, layers = perf_counter(), self._pool.layers([plan.seq for plan in plans])
+        drafted, worked, layers = perf_counter(), thread_time(), self._pool.layers([plan.seq for plan in plans])
         feeds = [Feed(p.seq.id, p.tokens, d, p.seq.adapter) for p, d in zip(plans, drafts, strict=True)]
         outputs = self.model.forward(feeds, layers)
         if isinstance(outputs, Outputs):  # the device still works: its time ends when the verdicts are there
@@ -188,10 +188,11 @@ class Engine:
             self._wait()
             verdicts = judge.verdicts(plans, drafts, outputs)
             ran = perf_counter()
+            worked = ran - drafted
         else:
-            ran = perf_counter()
+            ran, worked = perf_counter(), thread_time() - worked
             verdicts = judge.verdicts(plans, drafts, outputs)
-        self._learn_cost(plans, drafts, outputs, ran - drafted)
+        self._learn_cost(plans, drafts, outputs, worked)
         observing = 0.0
         for place, (plan, draft, verdict) in enumerate(zip(plans, drafts, verdicts, strict=True)):
             step = self._judge(plan, draft, verdict, outputs[place])
@@ -242,7 +243,8 @@ class Engine:
         return any(self._pool.drafts(seq) for seq in running)
 
     def _learn_cost(self, plans: Seq[FeedPlan], drafts: Seq[Draft], outputs: Seq[Output], seconds: float) -> None:
-        """Passes without a prompt in them show what a row costs; the first of a shape also compiles."""
+        """Passes without a prompt in them show what a row costs; the first of a shape also compiles. On a CPU seconds
+        are those that the thread worked: what others take of the machine is no cost of a row."""
         first = isinstance(outputs, Outputs) and outputs.first
         if self.policy is None or first:
             return

@@ -153,7 +153,7 @@ class SharesPrefixes(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Written:
+class WrittenTokens:
     """What a model wrote by itself."""
 
     tokens: Tensor  # [steps, sequences]
@@ -177,7 +177,7 @@ class Paged(SharesPrefixes, Protocol):
         temperatures: Sequence[float],
         steps: int,
         layers: Sequence[int] = (),
-    ) -> Written:
+    ) -> WrittenTokens:
         """Each sequence writes `steps` tokens after its `last` one, without the host. `layers`: as of `forward`."""
         ...
 

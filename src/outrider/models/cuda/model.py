@@ -19,7 +19,7 @@ from outrider.core.errors import OutriderError
 from outrider.core.params import SamplingParams
 from outrider.core.sampling import warp_batch
 from outrider.core.sequence import Scope
-from outrider.models.base import Feed, Output, Outputs, Written
+from outrider.models.base import Feed, Output, Outputs, WrittenTokens
 from outrider.models.cuda import kernels
 from outrider.models.cuda.attention import LONG, chunk_keys
 from outrider.models.cuda.batch import FEW_ROWS, NODES, SMALL_TILE, Batch, Field
@@ -190,7 +190,7 @@ class CudaLlama(ReadableWeights):
 
     @torch.inference_mode()
     def write(self, ids: Sequence[int], last: Sequence[int], dice: Sequence[Dice | None], temperatures: Sequence[float],
-              steps: int, layers: Sequence[int] = ()) -> Written:  # fmt: skip
+              steps: int, layers: Sequence[int] = ()) -> WrittenTokens:  # fmt: skip
         """Each sequence writes `steps` tokens after its `last` one, without the host.
 
         Afterwards the cache has seen all but the newest token of each. No dice: the likeliest token.
@@ -224,7 +224,7 @@ class CudaLlama(ReadableWeights):
                 positions += 1
         for id in ids:
             self.written(id, steps - 1)
-        return Written(written, hidden, first)
+        return WrittenTokens(written, hidden, first)
 
     def looped(
         self, sequences: int, nodes: int, moves: int, longest: int, layers: Sequence[int], sampled: bool
