@@ -85,7 +85,7 @@ class TestMemoryOfHeads:
             for length in range(1, 5):
                 llm.backend.prepare(f"eagle:head={head_folder},length={length}")
             head = llm.engine.drafters[f"eagle:head={head_folder},length=4"]._runner
-            assert 4 * head._cache.count * head._cache._page_bytes <= self.MEMORY * build.GIB / 8
+            assert 4 * head._cache.count * head._cache.page_bytes <= self.MEMORY * build.GIB / 8
 
     def test_no_more_than_four_are_in_use(self, packable_folder, head_folder):
         go_on = threading.Event()
