@@ -79,6 +79,7 @@ SETTINGS = options.settings(
     *options.ENGINE,
     "max_batch",
     "max_draft_batch",
+    *options.ADAPTERS,
     *options.MEMORY,
     draft={
         "help": "Who guesses ahead where a request does not say: NAME or NAME:key=value,...; none for plain decoding."
@@ -222,5 +223,5 @@ def _draft(own: str, launch: LaunchOptions, access: Access) -> str:
     if launch.adapter_id:
         from outrider.server.faces.adapters import draft_of
 
-        return asyncio.run(draft_of(launch.adapter_id, None, access))
+        return asyncio.run(draft_of(launch.adapter_id, access))
     return own
