@@ -158,8 +158,8 @@ def head_of(place: Place) -> str:
     config = _read(place.path / "config.json")
     if config is None:
         raise BadAdapter(
-            f"the adapter {quoted(place.id)} has no {peft_files.CONFIG} and no config.json, so it is neither a LoRA "
-            "adapter nor a head; give the folder of one"
+            f"the adapter {quoted(place.id)} has no config.json, so it is no head, and no {peft_files.CONFIG}, so "
+            "it is no LoRA adapter; give the folder of one"
         )
     return drafters.from_values(kind_of(config), {"head": str(place.path)}).text()
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request as HttpRequest
 from fastapi.responses import PlainTextResponse, Response
 from pydantic import Field
 
+from outrider.core.adapter import MOST
 from outrider.core.errors import quoted
 from outrider.server.context import refuse_changes, server_of
 from outrider.server.errors import Bad, Exists
@@ -76,6 +77,6 @@ async def list_adapters(request: HttpRequest, model: str = "") -> list[Json]:
 
 
 @router.post("/lora-adapters")
-async def scale_adapters(request: HttpRequest, body: list[LoraField]) -> Json:
+async def scale_adapters(body: Annotated[list[LoraField], Field(max_length=MOST)]) -> Json:
     """llama.cpp sets the scales of all requests to come; here each says its own."""
     raise Bad('scales are given with each request, not for all of them: "lora": [{"id": 0, "scale": 1.0}]')
