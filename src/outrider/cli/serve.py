@@ -107,6 +107,7 @@ def serve(
     [dim]$[/] outrider serve                                  [dim]# smollm2-135m on port 8000[/]
     [dim]$[/] outrider serve model.gguf --draft ngram:length=8 --port 9000
     [dim]$[/] outrider serve --model-id org/name --speculative-tokens 3 --api-key SECRET --host 0.0.0.0
+    [dim]$[/] outrider serve --adapter haiku=my-haiku --adapter json=my-json
     [dim]$[/] outrider serve --no-model --state models.json --allow-folder ~/models
     [dim]$[/] outrider serve --ray --replicas 2 --threads 1
     """

@@ -60,14 +60,12 @@ async def select(server: ServerContext, name: str) -> tuple[Description, Chosen]
     try:
         return server.fleet.describe(name), Chosen()
     except Unknown as unknown:
-        model, adapter = named_adapter(server, name)
+        found, adapter = named_adapter(server, name)
         try:
-            model = model or server.fleet.describe()
+            model = found or server.fleet.describe()
             return model, await choose(server, model, adapter)
         except (Forbidden, Unknown):
-            if adapter == name:
-                raise unknown from None
-            raise _no_adapter(server.fleet.describe(model.uid if model else ""), adapter) from None
+            raise unknown if found is None else _no_adapter(found, adapter) from None
 
 
 def named_adapter(server: ServerContext, name: str) -> tuple[Description | None, str]:
