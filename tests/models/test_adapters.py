@@ -478,6 +478,23 @@ class TestStore:
         thread.join(10)
         assert found == [None]
 
+    def test_a_name_that_is_replaced_while_its_adapter_waits(self, own, many):
+        store, size = self.store(own, many, 1)
+        held = store.load("0")
+        found = []
+        thread = threading.Thread(target=lambda: found.append(store.load("1")))
+        thread.start()
+        time.sleep(0.1)
+        store.register("1", many[5])
+        store.release(held)
+        thread.join(10)
+        assert found[0] is not None, "it was asked for when the name meant it"
+        store.release(found[0])
+        again = store.load("1")
+        assert again.key != found[0].key
+        assert store.used <= size
+        store.release(again)
+
     def test_a_name_that_is_replaced(self, own, many):
         store, _ = self.store(own, many, 12)
         old = store.load("0")

@@ -23,6 +23,7 @@ from outrider.core.draft import EMPTY, ROOT, Draft
 from outrider.core.errors import OutriderError
 from outrider.drafters.eagle import native_head as heads
 from outrider.drafters.eagle.native_runner import PackedRunner
+from outrider.models.adapters.adapter import Adapter, LowRank
 from outrider.models.base import Feed
 from outrider.models.load import LoadOptions, load
 from outrider.models.native import compiler, levels, library as library_file, packed as packing, stack as stacking
@@ -696,6 +697,25 @@ class TestOtherProcessors:
         for ours, same, theirs in zip(run(model, feeds), run(here, feeds), run(dense, feeds), strict=True):
             assert_close(ours.logits, theirs.logits)
             assert torch.equal(ours.logits, same.logits)
+
+    def test_adapters_agree(self, generic, monkeypatch):
+        here, _ = pair("llama, 4 bits")
+        pairs = {
+            name: LowRank(random(5, inputs, seed=i) * 0.1, random(outputs, 5, seed=i + 1))
+            for i, (name, (outputs, inputs)) in enumerate(here.adapter_base.shapes.items())
+        }
+        adapter = here.adapt(Adapter(pairs), "a")
+        text = tokens(25)
+        feeds = [Feed(0, text, TREES["branches"], adapter), Feed(1, tokens(9)), Feed(2, tokens(3), adapter=adapter)]
+        expected = [output.logits.clone() for output in run(here, feeds)]
+        (plain,) = run(here, [Feed(0, text, TREES["branches"])])
+        assert not torch.allclose(expected[0], plain.logits, atol=0.1)
+        use(generic, monkeypatch)
+        model = in_kernels("llama, 4 bits")
+        for ours, theirs in zip(run(model, feeds), expected, strict=True):
+            assert_close(ours.logits, theirs)
+        together = run(model, feeds)[2].logits.clone()
+        assert torch.equal(run(model, feeds[2:])[0].logits, together)
 
     @pytest.mark.parametrize("name", ["llama, 4 bits", "llama, heads of 64"])
     def test_heads_write_the_same_chains(self, name, generic, monkeypatch):

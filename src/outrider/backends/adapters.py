@@ -34,6 +34,7 @@ class AdapterLoader:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._closed = False
+        self.waiting = 0  # requests that are not answered yet
 
     def take(self, choice: AdapterChoice) -> ReadyAdapter | None:
         """The adapter, if it can be had at once."""
@@ -41,6 +42,7 @@ class AdapterLoader:
 
     def submit(self, wait: AdapterWait) -> None:
         with self._lock:
+            self.waiting += 1
             self._inbox.put(wait)
             if len(self._threads) < LOADERS:
                 self._threads.append(threading.Thread(target=self._run, name="outrider-adapters", daemon=True))
@@ -69,6 +71,8 @@ class AdapterLoader:
                 said = one_line(failure, named=True)
                 why = str(failure) if isinstance(failure, OutriderError) else f"the adapter could not be loaded: {said}"
                 ready, error = None, AdapterRefused(why)
+            with self._lock:
+                self.waiting -= 1
             wait.done(ready, error)
 
     def _load(self, wait: AdapterWait) -> ReadyAdapter | None:

@@ -140,7 +140,8 @@ class Local(Reader):
                 return
             for index, seq in enumerate(job.seqs):
                 seq.finish = "cancelled"
-                self._send(job, index)
+                if job.request.stream:
+                    self._send(job, index)
             job.stream.finish(self._outcome(job))
         elif job.wait.cancelled.is_set():  # after it had been loaded: the engine knows it only now
             self._inbox.put((job,))
@@ -226,7 +227,7 @@ class Local(Reader):
         scheduler = self.engine.scheduler
         return BackendLoad(
             len(scheduler.running),
-            len(scheduler.waiting),
+            len(scheduler.waiting) + self._adapters.waiting,
             scheduler.reserved / self.engine.model.capacity,
             self._clock.waited,
             self._clock.slowest,

@@ -69,8 +69,8 @@ class Llama(ReadableWeights):
         batch = self._pass(feeds)
         cos, sin = self._turns(batch.positions)
         x = self.weights.embedding.rows(torch.tensor(tokens, device=self.device))
-        for feed, rows in adapted_feeds(batch):
-            feed.weights.ends.embed(x[rows], tokens[rows])
+        for adapter, rows in batch.adapters:
+            adapter.weights.ends.embed(x[rows], tokens[rows])
         x, hidden = self.weights.stack.run(x, batch, cos, sin, layers)
         x = x[self._judged(batch)]
         outputs = _split(batch, self._head(x), hidden)
@@ -176,12 +176,6 @@ class PackedLlama(Llama):
 def on_cpu(config: LlamaConfig, weights: Weights, memory: int) -> Llama:
     """The model whose cache is laid out as its layers read it."""
     return (PackedLlama if isinstance(weights.stack, NativeStack) else Llama)(config, weights, memory)
-
-
-def adapted_feeds(batch: Pass) -> list[tuple[ReadyAdapter, slice]]:
-    """The adapters of a pass, each with the rows of a feed that has it."""
-    pairs = zip(batch.feeds, batch.rows, strict=True)
-    return [(feed.adapter, rows) for feed, rows in pairs if feed.adapter is not None]
 
 
 def _split(batch: Pass, logits: Tensor, hidden: Tensor | None) -> list[Output]:

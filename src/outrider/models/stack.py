@@ -5,6 +5,7 @@ The tokens of all feeds are one matrix for the linear layers; attention goes seq
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.core.adapter import ReadyAdapter
 from outrider.models.base import Feed
 from outrider.models.cache import Slot
 from outrider.models.linear import Linear
@@ -56,10 +58,15 @@ class Pass:
 
     def adapted(self, index: int, field: str, x: Tensor, y: Tensor) -> Tensor:
         """y = W x of a joined matrix of layer `index`, with what each feed's adapter adds to it."""
-        for feed, rows in zip(self.feeds, self.rows, strict=True):
-            if feed.adapter is not None:
-                feed.adapter.weights.add(index, field, x[rows], y[rows])
+        for adapter, rows in self.adapters:
+            adapter.weights.add(index, field, x[rows], y[rows])
         return y
+
+    @functools.cached_property
+    def adapters(self) -> list[tuple[ReadyAdapter, slice]]:
+        """Those of its feeds, each with the rows that have it. The layers of a head run without feeds."""
+        pairs = zip(self.feeds, self.rows, strict=False)
+        return [(feed.adapter, rows) for feed, rows in pairs if feed.adapter is not None]
 
 
 class Stack(Protocol):

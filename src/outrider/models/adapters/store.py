@@ -120,11 +120,7 @@ class AdapterStore:
         """The adapter, if it is in memory: kept there until `release`."""
         with self._changed:
             found = self._resident.get(_key(choice, self._sources(choice)))
-            if found is None:
-                return None
-            found.users += 1
-            self._resident.move_to_end(found.ready.key)
-            return found.ready
+            return None if found is None else self._used_once_more(found)
 
     def load(self, choice: AdapterChoice, stop: Callable[[], bool] = lambda: False) -> ReadyAdapter | None:
         """The same, read from its files if need be, and waiting until others leave memory for it. None: `stop` has
@@ -140,13 +136,12 @@ class AdapterStore:
         size = self._target().adapter_bytes(adapter)
         self._check_size(key, size)
         with self._changed:
-            self._crowd += 1
-            self._changed.wait_for(lambda: stop() or key in self._resident or self._make_place(size))
-            self._crowd -= 1
-            if stop():
+            placed = self._wait_for_place(key, size, stop)
+            found = self._resident.get(key)
+            if found is not None:  # another request has loaded it meanwhile
+                return self._used_once_more(found)
+            if not placed:
                 return None
-            if key in self._resident:  # another request has loaded it meanwhile
-                return self.take(choice)
         return self._insert(self._adapted(adapter, key, size), [own.key for own in sources], users=1)
 
     def release(self, ready: ReadyAdapter) -> None:
@@ -220,6 +215,29 @@ class AdapterStore:
             self._resident.move_to_end(found.ready.key)
             self._drop_stale()
             return found.ready
+
+    def _wait_for_place(self, key: str, size: int, stop: Callable[[], bool]) -> bool:
+        """Whether a place was reserved; not where it is wanted no more, or the adapter has come by another way."""
+        placed = False
+
+        def settled() -> bool:
+            nonlocal placed
+            if stop() or key in self._resident:
+                return True
+            placed = self._make_place(size)
+            return placed
+
+        self._crowd += 1
+        try:
+            self._changed.wait_for(settled)
+        finally:
+            self._crowd -= 1
+        return placed
+
+    def _used_once_more(self, found: _Resident) -> ReadyAdapter:
+        found.users += 1
+        self._resident.move_to_end(found.ready.key)
+        return found.ready
 
     def _used(self) -> int:
         return self._reserved + sum(each.ready.nbytes for each in self._resident.values())

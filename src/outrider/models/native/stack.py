@@ -131,16 +131,15 @@ class NativeStack:
         return work
 
     def _adapters(self, batch: Pass, rows: int) -> structs.Adapters | None:
-        """Which adapter each row has; None: no row has one. The layers of a head run without feeds."""
-        if not any(feed.adapter for feed in batch.feeds):
+        """Which adapter each row has; None: no row has one."""
+        if not batch.adapters:
             return None
-        found = [(feed.adapter.weights, own) for feed, own in zip(batch.feeds, batch.rows, strict=True) if feed.adapter]
         if len(self._rows) < rows:
             self._rows = np.zeros(2 * rows, np.int64)
         self._rows[:rows] = 0
-        for weights, own in found:
-            self._rows[own] = weights.address
-        widest = max(weights.widest for weights, _ in found)
+        for adapter, own in batch.adapters:
+            self._rows[own] = adapter.weights.address
+        widest = max(adapter.weights.widest for adapter, _ in batch.adapters)
         if self._low.numel() < rows * widest:
             self._low = torch.empty(2 * rows * widest)
         return structs.Adapters(rows=self._rows.ctypes.data, low=self._low.data_ptr(), stride=widest)
