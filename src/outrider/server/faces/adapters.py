@@ -35,7 +35,7 @@ class BadAdapter(Bad):
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenAdapter:
     """What an adapter id comes to: what the model runs with, or who drafts for it."""
 
     adapter: AdapterChoice = ""
@@ -54,11 +54,11 @@ class Place:
         return self.path.is_file() or peft_files.is_folder(self.path)
 
 
-async def select(server: ServerContext, name: str) -> tuple[Description, Chosen]:
+async def select(server: ServerContext, name: str) -> tuple[Description, ChosenAdapter]:
     """The launched model that a name means, and what its adapter comes to, if the name has one: MODEL, ADAPTER (of the
     only model that has it) or MODEL:ADAPTER."""
     try:
-        return server.fleet.describe(name), Chosen()
+        return server.fleet.describe(name), ChosenAdapter()
     except Unknown as unknown:
         found, adapter = named_adapter(server, name)
         try:
@@ -84,25 +84,27 @@ def named_adapter(server: ServerContext, name: str) -> tuple[Description | None,
     return None, name
 
 
-async def choose(server: ServerContext, model: Description, id: str | None, source: str | None = None) -> Chosen:
+async def choose(server: ServerContext, model: Description, id: str | None, source: str | None = None) -> ChosenAdapter:
     """What an adapter id comes to for a model; an adapter that is named by its place is loaded. `source`: hub, local,
     or None for either."""
     _check_source(source)
     if id is None or id in BASE:
-        return Chosen()
+        return ChosenAdapter()
     if id in model.adapters:
-        return Chosen(adapter=id)
+        return ChosenAdapter(adapter=id)
     if id in model.lost_adapters:
         raise BadAdapter(model.lost_adapters[id])
     if id in OWN:
-        return Chosen(draft=id)
+        return ChosenAdapter(draft=id)
     place = await find(server.access, id, source)
     if not await asyncio.to_thread(lambda: place.is_lora):
-        return Chosen(draft=head_of(place))
-    return Chosen(adapter=await _opened(server, model, place))
+        return ChosenAdapter(draft=head_of(place))
+    return ChosenAdapter(adapter=await _opened(server, model, place))
 
 
-async def mix(server: ServerContext, model: Description, ids: Sequence[str], source: str | None, **how: Any) -> Chosen:
+async def mix(
+    server: ServerContext, model: Description, ids: Sequence[str], source: str | None, **how: Any
+) -> ChosenAdapter:
     """Several adapters as one; `how`: the other fields of AdapterMix."""
     names = []
     for id in ids:
@@ -111,7 +113,7 @@ async def mix(server: ServerContext, model: Description, ids: Sequence[str], sou
             raise BadAdapter(f"{quoted(id)} is no LoRA adapter, and only those can be merged")
         names.append(chosen.adapter)
     try:
-        return Chosen(adapter=AdapterMix(tuple(names), **how))
+        return ChosenAdapter(adapter=AdapterMix(tuple(names), **how))
     except OutriderError as error:
         raise BadAdapter(str(error)) from error
 

@@ -17,7 +17,7 @@ from outrider.server import tools
 from outrider.server.access import Access
 from outrider.server.context import ServerContext, server_of
 from outrider.server.errors import Bad, ServerError
-from outrider.server.faces.adapters import Chosen, scaled, select
+from outrider.server.faces.adapters import ChosenAdapter, scaled, select
 from outrider.server.faces.openai_bodies import ChatBody, OpenAIBody
 from outrider.server.fleet.fleet import Description
 from outrider.server.fleet.supervisor import ServerStream
@@ -43,7 +43,7 @@ async def converse(
     return stream, dialect
 
 
-async def chosen_by(request: HttpRequest, body: OpenAIBody) -> tuple[Description, Chosen]:
+async def chosen_by(request: HttpRequest, body: OpenAIBody) -> tuple[Description, ChosenAdapter]:
     """The model that a body names, and its adapters."""
     async with time_limit(request):
         model, chosen = await select(server_of(request), body.model)
@@ -69,7 +69,7 @@ def naming_the_field(body: OpenAIBody, model: Dialect) -> Iterator[None]:
         raise blamed from error
 
 
-def drafting(server: ServerContext, model: Description, chosen: Chosen) -> tuple[Access, str]:
+def drafting(server: ServerContext, model: Description, chosen: ChosenAdapter) -> tuple[Access, str]:
     """What the request may name, and who drafts unless it does."""
     settings = model.spec.settings
     return server.access.on(settings.backend), chosen.draft or settings.drafter

@@ -16,7 +16,7 @@ from outrider.core.request import Result
 from outrider.core.sequence import Token
 from outrider.server.context import VERSION, ServerContext, server_of
 from outrider.server.errors import Bad, ServerError
-from outrider.server.faces.adapters import Chosen, choose, mix
+from outrider.server.faces.adapters import ChosenAdapter, choose, mix
 from outrider.server.faces.lorax_bodies import (
     MAX_BEST_OF,
     MAX_STOP,
@@ -124,11 +124,11 @@ async def _start(request: HttpRequest, body: LoraxBody, stream: bool = False) ->
     except ServerError:
         raise
     except OutriderError as error:
-        raise (Unprocessable if chosen == Chosen() else Bad)(str(error)) from error
+        raise (Unprocessable if chosen == ChosenAdapter() else Bad)(str(error)) from error
     return LoraxCall(body, running, model.spec.settings.model, seed if asked.samples else None)
 
 
-async def _chosen(server: ServerContext, model: Description, asked: LoraxParameters) -> Chosen:
+async def _chosen(server: ServerContext, model: Description, asked: LoraxParameters) -> ChosenAdapter:
     merged = asked.merged_adapters
     if merged is None:
         return await choose(server, model, asked.adapter_id, asked.adapter_source)

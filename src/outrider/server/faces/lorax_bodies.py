@@ -11,7 +11,7 @@ from outrider.core.adapter import MOST, PRUNING, Majority
 from outrider.core.request import Request
 from outrider.core.sampling import SamplingParams
 from outrider.server.errors import ServerError
-from outrider.server.faces.adapters import Chosen
+from outrider.server.faces.adapters import ChosenAdapter
 from outrider.server.faces.fields import FilledStop, FilledText, Name, Repetition, StrictBody, Temperature
 from outrider.server.faces.structured import LoraxResponseFormat, of_format
 
@@ -142,7 +142,7 @@ class LoraxBody(StrictBody):
     def asked(self) -> LoraxParameters:
         return self.parameters or LoraxParameters()
 
-    def request(self, seed: int | None, chosen: Chosen, stream: bool) -> Request:
+    def request(self, seed: int | None, chosen: ChosenAdapter, stream: bool) -> Request:
         params = self.asked.params(seed, stream)
         message = [{"role": "user", "content": self.inputs}] if self.asked.apply_chat_template else None
         prompt = self.inputs if message is None else None
