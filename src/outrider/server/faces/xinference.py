@@ -39,7 +39,7 @@ GIB = 1 << 30
 NOT_OFFERED = {
     "replica": "one worker serves a model here, with all of its requests in one batch",
     "n_worker": "one worker serves a model here",
-    "peft_model_config": "adapters are loaded with POST /v1/load_lora_adapter",
+    "peft_model_config": "LoRA adapters are loaded with POST /v1/load_lora_adapter",
     "request_limits": "the queue is bounded for all models alike (serve --max-queue)",
     "worker_ip": "there is one machine here",
     "replica_config": "one worker serves a model here",
@@ -261,7 +261,7 @@ def _settings(server: ServerContext, choice: Choice, **more: str | None) -> Json
     given = {key: value for key, value in more.items() if value is not None}
     settings = {"backend": "local", **server.options.defaults, "model": choice.source, "quantize": choice.quantize}
     settings |= given
-    return settings if settings["backend"] == "vllm" else _without(settings, VLLM_DEFAULTS)
+    return _without(settings, ("adapter_memory",) if settings["backend"] == "vllm" else VLLM_DEFAULTS)
 
 
 def _without(settings: Json, names: tuple[str, ...]) -> Json:
