@@ -15,6 +15,7 @@ from outrider.server.fleet import wire
 
 MOST_ADAPTERS = 1024  # names of adapters that a model has at once: a kilobyte each, and a file or two to be read again
 Send = Callable[[Mapping[str, Any]], None]
+FileStamp = list[list[Any]]  # of an adapter's files: name, size, time of change and inode of each, as JSON has it
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class ServedAdapter:
     number: int  # llama.cpp's id of it: no other adapter of the model ever has the same
     created: int  # unix seconds
     path: str
-    stamp: list[list[Any]]  # of its files, as they were read
+    stamp: FileStamp  # of its files, as they were read
     rank: int = 0
 
     def written(self) -> wire.Json:
@@ -73,7 +74,7 @@ class AdapterBook:
             raise OutriderError(f"{self._uid} has no adapter {quoted(name)}; loaded: {known}")
         await self._ask(send, name, False, {"unload_adapter": name})
 
-    def use(self, name: str, stamp: list[list[Any]]) -> bool:
+    def use(self, name: str, stamp: FileStamp) -> bool:
         """Whether the adapter of a folder or hub id is there, read from these very files."""
         found = self.opened.pop(name, None)
         if found is not None:

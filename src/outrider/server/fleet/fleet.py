@@ -13,7 +13,7 @@ from typing import Any
 from outrider.core.errors import OutriderError, quoted
 from outrider.core.request import Request
 from outrider.server.errors import Exists, Gone, Unknown
-from outrider.server.fleet.adapters import ServedAdapter
+from outrider.server.fleet.adapters import FileStamp, ServedAdapter
 from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.fleet.spec import LaunchSpec
 from outrider.server.fleet.supervisor import Fit, ServerStream, Worker
@@ -100,7 +100,7 @@ class Fleet:
         self._refuse_when_draining()
         await self._find(name).load_adapter(adapter, path, named=True)
 
-    async def open_adapter(self, name: str, place: str, path: str, stamp: list[list[Any]]) -> None:
+    async def open_adapter(self, name: str, place: str, path: str, stamp: FileStamp) -> None:
         """The same for one that goes by the place where it lies, unless it is there already. `stamp`: its files."""
         self._refuse_when_draining()
         worker = self._find(name)
