@@ -50,6 +50,7 @@ HEAVY_HOMES = {
     "server/faces/openai.py": {"fastapi"},
     "server/faces/responses_api.py": {"fastapi"},
     "server/faces/anthropic.py": {"fastapi"},
+    "server/faces/lora.py": {"fastapi"},
     "server/faces/lorax.py": {"fastapi"},
     "server/faces/xinference.py": {"fastapi"},
     "server/faces/playground.py": {"fastapi"},

@@ -99,7 +99,7 @@ def test_their_client_chooses_a_head(server, adapters, llm):
     )
     assert answers[0]["generated_text"] == answers[1][-1]["generated_text"] == expected
     assert answers[2]["raised"] == "ValidationError"
-    assert "is a LORA adapter, and those are not served yet" in answers[2]["message"]
+    assert "adapter_model.safetensors" in answers[2]["message"]
 
 
 def test_sampling_with_a_head_is_the_models_own(server, llm):
@@ -112,7 +112,7 @@ def test_sampling_with_a_head_is_the_models_own(server, llm):
     ("adapter", "status", "reason"),
     [
         ("of-another-model", 400, "use a head"),
-        ("lora", 400, "LORA"),
+        ("lora", 400, "adapter_model.safetensors"),
         ("broken", 400, "config.json of the adapter cannot be read"),
         ("list", 400, "not a JSON object"),
         ("empty", 400, "has no config.json"),

@@ -270,7 +270,6 @@ BOUNDED = {
     | {"reasoning_content", "system", "thinking", "instructions", "input", "output"},
     "the characters of a grammar": {"schema", "json", "regex", "choice", "grammar", "parameters", "input_schema"}
     | {f"guided_{name}" for name in ("json", "regex", "choice", "grammar")},
-    "refused, whatever it is": {"merged_adapters"},
 }
 
 

@@ -14,6 +14,10 @@ from outrider.models.adapters.store import AdapterStore
 LOADERS = 4  # threads that load: a slow disk holds up this number of adapters before another has to wait
 
 
+class AdapterRefused(OutriderError):
+    """The adapter that a request has named cannot be had: its files are gone, say."""
+
+
 @dataclass(eq=False)
 class AdapterWait:
     """One request that waits."""
@@ -64,9 +68,9 @@ class AdapterLoader:
             try:
                 ready, error = self._load(wait), None
             except Exception as failure:  # of a file, or of the machine: this request ends, the others go on
-                own = isinstance(failure, OutriderError)
                 said = one_line(failure, named=True)
-                ready, error = None, failure if own else OutriderError(f"the adapter could not be loaded: {said}")
+                why = str(failure) if isinstance(failure, OutriderError) else f"the adapter could not be loaded: {said}"
+                ready, error = None, AdapterRefused(why)
             with self._lock:
                 self.waiting -= 1
             wait.done(ready, error)

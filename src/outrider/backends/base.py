@@ -128,6 +128,7 @@ class BackendLoad:
     since_step: float = 0.0  # seconds since a step ended; 0: there is nothing to do
     slowest_step: float = 0.0  # seconds of the slowest step so far; 0: none has ended
     fault: str = ""  # why the backend has stopped for good; "": it has not
+    adapters: int = 0  # in memory
 
 
 class StepClock:

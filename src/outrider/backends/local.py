@@ -238,6 +238,7 @@ class Local(Reader):
             self._clock.waited,
             self._clock.slowest,
             self._fault,
+            self._adapters.store.count,
         )
 
     def load_adapter(self, name: str, path: str | Path, allow_pickle: bool = False) -> AdapterInfo:

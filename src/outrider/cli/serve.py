@@ -79,6 +79,7 @@ SETTINGS = options.settings(
     *options.ENGINE,
     "max_batch",
     "max_draft_batch",
+    *options.ADAPTERS,
     *options.MEMORY,
     draft={
         "help": "Who guesses ahead where a request does not say: NAME or NAME:key=value,...; none for plain decoding."
@@ -106,6 +107,7 @@ def serve(
     [dim]$[/] outrider serve                                  [dim]# smollm2-135m on port 8000[/]
     [dim]$[/] outrider serve model.gguf --draft ngram:length=8 --port 9000
     [dim]$[/] outrider serve --model-id org/name --speculative-tokens 3 --api-key SECRET --host 0.0.0.0
+    [dim]$[/] outrider serve --adapter haiku=my-haiku --adapter json=my-json
     [dim]$[/] outrider serve --no-model --state models.json --allow-folder ~/models
     [dim]$[/] outrider serve --ray --replicas 2 --threads 1
     """
@@ -222,5 +224,5 @@ def _draft(own: str, launch: LaunchOptions, access: Access) -> str:
     if launch.adapter_id:
         from outrider.server.faces.adapters import draft_of
 
-        return asyncio.run(draft_of(launch.adapter_id, None, access))
+        return asyncio.run(draft_of(launch.adapter_id, access))
     return own

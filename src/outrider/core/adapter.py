@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from outrider.core.errors import OutriderError, quoted
@@ -71,6 +71,7 @@ class AdapterInfo:
     rank: int  # the largest of its matrices
     nbytes: int  # when it is ready
     loaded: bool  # whether it is in memory now
+    stamp: tuple[tuple[str, int, int, int], ...] = field(default=(), repr=False)  # of its files, as they were read
 
 
 def names_of(choice: AdapterChoice) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -56,6 +56,10 @@ class Access:
         here = path is not None and self._allows(path) and os.path.exists(path)  # False where the name is too long
         return self._hub_id(name) if sources.HUB_ID.fullmatch(name) and not here else str(self.path(name))
 
+    def knows(self, name: str) -> bool:
+        """Whether it is a name of the registry."""
+        return name in self._names
+
     def path(self, name: str) -> Path:
         """A path inside an allowed folder, links followed. An error tells nothing of what lies outside."""
         path = _resolved(name)
@@ -64,6 +68,11 @@ class Access:
                 f"{quoted(name)} is neither a known name nor in a folder that requests may use (serve --allow-folder)"
             )
         return path
+
+    def check_files(self, folder: Path, names: Iterable[str]) -> None:
+        """The files of a folder in an allowed one lie in an allowed one, too, links followed."""
+        for name in names if self._allows(folder) else ():
+            self.path(str(folder / name))
 
     def draft(self, method: str, options: Mapping[str, Any], own: str = "") -> str:
         """The drafter and options that a request asks for, as the text of a spec. `own`: that of the model, which is

@@ -15,7 +15,7 @@ from outrider.core.errors import QUOTED, OutriderError
 from outrider.server.access import Access
 from outrider.server.context import VERSION, ServerContext, server_of
 from outrider.server.errors import LONGEST_MESSAGE, Bad, ServerError, body_of, lorax_shape, shape_of
-from outrider.server.faces import anthropic, lorax, openai, playground, responses_api, xinference
+from outrider.server.faces import anthropic, lora, lorax, openai, playground, responses_api, xinference
 from outrider.server.fleet.fleet import Fleet
 from outrider.server.middleware import RequestGuard, RequestLog
 from outrider.server.options import ServerOptions
@@ -31,7 +31,7 @@ def create_app(fleet: Fleet, options: ServerOptions = ServerOptions(), registry:
     app = FastAPI(title="Outrider", version=VERSION, lifespan=_lifespan, redoc_url=None)
     app.state.fleet = fleet
     app.state.server = ServerContext(fleet, options, Access(options.folders, registry.sources(), options.hub), registry)
-    for face in (openai, responses_api, anthropic, xinference, lorax, playground):
+    for face in (openai, responses_api, anthropic, xinference, lora, lorax, playground):
         app.include_router(face.router)
     app.include_router(router)
     for kind in (OutriderError, RequestValidationError, HTTPException, ClientGone):

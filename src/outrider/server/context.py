@@ -8,6 +8,7 @@ from importlib.metadata import version
 from fastapi import Request as HttpRequest
 
 from outrider.server.access import Access
+from outrider.server.errors import Forbidden
 from outrider.server.fleet.fleet import Fleet
 from outrider.server.options import ServerOptions
 from outrider.server.registry import Registry
@@ -28,6 +29,11 @@ class ServerContext:
 def server_of(request: HttpRequest) -> ServerContext:
     server: ServerContext = request.app.state.server
     return server
+
+
+def refuse_changes(server: ServerContext) -> None:
+    if server.options.no_launch:
+        raise Forbidden("requests may neither launch nor end models here, nor load adapters (serve --no-launch)")
 
 
 def tenant_of(request: HttpRequest) -> str:

@@ -39,6 +39,8 @@ class Metrics:
         self.running = self._gauge("num_requests_running", "Sequences in the batch", model)
         self.waiting = self._gauge("num_requests_waiting", "Sequences that wait for a place in the batch", model)
         self.cache = self._gauge("kv_cache_usage_perc", "Share of keys and values that is spoken for, 0 to 1", model)
+        self.adapters = self._gauge("adapters", "LoRA adapters that requests may name", model)
+        self.adapters_in_memory = self._gauge("adapters_in_memory", "LoRA adapters in memory, and mixes of them", model)
         self.up = self._gauge("worker_up", "1: the model's worker is ready", model)
         self.first_token = self._histogram("time_to_first_token_seconds", "From request to first token", model, SECONDS)
         self.gap = self._histogram("inter_token_latency_seconds", "Mean time between tokens of a step", model, GAPS)
@@ -65,7 +67,7 @@ class Metrics:
 
     def forget(self, model: str) -> None:
         """A terminated model runs nothing; its counters stay, as counters must."""
-        for gauge in (self.running, self.waiting, self.cache, self.up):
+        for gauge in (self.running, self.waiting, self.cache, self.up, self.adapters, self.adapters_in_memory):
             gauge.remove(model)
 
     def text(self, vllm_names: bool = False) -> bytes:

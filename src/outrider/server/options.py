@@ -13,7 +13,7 @@ from outrider.core.option import option
 LIMITS, ACCESS = "Limits", "Access"  # headings of --help
 # How the server was started, which launches over REST take over; VLLM_DEFAULTS where they run on vLLM.
 LAUNCH_DEFAULTS: tuple[str, ...] = ("backend", "device", "threads", "cache_memory", "max_batch", "max_draft_batch")
-LAUNCH_DEFAULTS += ("kv", "activations", "rule", "pace", "piece")
+LAUNCH_DEFAULTS += ("kv", "activations", "rule", "pace", "piece", "adapter_memory")
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class ServerOptions:
     timeout: float = option(600.0, "Seconds that a request may take.", least=0.001, panel=LIMITS)
     cors: tuple[str, ...] = option((), "Origin whose web pages may send requests; none by default.", panel=ACCESS)
     folders: tuple[Path, ...] = option(
-        (), "Requests may open models and heads in here. Repeatable.", flags=("--allow-folder",), panel=ACCESS
+        (), "Requests may open models, heads and adapters in here. Repeatable.", flags=("--allow-folder",), panel=ACCESS
     )
     hub: bool = option(False, "Requests may name hub ids.", flags=("--allow-hub",), panel=ACCESS)
-    no_launch: bool = option(False, "Requests may neither launch nor end models.", panel=ACCESS)
+    no_launch: bool = option(False, "Requests may neither launch nor end models, nor load adapters.", panel=ACCESS)
     max_models: int = option(16, "Models that may be launched at once.", least=1, panel=LIMITS)
     timings: bool = option(
         False, "Answers also have vLLM's metrics.speculative_decoding and llama.cpp's timings.", flags=("--timings",)

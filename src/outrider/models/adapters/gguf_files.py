@@ -69,4 +69,4 @@ def _floats(path: Path, tensor: GGUFTensor) -> Tensor:
         raise OutriderError(
             f"{path} is stored as {tensor.kind}; convert it again with --outtype f32, f16, bf16 or q8_0"
         )
-    return tensor.dequantize()
+    return tensor.dequantize().clone()  # not a part of the mapped file, which may be overwritten

@@ -108,16 +108,16 @@ def _check_patterns(path: Path, name: str, patterns: Any) -> None:
 
 
 def _tensors(folder: Path, allow_pickle: bool) -> Iterator[tuple[str, Tensor]]:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
+    from safetensors.torch import load
 
     path = folder / WEIGHTS
     if not path.is_file():
         yield from _unpickled(folder, allow_pickle)
         return
     try:
-        with safe_open(str(path), framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (it is no dict)
-                yield name, file.get_tensor(name)
+        # read, not mapped: a file that is overwritten would change what is served, and one that is cut off end us
+        yield from load(path.read_bytes()).items()
     except (SafetensorError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         raise OutriderError(f"{path} cannot be read ({one_line(error)}); download it again") from error
 

@@ -86,7 +86,8 @@ class AdapterStore:
     def info(self, name: str) -> AdapterInfo:
         with self._changed:
             own = self._known(name)
-            return AdapterInfo(name, str(own.path), own.base, own.rank, own.nbytes, own.key in self._resident)
+            loaded = own.key in self._resident
+            return AdapterInfo(name, str(own.path), own.base, own.rank, own.nbytes, loaded, own.stamp)
 
     def infos(self) -> list[AdapterInfo]:
         """Of all registered adapters, in the order of their registration."""
@@ -99,6 +100,11 @@ class AdapterStore:
         """Bytes of the adapters in memory."""
         with self._changed:
             return self._used()
+
+    @property
+    def count(self) -> int:
+        """Adapters in memory, mixes among them."""
+        return len(self._resident)
 
     def check(self, choice: AdapterChoice) -> None:
         """Refuse what can never be served."""

@@ -66,7 +66,7 @@ class MessagesWriter(BlockWriter):
         return [{"type": "message_delta", "delta": self._ending(result), **more}, {"type": "message_stop"}]
 
     def _message(self) -> Json:
-        return {"id": self._id, "type": "message", "role": "assistant", "model": self._stream.uid}
+        return {"id": self._id, "type": "message", "role": "assistant", "model": self._stream.model}
 
     def _ending(self, result: Result) -> Json:
         reason = self._reader.finish(result.finish_reason)

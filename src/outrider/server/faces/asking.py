@@ -16,12 +16,12 @@ from outrider.core.request import Request, Result
 from outrider.server import tools
 from outrider.server.access import Access
 from outrider.server.context import ServerContext, server_of
-from outrider.server.errors import ServerError
-from outrider.server.faces.adapters import select
+from outrider.server.errors import Bad, ServerError
+from outrider.server.faces.adapters import ChosenAdapter, scaled, select
 from outrider.server.faces.openai_bodies import ChatBody, OpenAIBody
 from outrider.server.fleet.fleet import Description
 from outrider.server.fleet.supervisor import ServerStream
-from outrider.server.responses import EventStream, result_of, submit
+from outrider.server.responses import EventStream, result_of, submit, time_limit
 from outrider.server.tools import Dialect
 
 Json = dict[str, Any]
@@ -33,14 +33,25 @@ async def converse(
     """The answer to a conversation as it comes, and how its model writes. `pieces`: the text of each token is wanted,
     also where the body does not say so. `check` refuses what the model cannot do."""
     server = server_of(request)
-    model, adapter = await select(server, body.model)
+    model, chosen = await chosen_by(request, body)
     dialect = tools.of(model.info.get("tools"))
     check(dialect)
     with naming_the_field(body, dialect):
-        asked, clip = body.request(*drafting(server, model, adapter), dialect)
-        asked = replace(asked, draft=asked.draft or adapter)
+        asked, clip = body.request(*drafting(server, model, chosen), dialect)
+        asked = replace(asked, draft=asked.draft or chosen.draft, adapter=chosen.adapter)
         stream = await submit(request, model.uid, asked, pieces or shows(body, asked), clip)
     return stream, dialect
+
+
+async def chosen_by(request: HttpRequest, body: OpenAIBody) -> tuple[Description, ChosenAdapter]:
+    """The model that a body names, and its adapters."""
+    async with time_limit(request):
+        model, chosen = await select(server_of(request), body.model)
+    if body.lora is None:
+        return model, chosen
+    if chosen.adapter:
+        raise Bad("model names an adapter, and lora does, too; leave out one of them", param="lora")
+    return model, replace(chosen, adapter=scaled(model, {each.id: each.scale for each in body.lora}))
 
 
 @contextmanager
@@ -58,10 +69,10 @@ def naming_the_field(body: OpenAIBody, model: Dialect) -> Iterator[None]:
         raise blamed from error
 
 
-def drafting(server: ServerContext, model: Description, adapter: str) -> tuple[Access, str]:
+def drafting(server: ServerContext, model: Description, chosen: ChosenAdapter) -> tuple[Access, str]:
     """What the request may name, and who drafts unless it does."""
     settings = model.spec.settings
-    return server.access.on(settings.backend), adapter or settings.drafter
+    return server.access.on(settings.backend), chosen.draft or settings.drafter
 
 
 def shows(body: OpenAIBody, asked: Request) -> bool:

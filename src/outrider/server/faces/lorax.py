@@ -1,4 +1,4 @@
-"""LoRAX's API: one model, and an adapter that each request chooses. Here an adapter is a head that drafts."""
+"""LoRAX's API: one model, and an adapter that each request chooses: LoRA, or a head that drafts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,18 @@ from outrider.core.request import Result
 from outrider.core.sequence import Token
 from outrider.server.context import VERSION, ServerContext, server_of
 from outrider.server.errors import Bad, ServerError
-from outrider.server.faces.adapters import draft_of
-from outrider.server.faces.lorax_bodies import MAX_BEST_OF, MAX_STOP, LoraxBody, LoraxStreamableBody, Unprocessable
+from outrider.server.faces.adapters import ChosenAdapter, choose, mix
+from outrider.server.faces.lorax_bodies import (
+    MAX_BEST_OF,
+    MAX_STOP,
+    LoraxBody,
+    LoraxParameters,
+    LoraxStreamableBody,
+    Unprocessable,
+)
 from outrider.server.fleet.fleet import Description
 from outrider.server.fleet.supervisor import ServerStream
-from outrider.server.responses import EventStream, checked, result_of, submit
+from outrider.server.responses import EventStream, checked, result_of, submit, time_limit
 from outrider.server.stops import stop_found
 
 router = APIRouter(tags=["LoRAX"])
@@ -107,17 +114,25 @@ async def _generate(request: HttpRequest, body: LoraxBody) -> tuple[Json, dict[s
 async def _start(request: HttpRequest, body: LoraxBody, stream: bool = False) -> LoraxCall:
     server, asked = server_of(request), body.asked
     asked.refuse()
-    draft = await draft_of(asked.adapter_id, asked.adapter_source, server.access)
     model = _model(server)
+    async with time_limit(request):
+        chosen = await _chosen(server, model, asked)
     seed, clip = asked.chosen_seed(), asked.max_new_tokens is None
     try:
-        wanted = body.request(seed, draft, stream)
+        wanted = body.request(seed, chosen, stream)
         running = await submit(request, model.uid, wanted, pieces=True, clip=clip, truncate=asked.truncate or 0)
     except ServerError:
         raise
     except OutriderError as error:
-        raise (Bad if draft else Unprocessable)(str(error)) from error
+        raise (Unprocessable if chosen == ChosenAdapter() else Bad)(str(error)) from error
     return LoraxCall(body, running, model.spec.settings.model, seed if asked.samples else None)
+
+
+async def _chosen(server: ServerContext, model: Description, asked: LoraxParameters) -> ChosenAdapter:
+    merged = asked.merged_adapters
+    if merged is None:
+        return await choose(server, model, asked.adapter_id, asked.adapter_source)
+    return await mix(server, model, merged.ids, asked.adapter_source, **merged.how())
 
 
 async def _events(call: LoraxCall) -> AsyncGenerator[Json]:

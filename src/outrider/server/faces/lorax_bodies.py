@@ -7,16 +7,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from outrider.core.adapter import MOST, PRUNING, Majority
 from outrider.core.request import Request
 from outrider.core.sampling import SamplingParams
 from outrider.server.errors import ServerError
+from outrider.server.faces.adapters import ChosenAdapter
 from outrider.server.faces.fields import FilledStop, FilledText, Name, Repetition, StrictBody, Temperature
 from outrider.server.faces.structured import LoraxResponseFormat, of_format
 
 MAX_BEST_OF = 16  # samples of which the best is shown
 MAX_STOP = 64  # stop strings
 MANY = 2**31 - 1  # tokens: as many as the context holds
-Json = dict[str, Any]
 Positive = Annotated[int, Field(gt=0, le=MANY)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 
@@ -27,10 +28,30 @@ class Unprocessable(ServerError):
     status, kind = 422, "invalid_request_error"
 
 
+class MergedField(StrictBody):
+    """Several adapters as one, as PEFT mixes them. Their client always sends a density, also where none is used."""
+
+    ids: list[Name] = Field(min_length=1, max_length=MOST)
+    weights: list[float] = Field(default_factory=list, max_length=MOST)
+    merge_strategy: Literal["linear", "ties", "dare_linear", "dare_ties"] | None = None
+    density: Annotated[float, Field(ge=0, le=1)] | None = None
+    majority_sign_method: Majority | None = None
+
+    def how(self) -> dict[str, Any]:
+        """The fields of an AdapterMix, beside the names."""
+        strategy = self.merge_strategy or "linear"
+        return {
+            "weights": tuple(self.weights),
+            "strategy": strategy,
+            "density": self.density if strategy in PRUNING else None,
+            "majority_sign_method": self.majority_sign_method or "total",
+        }
+
+
 class LoraxParameters(StrictBody):
     adapter_id: Name | None = None
     adapter_source: Literal["hub", "local", "s3", "pbase"] | None = None
-    merged_adapters: Json | None = None
+    merged_adapters: MergedField | None = None
     api_token: Name | None = None
     best_of: Annotated[int, Field(gt=0, le=MAX_BEST_OF)] | None = None
     temperature: Temperature | None = None
@@ -76,7 +97,10 @@ class LoraxParameters(StrictBody):
     def refuse(self) -> None:
         """What LoRAX has and we have not, and what cannot go together."""
         for given, reason in (
-            (self.merged_adapters is not None, "merged_adapters are not served; choose one adapter_id"),
+            (
+                self.merged_adapters is not None and self.adapter_id is not None,
+                "adapter_id and merged_adapters exclude each other; leave out one of them",
+            ),
             (self.api_token, "api_token is not used: the server asks the hub under its own login; leave it out"),
             (self.watermark, "watermark would change the model's own law, and it is not built in; leave it out"),
             (self.count > 1 and not self.samples, "best_of above 1 needs sampling: set do_sample or a temperature"),
@@ -118,11 +142,11 @@ class LoraxBody(StrictBody):
     def asked(self) -> LoraxParameters:
         return self.parameters or LoraxParameters()
 
-    def request(self, seed: int | None, draft: str, stream: bool) -> Request:
+    def request(self, seed: int | None, chosen: ChosenAdapter, stream: bool) -> Request:
         params = self.asked.params(seed, stream)
-        if self.asked.apply_chat_template:
-            return Request(None, [{"role": "user", "content": self.inputs}], params, draft, stream=stream)
-        return Request(self.inputs, None, params, draft, stream=stream)
+        message = [{"role": "user", "content": self.inputs}] if self.asked.apply_chat_template else None
+        prompt = self.inputs if message is None else None
+        return Request(prompt, message, params, chosen.draft, stream=stream, adapter=chosen.adapter)
 
 
 class LoraxStreamableBody(LoraxBody):

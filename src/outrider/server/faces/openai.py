@@ -25,8 +25,7 @@ from outrider.core.stats import Stats
 from outrider.drafters import PREDICTION
 from outrider.server import tools
 from outrider.server.context import VERSION, id_of, server_of
-from outrider.server.faces.adapters import select
-from outrider.server.faces.asking import Json, converse, drafting, naming_the_field, respond, shows
+from outrider.server.faces.asking import Json, chosen_by, converse, drafting, naming_the_field, respond, shows
 from outrider.server.faces.measured import measured
 from outrider.server.faces.openai_bodies import ChatBody, CompletionBody, OpenAIBody
 from outrider.server.faces.tool_calls import CallWriter
@@ -48,13 +47,13 @@ async def chat_completions(request: HttpRequest, body: ChatBody) -> Response:
 async def completions(request: HttpRequest, body: CompletionBody) -> Response:
     """Continue a prompt, or each of several."""
     server = server_of(request)
-    model, adapter = await select(server, body.model)
+    model, chosen = await chosen_by(request, body)
     streams: list[ServerStream] = []
     group = uuid.uuid4().hex  # not the request's id: that may be a client's own choice, and another client's
     try:
         with naming_the_field(body, tools.of(None)):
-            for asked in body.requests(*drafting(server, model, adapter)):
-                asked = replace(asked, draft=asked.draft or adapter, group=group)
+            for asked in body.requests(*drafting(server, model, chosen)):
+                asked = replace(asked, draft=asked.draft or chosen.draft, adapter=chosen.adapter, group=group)
                 streams.append(await submit(request, model.uid, asked, shows(body, asked)))
     except BaseException:  # one was refused: the others run for nobody
         for stream in streams:
@@ -74,7 +73,7 @@ class AnswerWriter:
         self._head = {
             "id": f"{self.prefix}-{id_of(request)}",
             "created": int(time.time()),
-            "model": streams[0].uid,
+            "model": streams[0].model,
             "system_fingerprint": f"outrider-{VERSION}",
         }
         self._offsets: dict[int, int] = {}  # choice -> characters written so far

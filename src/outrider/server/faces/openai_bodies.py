@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from outrider import drafters
+from outrider.core.adapter import MOST
 from outrider.core.request import Message, Prompt, Request
 from outrider.core.sampling import SamplingParams
 from outrider.server.access import Access
@@ -112,6 +113,13 @@ class OutriderField(StrictBody):
     tokens: bool = False
 
 
+class LoraField(StrictBody):
+    """llama.cpp's: an adapter by its number, and its strength."""
+
+    id: int = Field(ge=0, le=2**31 - 1)
+    scale: float = 1.0
+
+
 class SharedFields(StrictBody):
     """What the bodies of all APIs of conversations and prompts have, under the same names."""
 
@@ -157,6 +165,7 @@ class OpenAIBody(SharedFields, StructuredFields):
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
     stream_options: StreamOptions | None = None
     outrider: OutriderField | None = None
+    lora: Annotated[list[LoraField], Field(max_length=MOST)] | None = None
     gamma: int | None = Field(None, ge=1, le=64)  # Xinference's: the length of a draft
 
     def constrained(self, model: Dialect) -> Constraint | None:

@@ -47,7 +47,13 @@ def file(name: str) -> Response:
 def models(request: Request) -> dict[str, Any]:
     """What is launched, and who can draft for it without being told more."""
     launched = server_of(request).fleet.list()
-    return {"models": [_model(each) for each in launched], "drafters": [_drafter(name) for name in drafters.names()]}
+    models = [{**_model(each), "id": name} for each in launched for name in _names(each)]
+    return {"models": models, "drafters": [_drafter(name) for name in drafters.names()]}
+
+
+def _names(launched: Description) -> list[str]:
+    """Of the model, and of it with each of its adapters."""
+    return [launched.uid, *(f"{launched.uid}:{name}" for name in launched.adapters)]
 
 
 def _model(launched: Description) -> dict[str, Any]:

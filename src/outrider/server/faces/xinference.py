@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,9 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
 
 from outrider import build, drafters
 from outrider.models import sources
-from outrider.server.context import ServerContext, server_of
-from outrider.server.errors import Bad, Forbidden, TooManyModels, Unknown
+from outrider.server.context import ServerContext, refuse_changes, server_of
+from outrider.server.errors import Bad, TooManyModels, Unknown
+from outrider.server.faces.adapters import named_adapter
 from outrider.server.faces.fields import MOST_LISTED, Ignored, Name, Uid, Word
+from outrider.server.fleet.adapters import ServedAdapter
 from outrider.server.fleet.fleet import Description
 from outrider.server.fleet.spec import LaunchSpec
 from outrider.server.registry import Choice
@@ -36,7 +39,7 @@ GIB = 1 << 30
 NOT_OFFERED = {
     "replica": "one worker serves a model here, with all of its requests in one batch",
     "n_worker": "one worker serves a model here",
-    "peft_model_config": "LoRA adapters are not served yet",
+    "peft_model_config": "LoRA adapters are loaded with POST /v1/load_lora_adapter",
     "request_limits": "the queue is bounded for all models alike (serve --max-queue)",
     "worker_ip": "there is one machine here",
     "replica_config": "one worker serves a model here",
@@ -99,7 +102,12 @@ class PairBody(Placement):
 @router.get("/v1/models")
 async def list_models(request: HttpRequest) -> Json:
     """What is launched, for OpenAI's clients and Xinference's alike."""
-    return {"object": "list", "data": [shown(model) for model in server_of(request).fleet.list()]}
+    models = server_of(request).fleet.list()
+    names = Counter(name for model in models for name in (model.uid, *model.adapters))
+    adapters = [
+        shown_adapter(model, each, names[each.name] > 1) for model in models for each in model.adapters.values()
+    ]
+    return {"object": "list", "data": [*(shown(model) for model in models), *adapters]}
 
 
 @router.post("/v1/models")
@@ -152,14 +160,21 @@ async def instances(request: HttpRequest, model_name: str = "", model_uid: str =
 
 @router.get("/v1/models/{uid:path}")
 async def describe_model(request: HttpRequest, uid: str) -> Json:
-    return shown(server_of(request).fleet.describe(uid))
+    server = server_of(request)
+    try:
+        return shown(server.fleet.describe(uid))
+    except Unknown as unknown:
+        model, adapter = named_adapter(server, uid)
+        if model is None or adapter not in model.adapters:
+            raise unknown from None
+        return shown_adapter(model, model.adapters[adapter], uid != adapter)
 
 
 @router.delete("/v1/models/{uid:path}")
 async def terminate_model(request: HttpRequest, uid: str) -> Json:
     """End a model's worker. What it is answering ends with an error."""
     server = server_of(request)
-    _refuse_changes(server)
+    refuse_changes(server)
     if not uid:
         raise Unknown("name the model to end: DELETE /v1/models/UID", param="model_uid")
     await server.fleet.terminate(uid)
@@ -205,6 +220,22 @@ def shown(model: Description) -> Json:
     }
 
 
+def shown_adapter(model: Description, adapter: ServedAdapter, whole: bool) -> Json:
+    """An adapter of a launched model, as OpenAI's clients find it. `whole`: its name alone would mean others, too."""
+    return {
+        "id": f"{model.uid}:{adapter.name}" if whole else adapter.name,
+        "object": "model",
+        "created": adapter.created,
+        "owned_by": "outrider",
+        "parent": model.uid,
+        "root": adapter.name,
+        "model_type": "LLM",
+        "model_name": adapter.name,
+        "status": model.status,
+        "rank": adapter.rank,
+    }
+
+
 async def _launch(
     server: ServerContext, body: Placement, settings: Json, choice: Choice, name: str, **family: Any
 ) -> Json:
@@ -216,15 +247,10 @@ async def _launch(
 
 def _refuse_more(server: ServerContext) -> None:
     """Where requests may launch nothing, or nothing more. Called right before a launch, which then counts at once."""
-    _refuse_changes(server)
+    refuse_changes(server)
     count, most = len(server.fleet.list()), server.options.max_models
     if count >= most:
         raise TooManyModels(f"{count} models are launched, and at most {most} may be (serve --max-models); end one")
-
-
-def _refuse_changes(server: ServerContext) -> None:
-    if server.options.no_launch:
-        raise Forbidden("requests may neither launch nor end models here (serve --no-launch)")
 
 
 def _choose(server: ServerContext, name: str, size: Size, quantization: str | None) -> Choice:
@@ -235,7 +261,7 @@ def _settings(server: ServerContext, choice: Choice, **more: str | None) -> Json
     given = {key: value for key, value in more.items() if value is not None}
     settings = {"backend": "local", **server.options.defaults, "model": choice.source, "quantize": choice.quantize}
     settings |= given
-    return settings if settings["backend"] == "vllm" else _without(settings, VLLM_DEFAULTS)
+    return _without(settings, ("adapter_memory",) if settings["backend"] == "vllm" else VLLM_DEFAULTS)
 
 
 def _without(settings: Json, names: tuple[str, ...]) -> Json:

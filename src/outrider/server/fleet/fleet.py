@@ -7,12 +7,13 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.core.errors import OutriderError, quoted
 from outrider.core.request import Request
 from outrider.server.errors import Exists, Gone, Unknown
+from outrider.server.fleet.adapters import FileStamp, ServedAdapter
 from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.fleet.spec import LaunchSpec
 from outrider.server.fleet.supervisor import Fit, ServerStream, Worker
@@ -34,6 +35,8 @@ class Description:
     running: int
     waiting: int
     cache: float = 0.0  # the share of keys and values that is spoken for
+    adapters: Mapping[str, ServedAdapter] = field(default_factory=dict)  # by the names that they are registered under
+    lost_adapters: Mapping[str, str] = field(default_factory=dict)  # names that a restart has lost, and why
 
     @property
     def uid(self) -> str:
@@ -91,6 +94,21 @@ class Fleet:
         """
         self._refuse_when_draining()
         return await self._find(name).submit(request, Fit(pieces, clip, truncate))
+
+    async def load_adapter(self, name: str, adapter: str, path: str) -> None:
+        """Have the model read an adapter, which requests may name from now on; one that had the name is replaced."""
+        self._refuse_when_draining()
+        await self._find(name).load_adapter(adapter, path, named=True)
+
+    async def open_adapter(self, name: str, place: str, path: str, stamp: FileStamp) -> None:
+        """The same for one that goes by the place where it lies, unless it is there already. `stamp`: its files."""
+        self._refuse_when_draining()
+        worker = self._find(name)
+        if not worker.adapters.use(place, stamp):
+            await worker.load_adapter(place, path, named=False)
+
+    async def unload_adapter(self, name: str, adapter: str) -> None:
+        await self._find(name).unload_adapter(adapter)
 
     def health(self) -> dict[str, Any]:
         """ "ok" when every model is ready; "degraded" while one is not."""
@@ -157,6 +175,8 @@ class Fleet:
             worker.running,
             worker.waiting,
             worker.cache,
+            worker.adapters.named,
+            worker.adapters.lost,
         )
 
     def _tell(self) -> None:

@@ -12,16 +12,18 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from outrider.backends.base import BackendLoad
+from outrider.core.adapter import AdapterChoice
 from outrider.core.errors import OutriderError
 from outrider.core.request import Chunk, Request, Result
 from outrider.core.stats import estimated_speedup
 from outrider.server.errors import Busy, Failed, Gone
 from outrider.server.fleet import wire
+from outrider.server.fleet.adapters import AdapterBook
 from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.fleet.spec import LaunchSpec, settings_as_dict
 from outrider.server.log import log
@@ -40,8 +42,8 @@ class Fit:
 class ServerStream:
     """The answer to one request, as it comes from the worker: iterate over its chunks, or wait for its result."""
 
-    def __init__(self, worker: Worker, id: int, samples: int) -> None:
-        self._worker, self.id, self.samples = worker, id, samples
+    def __init__(self, worker: Worker, id: int, samples: int, adapter: AdapterChoice = "") -> None:
+        self._worker, self.id, self.samples, self._adapter = worker, id, samples, adapter
         self._chunks: deque[Chunk] = deque()
         self._changed = asyncio.Event()
         self._result: Result | None = None
@@ -57,6 +59,11 @@ class ServerStream:
     @property
     def uid(self) -> str:
         return self._worker.uid
+
+    @property
+    def model(self) -> str:
+        """Who answers, as a request may name it."""
+        return f"{self.uid}:{self._adapter}" if self._adapter and isinstance(self._adapter, str) else self.uid
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         while True:
@@ -134,7 +141,9 @@ class Process:
         self._listener = asyncio.create_task(self._listen())
 
     @classmethod
-    async def spawn(cls, uid: str, settings: Mapping[str, Any], farewell: float = 0.0) -> Process:
+    async def spawn(
+        cls, uid: str, settings: Mapping[str, Any], farewell: float = 0.0, adapters: Sequence[wire.Json] = ()
+    ) -> Process:
         ours, theirs = socket.socketpair()
         with theirs:
             child = subprocess.Popen(
@@ -152,7 +161,7 @@ class Process:
             child.kill()
             raise
         process = cls(uid, child, reader, writer, farewell)
-        process.send({"settings": dict(settings)})
+        process.send({"settings": dict(settings), "adapters": list(adapters)})
         return process
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -250,6 +259,7 @@ class Worker:
         self.uid, self.status, self.reason = spec.uid, "loading", ""
         self.created, self.restarts = int(time.time()), 0
         self.info: dict[str, Any] = {}
+        self.adapters = AdapterBook(spec.uid)
         self.running = self.waiting = 0
         self.cache = 0.0  # the share of keys and values that is spoken for
         self.pieces: dict[int, bytes] = {}
@@ -269,21 +279,31 @@ class Worker:
         self._supervisor = asyncio.create_task(self._supervise())
 
     async def submit(self, request: Request, fit: Fit) -> ServerStream:
-        if self._process is None or self.status != "ready":
-            raise Gone(f"the model {self.uid} is {self.status}: {self.reason or 'not ready yet'}; try again soon")
+        process = self._ready()
         self.refuse_when_full(request.params.n)
         body = wire.request_to_json(request)
-        stream = self.open_stream(request.params.n)
-        self._process.send({"submit": stream.id, "request": body, "fit": asdict(fit)})
+        stream = self.open_stream(request.params.n, request.adapter)
+        process.send({"submit": stream.id, "request": body, "fit": asdict(fit)})
         return await self.taken_in(stream)
+
+    async def load_adapter(self, name: str, path: str, named: bool) -> None:
+        await self.adapters.load(self._ready().send, name, path, named)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self.adapters.unload(self._ready().send, name)
+
+    def _ready(self) -> Process:
+        if self._process is None or self.status != "ready":
+            raise Gone(f"the model {self.uid} is {self.status}: {self.reason or 'not ready yet'}; try again soon")
+        return self._process
 
     @property
     def answering(self) -> bool:
         """Whether an answer is under way."""
         return bool(self._streams)
 
-    def open_stream(self, samples: int) -> ServerStream:
-        stream = ServerStream(self, self._next, samples)
+    def open_stream(self, samples: int, adapter: AdapterChoice = "") -> ServerStream:
+        stream = ServerStream(self, self._next, samples, adapter)
         self._next += 1
         self._streams[stream.id] = stream
         self._samples += stream.samples
@@ -339,7 +359,9 @@ class Worker:
         self.status = "loading" if not self.restarts else "restarting"
         settings = self.spec.settings
         farewell = self._limits.farewell_of(settings)
-        process = await Process.spawn(self.uid, settings_as_dict(settings), farewell)
+        if self.restarts:  # one that cannot be read any more is lost, and the model is not
+            settings = replace(settings, adapters=None)
+        process = await Process.spawn(self.uid, settings_as_dict(settings), farewell, self.adapters.written())
         self._process = process
         try:
             self._refuse_when_closed()
@@ -349,6 +371,7 @@ class Worker:
             await self._end("it could not be loaded")
             raise
         self.status, self.reason, self.pieces = "ready", "", {}
+        self.adapters.begin(self.info)
         self._metrics.up.labels(self.uid).set(1)
         log("ready", model=self.uid, pid=process.child.pid, notes=self.info.get("notes"))
 
@@ -397,6 +420,7 @@ class Worker:
         process.end_for(f"no frame came from its worker for {self._limits.silence:g} s")
 
     def _hear(self, message: wire.Json) -> None:
+        self.adapters.hear(message)
         self._note(BackendLoad(**message["load"]))
         for token, piece in message.get("pieces", {}).items():
             self.pieces[int(token)] = piece.encode() if isinstance(piece, str) else bytes(piece)
@@ -421,6 +445,8 @@ class Worker:
         self._metrics.running.labels(self.uid).set(self.running)
         self._metrics.waiting.labels(self.uid).set(self.waiting)
         self._metrics.cache.labels(self.uid).set(self.cache)
+        self._metrics.adapters.labels(self.uid).set(len(self.adapters))
+        self._metrics.adapters_in_memory.labels(self.uid).set(load.adapters)
 
     def _chunk(self, id: int, chunk: Chunk) -> None:
         stream = self._streams.get(id)
@@ -473,5 +499,6 @@ class Worker:
 
     def drop(self, why: str) -> None:
         """End all requests under way; the clients that wait for them hear why."""
+        self.adapters.drop(why)
         for id in list(self._streams):
             self._finish(id, Gone(f"the model {self.uid} stopped while it answered: {why}; try again"))

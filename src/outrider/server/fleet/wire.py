@@ -1,9 +1,12 @@
 """What server and worker say to each other: frames of JSON behind their length. Nothing is unpickled.
 
-To the worker: {"settings": {...}} first, then {"submit": id, "request": {...}, "fit": {...}} and {"cancel": id}.
+To the worker: {"settings": {...}, "adapters": [{"name", "path", "stamp"}]} first, the adapters of the worker before it;
+then {"submit": id, "request": {...}, "fit": {...}}, {"cancel": id}, {"adapter": id, "load_adapter": name, "path": ...}
+and {"adapter": id, "unload_adapter": name}.
 To the server: {"ready": {...}} or {"failed": reason}, then frames with "load" (the fields of BackendLoad) and any of
 "accepted" [[id, tokens of its prompt]], "refused" and "busy" [[id, reason]], "chunks" [[id, chunk]],
-"results" [[id, result]], "failed" [[id, reason]], "pieces" {token id: text or bytes} and "special" [token id].
+"results" [[id, result]], "failed" [[id, reason]], "pieces" {token id: text or bytes}, "special" [token id],
+"adapter_loaded" [[id, fields of AdapterInfo]], "adapter_unloaded" [[id, name]] and "adapter_refused" [[id, reason]].
 """
 
 from __future__ import annotations

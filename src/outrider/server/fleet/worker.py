@@ -17,13 +17,15 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from outrider import build, drafters
+from outrider.backends.adapters import AdapterRefused
 from outrider.backends.base import Backend, BackendBusy, BackendStopped, Stream
-from outrider.core.errors import OutriderError, one_line
+from outrider.core.errors import OutriderError, one_line, quoted
 from outrider.core.request import Request
 from outrider.core.sequence import Token
 from outrider.models.token_bytes import TokenBytes
@@ -36,6 +38,7 @@ BEAT = 1.0  # seconds between frames while there is nothing to send: each tells 
 FAREWELL = 5.0  # seconds in which a backend may write down what it keeps: a history of 10^6 tokens takes 0.1
 CACHE_FAREWELL = 30.0  # the same where it keeps prefixes: 1 GiB takes some seconds on most disks
 TAKERS = 4  # threads that tokenize and check new requests: one that loads a draft model holds nobody up
+LOADERS = 2  # threads that read adapters: two, so that a slow disk does not hold up what lies on another
 # Characters of a request from which on one thread alone tokenises it: 50 ms of a core. Several such requests at once
 # would take the cores from those that run, and the other threads from short requests.
 LONG = 64 << 10
@@ -77,6 +80,7 @@ class Session:
         self._showing: set[int] = set()  # requests that want the text of every token
         self._takers = ThreadPoolExecutor(TAKERS, "outrider-taker")
         self._long_taker = ThreadPoolExecutor(1, "outrider-long-taker")
+        self._loaders = ThreadPoolExecutor(LOADERS, "outrider-adapter-reader")
         self._pieces = TokenBytes(backend.tokenizer)
         self._shown: set[int] = set()  # tokens whose text the server has
         self._lock, self._closing = threading.Lock(), threading.Lock()
@@ -99,6 +103,8 @@ class Session:
             takers.submit(self._take, message["submit"], message["request"], message["fit"])
         elif "cancel" in message:
             self._cancel(message["cancel"])
+        elif "adapter" in message:
+            self._loaders.submit(self._change_adapter, message)
 
     def send(self) -> str:
         """Wait for news, and send all there are as one frame; without any, a frame with the load alone.
@@ -162,6 +168,22 @@ class Session:
         assert request.prompt is not None
         return list(self._backend.encode(request.prompt))
 
+    def _change_adapter(self, message: wire.Json) -> None:
+        id = message["adapter"]
+        try:
+            if "load_adapter" in message:
+                info = self._backend.load_adapter(message["load_adapter"], message["path"])
+                self._news.put(("adapter_loaded", id, asdict(info)))
+            else:
+                self._backend.unload_adapter(message["unload_adapter"])
+                self._news.put(("adapter_unloaded", id, message["unload_adapter"]))
+        except OutriderError as error:
+            self._news.put(("adapter_refused", id, str(error)))
+        except Exception as error:  # of a file, or of the machine: this adapter is not there, the others are
+            _logger.exception("an adapter could not be loaded")
+            said = one_line(error, named=True)
+            self._news.put(("adapter_refused", id, f"the adapter could not be loaded: {said}"))
+
     def _accept(self, id: int, stream: Stream, pieces: bool) -> None:
         with self._lock:
             self._streams[id] = stream
@@ -205,6 +227,8 @@ class Session:
     def _end(self, id: int, stream: Stream, frame: dict[str, Any]) -> None:
         try:
             result = stream.result()
+        except AdapterRefused as error:
+            frame.setdefault("refused", []).append([id, str(error)])
         except Exception as error:
             frame.setdefault("failed", []).append([id, str(error)])
         else:
@@ -246,8 +270,25 @@ def _characters(request: wire.Json) -> int:
 
 def describe(backend: Backend) -> wire.Json:
     """What the server wants to know of the model and of this process."""
-    told = backend.describe()
+    told = {**backend.describe(), "adapters": [asdict(info) for info in backend.adapters()]}
     return {"pid": os.getpid(), "drafters": drafters.names(), "tools": tools.describe(backend.tokenizer), **told}
+
+
+def read_again(backend: Backend, adapters: Iterable[wire.Json]) -> dict[str, str]:
+    """The adapters that the worker before this one had; of each that cannot be had any more: why."""
+    lost = {}
+    for each in adapters:
+        name = each["name"]
+        try:
+            info = backend.load_adapter(name, each["path"])
+            if [list(file) for file in info.stamp] != each["stamp"]:
+                backend.unload_adapter(name)
+                raise OutriderError(f"the files of adapter {quoted(name)} have changed since it was loaded")
+        except Exception as error:  # the model serves all others
+            why = str(error) if isinstance(error, OutriderError) else one_line(error, named=True)
+            _logger.error("an adapter did not come back: %s", why)
+            lost[name] = f"{why}; load it again"
+    return lost
 
 
 def main(fd: int) -> None:
@@ -261,6 +302,7 @@ def main(fd: int) -> None:
     try:
         settings = from_mapping(first["settings"])
         backend = build.backend(settings)
+        lost = read_again(backend, first.get("adapters", ()))
     except Exception as error:
         if not isinstance(error, OutriderError):
             _logger.exception("the model could not be loaded")
@@ -269,7 +311,7 @@ def main(fd: int) -> None:
     session = Session(link, backend, CACHE_FAREWELL if settings.cache_file else FAREWELL * settings.keeps_files)
     opened.set_result(session)
     try:
-        link.send({"ready": describe(backend)})
+        link.send({"ready": {**describe(backend), "lost_adapters": lost}})
         while not (fault := session.send()):
             pass
     except (BrokenPipeError, ConnectionResetError):

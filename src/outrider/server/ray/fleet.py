@@ -50,9 +50,15 @@ class RayWorker(Worker):
             raise Gone(f"the model {self.uid} is {self.status}: {self.reason or 'not ready yet'}; try again soon")
         self.refuse_when_full(request.params.n)
         body = wire.request_to_json(request)
-        stream = self.open_stream(request.params.n)
+        stream = self.open_stream(request.params.n, request.adapter)
         self._followers[stream.id] = asyncio.create_task(self._follow(stream, body, dataclasses.asdict(fit)))
         return await self.taken_in(stream)
+
+    async def load_adapter(self, name: str, path: str, named: bool) -> None:
+        raise Bad("on Ray adapters are given at the start (serve --adapter NAME=PATH), for all replicas to have them")
+
+    async def unload_adapter(self, name: str) -> None:
+        raise Bad("on Ray adapters are given at the start, and none is unloaded; end the application instead")
 
     def cancel(self, stream: ServerStream) -> None:
         self._finish(stream.id, Gone("the request was cancelled"))
@@ -129,6 +135,7 @@ class RayWorker(Worker):
         running = 0 if seen is None else seen.replica_states.get("RUNNING", 0)
         if running and not self.info:
             self.info = await self._describe.remote()
+            self.adapters.begin(self.info)
         if self.replicas != running:
             log("replicas", model=self.uid, running=running, before=self.replicas)
         if running < self.replicas:
