@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from outrider.bench.ratios import ALL, differing, interval, rate, ratio, summarise
+from outrider.bench.ratios import ALL, differing, interval, prompt_speeds, rate, ratio, summarise
 
 
 def run(mode="none", prompt="a", round=1, speed=10.0, kind="chat", engine="outrider", ids=(1, 2), tokens=21, **more):
@@ -128,4 +128,23 @@ def test_acceptance_adds_up():
 
 
 def test_no_runs_no_rows():
-    assert summarise([], ENGINES, "outrider") == {"modes": [], "against": []}
+    assert summarise([], ENGINES, "outrider") == {"modes": [], "against": [], "best": []}
+
+
+def test_our_fastest_mode_is_compared_with_the_peers_fastest():
+    """A mode of ours whose text differs is none; a peer's counts all the same."""
+    peers = [run("plain", speed=5, engine="peer"), run("lookup", speed=8, engine="peer", ids=(3,))]
+    exact = [run(), run("ngram", speed=40), *peers]
+    wrong = [run(), run("ngram", speed=40, ids=(9,)), *peers]
+    (best,) = summarise(exact, ENGINES, "outrider")["best"]
+    assert (best["mode"], best["its_mode"], best["ratio"]["value"]) == ("ngram", "lookup", pytest.approx(5))
+    (best,) = summarise(wrong, ENGINES, "outrider")["best"]
+    assert (best["mode"], best["its_mode"], best["ratio"]["value"]) == ("none", "lookup", pytest.approx(10 / 8))
+
+
+def test_the_speed_of_prompts():
+    read = [run(engine=name, prompt_tokens=100, prefill_s=took) for name, took in (("outrider", 0.1), ("peer", 0.3))]
+    ours, peer = prompt_speeds(read, "outrider")
+    assert (ours["tokens_per_second"], ours["ratio"]) == (pytest.approx(1000), None)
+    assert peer["ratio"]["value"] == pytest.approx(3)
+    assert prompt_speeds([read[0] | {"error": "broke"}], "outrider") == []
