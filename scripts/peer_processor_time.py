@@ -83,10 +83,12 @@ def main() -> None:
             taken(engine, modes[name], long[0].ids, 2)
         for number in range(args.rounds):
             ids = long[number % len(long)].turned(number + 1).ids
-            asked = tasks[number * 5 % len(tasks)].ids
+            asked = tasks[number * 5 % len(tasks)]
             for name in sorted(modes, reverse=bool(number % 2)):
                 prompts[name].append(taken(running[name], modes[name], ids, 2)[0] / args.prompt)
-                short, more = (taken(running[name], modes[name], asked, count) for count in (2, 2 + args.tokens))
+                # the prompt alone, turned: or the second request would find the pages of the first
+                short = taken(running[name], modes[name], asked.turned(1).ids, 2)
+                more = taken(running[name], modes[name], asked.ids, 2 + args.tokens)
                 decodes[name].append((more[0] - short[0]) / max(1, more[1] - short[1]))
                 kept[name].append(more[1] - short[1] >= SHORTEST)
         for engine in running.values():

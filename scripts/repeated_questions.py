@@ -29,9 +29,9 @@ TOPICS = (
 CHANGES = ("Please: {}", "{} Thank you.", "Hello! {}", "{} Be brief.")  # of a question that comes again
 
 
-def questions() -> list[str]:
-    """100, and the same 100 with small changes."""
-    first = [form.format(topic) for topic in TOPICS for form in FORMS]
+def questions(count: int) -> list[str]:
+    """Half of them, and the same with small changes; at most 200."""
+    first = [form.format(topic) for topic in TOPICS for form in FORMS][: count // 2]
     return first + [CHANGES[number % len(CHANGES)].format(text) for number, text in enumerate(first)]
 
 
@@ -47,6 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--draft", default="auto")
+    parser.add_argument("--questions", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--output", type=Path)
@@ -54,7 +55,7 @@ def main() -> None:
     params, times, differ = SamplingParams(max_tokens=given.tokens), [], 0
     where = {"device": "cpu", "threads": given.threads}
     with LLM(given.model, draft="none", **where) as plain, LLM(given.model, draft=given.draft, **where) as drafted:
-        for number, text in enumerate(questions()):
+        for number, text in enumerate(questions(given.questions)):
             seconds, texts = {}, {}
             for name in ("plain", "drafted") if number % 2 else ("drafted", "plain"):
                 begin = time.perf_counter()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from outrider.core.sampling import SamplingParams, warp
-from outrider.models.base import Feed
+from outrider.models.base import Feed, WrittenTokens
 
 NEAR = 0.45  # logits: gaps below it flip, so that the margin of every flip is below 0.5
 
@@ -111,8 +111,9 @@ class SharesPrefixes(Wrapped):
     def forget_prefixes(self):
         self.known.clear()
 
-    def write(self, ids, last, dice, temperatures, steps):
-        return torch.tensor([self._write(*each, steps) for each in zip(ids, last, dice, temperatures, strict=True)]).T
+    def write(self, ids, last, dice, temperatures, steps, layers=()):
+        rows = [self._write(*each, steps) for each in zip(ids, last, dice, temperatures, strict=True)]
+        return WrittenTokens(torch.tensor(rows).T)
 
     def _write(self, id, token, dice, temperature, steps):
         written = []

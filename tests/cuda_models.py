@@ -28,7 +28,9 @@ def weights(heads=6, kv_heads=2, head_dim=32, hidden=64, inner=96, layers=2, voc
             1 + rand(head_dim) if norms else None,
         )
 
-    config = LlamaConfig(hidden, heads, kv_heads, head_dim, 1e-5, window, vocab, layers, 2048)
+    config = LlamaConfig(
+        hidden, heads, kv_heads, head_dim, 1e-5, window, vocab_size=vocab, num_layers=layers, context=2048
+    )
     rope = Rope(1.0 / 10_000 ** (torch.arange(0, head_dim, 2).float() / head_dim))
     stack = TorchStack(config, [layer() for _ in range(layers)])
     return config, Weights(Dense(rand(vocab, hidden)), stack, 1 + rand(hidden), Dense(rand(vocab, hidden)), rope)

@@ -43,9 +43,9 @@ def saved(model, where):
         return load(folder, where)
 
 
-def packed(model, bits):
-    """The transformers model as the kernels run it."""
-    loaded = saved(model, LoadOptions(tiny.CPU.device, None, tiny.MEMORY, bits))
+def packed(model, bits, **rounded):
+    """The transformers model as the kernels run it. `rounded`: bits of keys and values, and of activations."""
+    loaded = saved(model, LoadOptions(tiny.CPU.device, None, tiny.MEMORY, bits, **rounded))
     assert isinstance(loaded.model.weights.stack, NativeStack), loaded.notes
     return loaded.model
 
@@ -64,26 +64,26 @@ def reference(kind, seed=0, **changes):
 
 
 @functools.cache
-def family(kind, bits):
+def family(kind, bits, kv_bits=32, activations=16):
     """A packed target, and draft models for it by name, packed and dense."""
-    target = reference(kind, seed=3)
+    target, rounded = reference(kind, seed=3), dict(kv_bits=kv_bits, activations=activations)
     models = {
-        "itself": packed(target, bits),
+        "itself": packed(target, bits, **rounded),
         "noisy": packed(tiny.noisy(target), bits),
         "stranger": tiny.ours(reference("llama", seed=14, num_hidden_layers=1)),
         "longer": packed(tiny.resized(tiny.noisy(target), VOCAB + 16), bits),
         "shorter": tiny.ours(tiny.resized(tiny.noisy(target), VOCAB - 8)),
     }
-    return packed(target, bits), models
+    return packed(target, bits, **rounded), models
 
 
 @functools.cache
-def family_heads(kind, bits):
-    model, _ = family(kind, bits)
+def family_heads(*kind):
+    model, _ = family(*kind)
     return {name: tiny.taught(head, model) for name, head in tiny.new_heads(model)}
 
 
-def parts(kind, bits):
-    model, models = family(kind, bits)
+def parts(*kind):
+    model, models = family(*kind)
     texts = tiny.histories(tiny.written(model))
-    return BuildContext(model, lambda name, quantize: models[name], heads=family_heads(kind, bits), histories=texts)
+    return BuildContext(model, lambda name, quantize: models[name], heads=family_heads(*kind), histories=texts)

@@ -23,11 +23,14 @@ class Clock:
     def __init__(self, monkeypatch):
         self.now = 0.0
         monkeypatch.setattr(loop, "perf_counter", self.perf_counter)
+        monkeypatch.setattr(loop, "thread_time", self.perf_counter)
         monkeypatch.setattr(drafting, "time", self)
 
     def perf_counter(self):
         self.now += 1e-7
         return self.now
+
+    thread_time = perf_counter
 
 
 def truth(id, place):

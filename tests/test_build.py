@@ -7,7 +7,7 @@ import threading
 import pytest
 from tiny import eagle_head
 
-from outrider import LLM, SamplingParams, Settings, build, drafters
+from outrider import LLM, SamplingParams, Settings, audit, build, drafters, prompts
 from outrider.backends.base import BackendBusy
 from outrider.backends.local import IDLE_WITH_WEIGHTS
 from outrider.cli import options
@@ -85,7 +85,7 @@ class TestMemoryOfHeads:
             for length in range(1, 5):
                 llm.backend.prepare(f"eagle:head={head_folder},length={length}")
             head = llm.engine.drafters[f"eagle:head={head_folder},length=4"]._runner
-            assert 4 * head._cache.count * head._cache._page_bytes <= self.MEMORY * build.GIB / 8
+            assert 4 * head._cache.count * head._cache.page_bytes <= self.MEMORY * build.GIB / 8
 
     def test_no_more_than_four_are_in_use(self, packable_folder, head_folder):
         go_on = threading.Event()
@@ -188,3 +188,90 @@ class TestHistory:
     def test_vllm_has_none(self):
         with pytest.raises(OutriderError, match="history cannot be chosen on the backend vllm"):
             build.check(Settings(backend="vllm", history="file"))
+
+
+LONG = " ".join(f"the red fox counts {n} stars;" for n in range(12))
+PACKED = dict(quantize="int4", threads=1, cache_memory=0.05, pace=False)
+
+
+@pytest.mark.native
+class TestCacheFile:
+    """Shared prefixes, from one process to the next."""
+
+    def asked(self, folder, file, **more):
+        with LLM(str(folder), cache_file=str(file), **PACKED | more) as llm:
+            result = llm.generate(LONG, SamplingParams(12))
+            return result.stats.cached, result.text, llm.backend.notes
+
+    @pytest.mark.parametrize("more", [{}, {"kv": "int8"}, {"activations": "int8"}, {"draft": "none"}], ids=str)
+    def test_a_restart_runs_no_prefix_again_and_writes_the_same(self, packable_folder, tmp_path, more):
+        first, again = (self.asked(packable_folder, tmp_path / "cache", **more) for _ in range(2))
+        assert first[0] == 0 < again[0]
+        assert first[1:] == again[1:] == (first[1], ())
+
+    def test_with_a_head_it_has_the_pages_of_both(self, packable_folder, head_folder, tmp_path):
+        draft = f"eagle:head={head_folder}"
+        first, again = (self.asked(packable_folder, tmp_path / "cache", draft=draft) for _ in range(2))
+        assert (first[0], again[0] > 0, first[1]) == (0, True, again[1])
+        assert self.asked(packable_folder, tmp_path / "cache", draft="ngram")[0] >= again[0]
+
+    @pytest.mark.parametrize("more", [{"kv": "int8"}, {"activations": "int8"}, {"quantize": "int8"}], ids=str)
+    def test_what_other_numbers_have_computed_is_not_used(self, packable_folder, tmp_path, more):
+        plain = self.asked(packable_folder, tmp_path / "other", **more)
+        self.asked(packable_folder, tmp_path / "cache")
+        cached, text, (note,) = self.asked(packable_folder, tmp_path / "cache", **more)
+        assert (cached, text) == plain[:2]
+        assert "is of another model" in note
+
+    def test_it_stays_within_its_size(self, packable_folder, tmp_path):
+        self.asked(packable_folder, tmp_path / "cache", cache_file_size=0.0)
+        assert (tmp_path / "cache").stat().st_size < 200
+        assert self.asked(packable_folder, tmp_path / "cache", cache_file_size=0.0)[0] == 0
+
+    def test_dense_weights_have_none(self, packable_folder, tmp_path):
+        with pytest.raises(OutriderError, match="cache_file needs packed weights on a CPU"):
+            self.asked(packable_folder, tmp_path / "cache", quantize="none")
+        assert not (tmp_path / "cache").exists()
+
+    def test_another_file_is_refused_before_anything_runs(self, packable_folder, tmp_path):
+        (tmp_path / "notes.txt").write_text("mine\n")
+        with pytest.raises(OutriderError, match=r"is not a cache file of Outrider's; it is untouched"):
+            self.asked(packable_folder, tmp_path / "notes.txt")
+        assert (tmp_path / "notes.txt").read_text() == "mine\n"
+
+    def test_vllm_has_none(self):
+        with pytest.raises(OutriderError, match="cache_file cannot be chosen on the backend vllm"):
+            build.check(Settings(backend="vllm", cache_file="file"))
+
+
+@pytest.mark.native
+class TestEightBits:
+    """kv and activations."""
+
+    @pytest.mark.parametrize("name", ["kv", "activations"])
+    def test_need_packed_weights(self, packable_folder, name):
+        with pytest.raises(OutriderError, match=f"{name} int8 needs packed weights on a CPU: a quantised GGUF file"):
+            LLM(str(packable_folder), threads=1, cache_memory=0.05, **{name: "int8"})
+
+    @pytest.mark.parametrize("name", ["kv", "activations"])
+    def test_other_words_are_refused(self, name):
+        with pytest.raises(OutriderError, match=f"unknown {name} 'int4'; known: auto, int8"):
+            from_mapping({name: "int4"})
+
+    @pytest.mark.parametrize("name", ["kv", "activations"])
+    def test_vllm_has_its_own(self, name):
+        with pytest.raises(OutriderError, match=f"{name} cannot be chosen on the backend vllm"):
+            build.check(Settings(backend="vllm", **{name: "int8"}))
+
+    def test_an_audit_names_them_and_passes(self, packable_folder):
+        rounded = dict(kv="int8", activations="int8")
+        with LLM(str(packable_folder), draft="ngram", **PACKED | rounded) as llm:
+            report = audit.audit(llm, ["ngram"], prompts.AUDIT[:2], max_tokens=12, samples=200)
+        assert report.passed
+        assert report.dtype == "auto, kv int8, activations int8"
+
+    def test_a_draft_model_of_any_kind_goes_with_them(self, packable_folder, tiny_stranger):
+        spec = f"draft_model:model={tiny_stranger}"
+        with LLM(str(packable_folder), draft=spec, kv="int8", **PACKED) as llm:
+            text = llm.generate(LONG, SamplingParams(12)).text
+            assert llm.generate(LONG, SamplingParams(12), draft="none").text == text

@@ -28,8 +28,12 @@ from outrider.engine.scheduler import Limits
 from outrider.models.adapters.store import AdapterStore
 from outrider.models.base import Model, Paged
 from outrider.models.export import as_folder
+from outrider.models.llama import PackedLlama
 from outrider.models.load import Loaded, load, read_tokenizer, words_of
 from outrider.models.memory import available_memory
+from outrider.models.native.packed import WORDS
+from outrider.models.paged_cache import FLOATS
+from outrider.models.prefix_file import PrefixFile
 from outrider.models.sources import resolve
 from outrider.models.tokenizer import Tokenizer
 from outrider.models.weights import LoadOptions
@@ -42,10 +46,14 @@ _NOT_ON_VLLM = {
     "quantize": "name a quantised model, or write engine_args: {quantization: ...}",
     "rule": "it verifies drafts by rejection",
     "piece": "write engine_args: {max_num_batched_tokens: ...}",
+    "kv": "write engine_args: {kv_cache_dtype: ...}",
+    "activations": "name a model whose activations are quantised",
     "history": "its drafters keep none between requests",
     "history_tokens": "its drafters keep none between requests",
     "adapters": "load them on the backend local, or merge them first (outrider merge)",
     "adapter_memory": "load adapters on the backend local",
+    "cache_file": "it keeps no prefixes across restarts",
+    "cache_file_size": "it keeps no prefixes across restarts",
     "max_draft_batch": "write num_speculative_tokens_per_batch_size into speculative_config",
 }
 
@@ -128,6 +136,7 @@ def local(settings: Settings, draft: DrafterSpec | None = None) -> Local:
     with contextlib.ExitStack() as failed:
         failed.callback(histories.close)
         own = built(spec, own_share)
+        prefixes = open_prefixes(settings, loaded, own)
         failed.pop_all()
     engine = Engine(
         loaded.model,
@@ -141,9 +150,9 @@ def local(settings: Settings, draft: DrafterSpec | None = None) -> Local:
     if isinstance(loaded.model, Paged):
         loaded.model.prepare(own.layers)
     engine.drafters[settings.draft] = engine.drafters[""]  # a request that names it gets the same one
-    notes = [*draft_models.notes, *_unused_history(settings, spec)]
+    notes = [*draft_models.notes, *_unused_history(settings, spec), *(prefixes.notes if prefixes else ())]
     rule: Any = settings.rule
-    return Local(engine, named, loaded.tokenizer, loaded.ends, rule, notes, histories, store)
+    return Local(engine, named, loaded.tokenizer, loaded.ends, rule, notes, histories, store, prefixes)
 
 
 def _policy(model: Model) -> DraftingPolicy:
@@ -157,6 +166,22 @@ def open_histories(settings: Settings, loaded: Loaded) -> HistoryStore:
         return HistoryStore(settings.history_tokens)
     size = loaded.model.vocab_size
     return HistoryStore.opened(Path(settings.history), vocabulary_digest(loaded), size, settings.history_tokens)
+
+
+def open_prefixes(settings: Settings, loaded: Loaded, drafter: Drafter) -> PrefixFile | None:
+    """The settings' file of shared prefixes, which the caches of target and drafter then have; None: there is none."""
+    if not settings.cache_file:
+        return None
+    model = loaded.model
+    if not isinstance(model, PackedLlama):
+        raise OutriderError(
+            "cache_file needs packed weights on a CPU: a quantised GGUF file, or --quantize; leave it out otherwise"
+        )
+    identity = model.identity()
+    caches = {identity: model.pages}
+    for member in drafter.members:
+        caches |= member.prefix_caches(identity)
+    return PrefixFile(Path(settings.cache_file), caches, int(settings.cache_file_size * GIB))
 
 
 def vocabulary_digest(loaded: Loaded) -> str:
@@ -200,7 +225,7 @@ class DraftModels:
         return model
 
     def _read(self, name: str, quantize: str, tokenizer: str) -> Model:
-        other = load(name, replace(self._where, bits=BITS[quantize]))
+        other = load(name, replace(self._where, bits=BITS[quantize], kv_bits=FLOATS, activations=WORDS))
         if tokenizer:
             other = replace(other, tokenizer=read_tokenizer(tokenizer))
         if other.tokenizer is not None and differing(self._target, other):
@@ -214,7 +239,9 @@ class DraftModels:
 def load_options(settings: Settings) -> LoadOptions:
     where = device(settings.device)
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    return LoadOptions(where, dtype, _memory(settings, where), BITS[settings.quantize])
+    kv_bits = 8 if settings.kv == "int8" else FLOATS
+    activations = 8 if settings.activations == "int8" else WORDS
+    return LoadOptions(where, dtype, _memory(settings, where), BITS[settings.quantize], kv_bits, activations)
 
 
 def check_vocabularies(target: Loaded, draft: Loaded, name: str) -> None:

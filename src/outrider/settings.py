@@ -19,6 +19,8 @@ BACKENDS = ("local", "vllm")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 QUANTIZE = ("none", "int8", "int4")
+KV = ("auto", "int8")
+ACTIVATIONS = ("auto", "int8")
 RULES = ("rejection", "coupled")
 
 
@@ -49,6 +51,12 @@ class Settings:
     # auto: on a CPU a file's own 4 or 8 bits, or float32; on a GPU bfloat16
     dtype: str = option("auto", f"One of {', '.join(DTYPES)}.")
     quantize: str = option("none", f"Round dense weights on loading: {', '.join(QUANTIZE)}.")
+    # auto: as they are computed
+    kv: str = option("auto", f"Keys and values: {' or '.join(KV)} (packed weights on a CPU; long contexts run faster).")
+    # auto: 16 bits for packed weights
+    activations: str = option(
+        "auto", f"Inputs of products: {' or '.join(ACTIVATIONS)} (packed weights on a CPU; faster, less precise)."
+    )
     rule: str = "rejection"  # how drafts are verified when a request samples without a seed
     pace: bool = True  # draft as much as pays here and now; False: always as much as the drafter can
     max_batch: int = option(64, "Sequences that run at once.")
@@ -71,6 +79,8 @@ class Settings:
     adapter_memory: float = option(1.0, "GiB for adapters; the longest unused ones leave it.")
     history: str = option("", "A file that keeps what the drafter history has learned.", shown=False)
     history_tokens: int = option(CAPACITY, "Tokens of a history, 36 to 52 bytes each; the oldest are forgotten.")
+    cache_file: str = option("", "A file that keeps shared prefixes of prompts across restarts.", shown=False)
+    cache_file_size: float = option(1.0, "GiB that it may take; the longest unused prefixes are left out.")
     # Only for vLLM:
     speculative_config: Mapping[str, Any] | None = option(None, "vLLM's own JSON in place of --draft.", shown=False)
     tensor_parallel_size: int = option(1, "With vllm: devices a layer is spread over.")
@@ -100,6 +110,21 @@ class Settings:
                 raise OutriderError(f"adapters must hold names and paths, not {name!r}: {path!r}")
         if self.backend == "local":
             self._refuse_what_is_vllms()
+
+    @property
+    def rounded(self) -> list[str]:
+        """What is rounded to fewer bits than by default: it may change texts, which a drafter never does."""
+        return [f"{name} {getattr(self, name)}" for name in ("kv", "activations") if getattr(self, name) != "auto"]
+
+    @property
+    def numbers(self) -> str:
+        """In which numbers the model is computed, as it was asked for."""
+        return ", ".join([self.dtype, *self.rounded])
+
+    @property
+    def keeps_files(self) -> bool:
+        """Whether something is written down when the model is closed."""
+        return bool(self.history or self.cache_file)
 
     @property
     def drafter(self) -> str:
@@ -185,7 +210,14 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
         raise OutriderError(f"{name} must be {words}, not {value!r}")
 
 
-_CHOICES = {"backend": BACKENDS, "dtype": DTYPES, "quantize": QUANTIZE, "rule": RULES}
+_CHOICES = {
+    "backend": BACKENDS,
+    "dtype": DTYPES,
+    "quantize": QUANTIZE,
+    "kv": KV,
+    "activations": ACTIVATIONS,
+    "rule": RULES,
+}
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 VLLM_DEFAULTS = ("dtype", *_PARALLEL, "engine_args")  # how vLLM runs, whatever the model
 MOST_BATCH = 2048  # sequences at once: each has its state in memory, and a pass of more pays nowhere
@@ -195,6 +227,7 @@ _LEAST = {
     "piece": 2,
     "cache_memory": 0,
     "adapter_memory": 0,
+    "cache_file_size": 0,
     "threads": 0,
     "history_tokens": LEAST,
     **dict.fromkeys(_PARALLEL, 1),
@@ -206,6 +239,7 @@ _MOST = {
     "history_tokens": 1 << 30,
     "cache_memory": LARGEST_MEMORY,
     "adapter_memory": LARGEST_MEMORY,
+    "cache_file_size": LARGEST_MEMORY,
 }
 _TYPES: dict[str, tuple[Any, str]] = {
     "str": (str, "text"),

@@ -65,7 +65,11 @@ def test_a_missing_peer_is_listed_and_the_rest_goes_on(outrider, tiny_folder, pr
 @pytest.mark.parametrize(
     ("args", "why"),
     [
-        (["--engine", "gpt"], "unknown engine 'gpt'; known: outrider, transformers, llama.cpp, openvino, vllm, all"),
+        (
+            ["--engine", "gpt"],
+            "unknown engine 'gpt'; known: outrider, transformers, llama.cpp, llama.cpp-native, ik_llama.cpp, openvino, "
+            "vllm, all",
+        ),
         (["--engine", "vllm:medusa"], "vllm has no mode 'medusa'; it has: plain, ngram, draft-model"),
         (["--engine", "vllm:draft-model"], "needs a draft model"),
         (["--engine", "outrider:ngram"], "named with --draft"),

@@ -170,10 +170,11 @@ def test_every_short_continuation_has_its_exact_probability(law, rule, spec):
     assert stats.accepted > 0 or spec in IDLE
 
 
-def test_the_law_where_a_head_draws_several_tokens_in_a_row():
+@pytest.mark.parametrize("spec", ["eagle:head=eagle,length=3", "block:head=block,length=3"])
+def test_the_law_where_a_head_draws_several_tokens_in_a_row(spec):
     """A head drafts from the second step on, so three tokens hold one draw and four hold two: each must have its own
     random numbers. 800 samples are too few to see it."""
-    samples, stats = sample(build("eagle:head=eagle,length=3"), "rejection", LAWS["temperature"], 3000, length=4)
+    samples, stats = sample(build(spec), "rejection", LAWS["temperature"], 3000, length=4)
     assert_follows(samples, continuations(target().logits, PROMPT, SamplingParams(**LAWS["temperature"]), 4))
     assert stats.drafted_by_depth[2] > 1000
 

@@ -15,7 +15,13 @@ from outrider.models.native.stack import NativeStack
 pytestmark = pytest.mark.native
 
 COUNT = 24
-KINDS = {"llama, 4 bits": ("llama", 4), "mistral, 8 bits": ("mistral", 8), "qwen2, 4 bits": ("qwen2", 4)}
+KINDS = {
+    "llama, 4 bits": ("llama", 4),
+    "mistral, 8 bits": ("mistral", 8),
+    "qwen2, 4 bits": ("qwen2", 4),
+    "llama, kv int8": ("llama", 4, 8),
+    "qwen2, kv and activations int8": ("qwen2", 8, 8, 8),
+}
 PARAMS = SamplingParams(max_tokens=COUNT, logprobs=3)
 
 

@@ -1,7 +1,6 @@
-"""What the grammar forces, or nearly forces, as a draft: keys, spacing, values as branches, and what is learned of it."""
+"""What the grammar forces, or nearly forces, as a draft: keys, spacing, values as branches, and what is learned."""
 
 import json
-import math
 
 import pytest
 from grammars import END, SMALL, constraint, grammar, vocabulary
@@ -93,7 +92,8 @@ class TestProbabilities:
         draft = proposed(sequence(flat("a", value={"enum": ["ab", "ba"]}), b'{"a": "'))
         first = [p for p, parent in zip(draft.acceptance, draft.parents, strict=True) if parent == ROOT]
         rest = [p for p, parent in zip(draft.acceptance, draft.parents, strict=True) if parent != ROOT]
-        assert first == [0.5, 0.5] and set(rest) == {0.95, 0.9}  # `"`, then `}`, before which spaces may stand
+        assert first == [0.5, 0.5]
+        assert set(rest) == {0.95, 0.9}  # `"`, then `}`, before which spaces may stand
 
     def test_a_choice_is_where_the_tokens_part(self):
         """`{` and `{"` begin two ways to go on: neither is forced."""
@@ -106,12 +106,12 @@ class TestProbabilities:
         for _ in range(40):
             seq = sequence(schema, b'{"a": "')
             draft = proposed(seq, made)
-            seq.tokens += vocabulary().encode("ba")  # always the second, then another token than was forced
+            seq.tokens += [SMALL.index(b"b"), SMALL.index(b"c")]  # the second, and then another token than was forced
             made.observe(Step(seq, (), draft, Verdict((), 0), None))
         after = proposed(sequence(schema, b'{"a": "'), made)
         assert after.acceptance[0] == pytest.approx(0.5, abs=0.02)  # one of two holds, each time
-        assert math.isclose(made._calibration.frequency(HALF, 0.5), after.acceptance[0])
-        assert made._calibration.frequency(FORCED, 0.95) > 0.9
+        assert made._calibration.frequency(HALF, 0.5) == after.acceptance[0]
+        assert made._calibration.frequency(FORCED, 0.95) < 0.3
 
     def test_a_chunk_of_a_prompt_teaches_nothing(self):
         made, seq = drafter(), sequence(flat("a"))
@@ -149,4 +149,5 @@ class TestOneToken:
 
     def test_nothing_after_what_is_forbidden(self):
         matcher = grammar("json_schema", json.dumps(flat("a"))).matcher([END])
-        assert not matcher.allows((END,), 0) and not matcher.allows((SMALL.index(b"}"),), 0)
+        assert not matcher.allows((END,), 0)
+        assert not matcher.allows((SMALL.index(b"}"),), 0)

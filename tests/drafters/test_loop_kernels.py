@@ -11,7 +11,7 @@ from outrider.drafters.eagle import loop_kernels
 from outrider.drafters.eagle.device_kernels import SequenceField
 from outrider.drafters.ngram import Recent
 from outrider.drafters.rounds import kernels
-from outrider.drafters.rounds.kernels import DRAFT_HEADER, TextField
+from outrider.drafters.rounds.kernels import DRAFT_HEADER, RoundField
 from outrider.models.base import Feed
 from outrider.models.cuda.batch import Batch, Field
 from outrider.models.cuda.pages import PageTable
@@ -53,12 +53,12 @@ def pages(sequences):
 
 
 def texts(made, sequences, count):
-    table = torch.zeros(len(TextField), count, dtype=torch.int32)
-    table[TextField.SLOT] = made.padding
+    table = torch.zeros(len(RoundField), count, dtype=torch.int32)
+    table[RoundField.SLOT] = made.padding
     for id in range(sequences):
-        table[TextField.SLOT, id] = made.extend(id, 0).slot
-        table[TextField.LENGTH, id] = LENGTHS[id]
-        table[TextField.LAST, id] = 3 + id
+        table[RoundField.SLOT, id] = made.extend(id, 0).slot
+        table[RoundField.LENGTH, id] = LENGTHS[id]
+        table[RoundField.LAST, id] = 3 + id
     return table
 
 
@@ -101,7 +101,7 @@ def test_a_verdict_is_that_of_the_coupled_rule(seed):
     table, pairs = texts(made, 3, 4), torch.zeros(4, DEPTH, 2, dtype=torch.int32)
     kept, written = torch.zeros(4, 1 + 2 * WIDE, dtype=torch.int32), torch.zeros(4, 128, dtype=torch.int32)
     out = torch.zeros(2, 4, 1 + 2 * WIDE + DRAFT_HEADER + 3 * NODES, dtype=torch.int32)
-    table[TextField.ROUND] = 1
+    table[RoundField.ROUND] = 1
     where = torch.from_numpy(made.table)
     kernels.judge(chosen, found([*drafts, Draft()]), table, kept, written, where, pairs, out, PAGE, made.padding)
     paths = []
@@ -188,11 +188,11 @@ def test_lookup_copies_what_the_host_copies(sizes):
     ]
     texts_of += [[7] * 5, [1]]
     count = len(texts_of) + 1
-    table = torch.zeros(len(TextField), count, dtype=torch.int32)
-    table[TextField.SLOT] = 99
+    table = torch.zeros(len(RoundField), count, dtype=torch.int32)
+    table[RoundField.SLOT] = 99
     written = torch.full((count, places), -3, dtype=torch.int32)
     for place, text in enumerate(texts_of):
-        table[TextField.SLOT, place], table[TextField.LENGTH, place] = place, len(text) - 1
+        table[RoundField.SLOT, place], table[RoundField.LENGTH, place] = place, len(text) - 1
         written[place, : len(text)] = torch.tensor(text)
     out = torch.full((count, 1 + 3 * length), -7, dtype=torch.int32)
     kernels.look_up(written, table, out, sizes, padding=99)

@@ -3,6 +3,7 @@
 The kernels are interpreted on a CPU."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from outrider.core.dice import Dice
 from outrider.core.params import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext
-from outrider.drafters.rounds import base
+from outrider.drafters.rounds import base, writer
 from outrider.drafters.rounds.loop import DeviceLoop
 from outrider.engine.engine import Engine
+from outrider.engine.policy import DraftingPolicy
+from outrider.models.base import Feed
 from outrider.models.cuda.model import CudaLlama
 
 pytestmark = [
@@ -98,7 +101,7 @@ def test_rounds_write_what_plain_decoding_writes(loops, spec):
     params = [SamplingParams(12), other]
     seqs = drain(engine(spec), sequences(params))
     assert outputs(seqs) == outputs(plain(params))
-    assert (loops[0][0], len(loops[0][1][0])) == (2, 5)
+    assert (loops[0][0], len(loops[0][1][0])) == (2, 6)
     assert set(seqs[0].stats.drafted_by_drafter) == names
     assert {token.drafter for token in seqs[0].output} <= {*names, None}
     for seq in seqs:
@@ -159,3 +162,30 @@ def test_some_write_without_the_others_where_these_were_not_asked_for(spec, pred
     assert not made.stats.steps
     assert (made._pool.writer([seq], made.scheduler.widest) is not None) == looped
     made.cancel(seq.id)
+
+
+def test_what_the_target_writes_by_itself_shows_the_states_of_single_passes():
+    model, layers, tokens, states = target(), (0, 1), [3], []
+    for id in (101, 102):
+        model.forward([Feed(id, [5, 7, 9])])
+    for _ in range(3):
+        (output,) = model.forward([Feed(101, tokens[-1:])], layers)
+        states.append(output.hidden[0])
+        tokens.append(int(output.logits.argmax()))
+    written = model.write([102], tokens[:1], [None], [0.0], 3, layers)
+    assert written.tokens[:, 0].tolist() == tokens[1:]
+    assert torch.equal(written.hidden[:, 0], torch.stack(states))
+    for id in (101, 102):
+        model.free(id)
+
+
+def test_a_head_goes_on_after_plain_writing(loops, monkeypatch):
+    """Both ways by turns; the head has been shown what the target wrote by itself."""
+    made, ways = engine("eagle:head=it,length=2"), itertools.cycle([True, False])
+    made.policy = DraftingPolicy()
+    monkeypatch.setattr(made.policy.trial, "drafts", lambda seqs: next(ways))
+    monkeypatch.setattr(made.policy.trial, "prefers_plain", lambda seqs: False)
+    monkeypatch.setattr(writer, "ROUNDS", 2)
+    seqs = drain(made, sequences([SamplingParams(24)]))
+    assert outputs(seqs) == outputs(plain([SamplingParams(24)]))
+    assert len(loops) > 1

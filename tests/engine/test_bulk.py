@@ -10,11 +10,12 @@ from outrider.core.dice import Dice
 from outrider.core.sampling import SamplingParams, warp
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Drafter
-from outrider.engine.bulk import FEWEST
 from outrider.engine.engine import Engine
 from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import Limits
-from outrider.models.base import Outputs, Paged
+from outrider.models.base import Outputs, Paged, WrittenTokens
+
+MANY = 64
 
 
 class PagedMarkov:
@@ -52,13 +53,14 @@ class PagedMarkov:
     def prepare(self, layers=()):
         """There are no graphs."""
 
-    def write(self, ids, last, dice, temperatures, steps):
+    def write(self, ids, last, dice, temperatures, steps, layers=()):
         self.written.append(list(ids))
         rows = [self._write(*each, steps) for each in zip(ids, last, dice, temperatures, strict=True)]
-        return torch.tensor(rows).T
+        states = torch.tensor(rows).T[:, :, None, None] * torch.ones(len(layers), 1) if layers else None
+        return WrittenTokens(torch.tensor(rows).T, states)
 
     def _write(self, id, last, dice, temperature, steps):
-        tokens = [*self.markov.seen[id], last]
+        tokens = [*self.markov.seen.get(id, []), last]
         for _ in range(steps):
             law = warp(self.markov.logits(tokens), SamplingParams(temperature=temperature))
             tokens.append(int(law.argmax()) if dice is None else dice.choose(law, len(tokens)))
@@ -66,7 +68,7 @@ class PagedMarkov:
         return tokens[-steps:]
 
 
-def sequences(count=FEWEST, **more):
+def sequences(count=MANY, **more):
     """Greedy and sampled, of different lengths; two of three have a token that ends them."""
     return [
         Sequence(
@@ -86,7 +88,7 @@ def alone(seq):
 
 
 def run(model, seqs, drafter=None, policy=None):
-    engine = Engine(model, drafter or Drafter(Drafter.Options(), None), Limits(2 * FEWEST), policy)
+    engine = Engine(model, drafter or Drafter(Drafter.Options(), None), Limits(2 * MANY), policy)
     for seq in seqs:
         engine.add(seq)
     drain(engine)
@@ -98,7 +100,7 @@ def test_the_fake_is_what_the_engine_asks_for():
 
 
 def test_a_large_batch_writes_what_each_writes_alone():
-    model, seqs = PagedMarkov(), sequences(2 * FEWEST + 20)
+    model, seqs = PagedMarkov(), sequences(2 * MANY + 20)
     engine = run(model, seqs)
     assert model.written  # it did write by itself
     assert outputs(seqs) == outputs(map(alone, seqs))
@@ -111,7 +113,7 @@ def test_a_large_batch_writes_what_each_writes_alone():
 
 @pytest.mark.parametrize("options", [dict(top_k=2), dict(logprobs=1), dict(logit_bias={1: -9.0})], ids=str)
 def test_one_that_the_target_cannot_write_alone_keeps_all_of_them_with_the_host(options):
-    model, seqs = PagedMarkov(), sequences(2 * FEWEST)
+    model, seqs = PagedMarkov(), sequences(2 * MANY)
     seqs[7].params = SamplingParams(25, temperature=0.8, seed=7, **options)
     seqs[7].ends = frozenset()
     run(model, seqs)
@@ -120,14 +122,14 @@ def test_one_that_the_target_cannot_write_alone_keeps_all_of_them_with_the_host(
 
 
 def test_a_drafter_is_tried_and_the_text_stays_the_same():
-    model, seqs = PagedMarkov(), sequences(2 * FEWEST)
+    model, seqs = PagedMarkov(), sequences(2 * MANY)
     run(model, seqs, Scripted(lambda seq, guessed: 0, 6), DraftingPolicy())
     assert outputs(seqs) == outputs(map(alone, seqs))
 
 
 @pytest.mark.parametrize("number", [1, 2, 9])
 def test_a_watcher_that_raises_ends_its_own_sequence_only(number):
-    model, seqs, told = PagedMarkov(), sequences(2 * FEWEST), []
+    model, seqs, told = PagedMarkov(), sequences(2 * MANY), []
 
     def watch(token):
         told.append(token)
@@ -149,8 +151,8 @@ def test_a_watcher_that_raises_ends_its_own_sequence_only(number):
 
 def test_prompts_that_take_several_steps_come_first():
     model = PagedMarkov()
-    engine = Engine(model, Drafter(Drafter.Options(), None), Limits(2 * FEWEST, chunk=50))
-    seqs = [Sequence(id, [id % 6, 1, 2, id % 5, 3], SamplingParams(20)) for id in range(FEWEST)]
+    engine = Engine(model, Drafter(Drafter.Options(), None), Limits(2 * MANY, chunk=50))
+    seqs = [Sequence(id, [id % 6, 1, 2, id % 5, 3], SamplingParams(20)) for id in range(MANY)]
     for seq in seqs:
         engine.add(seq)
     drain(engine)
@@ -159,7 +161,7 @@ def test_prompts_that_take_several_steps_come_first():
 
 
 class Reading(Drafter):
-    """It drafts nothing and reads states."""
+    """It drafts nothing and reads states: here those of tokens that were written in bulk are the tokens after them."""
 
     layers = (1,)
 
@@ -168,15 +170,21 @@ class Reading(Drafter):
 
     def observe(self, step):
         assert step.hidden is not None
+        assert len(step.hidden) == len(step.tokens) + len(step.draft)
         self.seen[step.seq.id] = self.seen.get(step.seq.id, 0) + len(step.tokens)
+        if len(step.tokens) > 1 and step.seq.output[1:]:
+            assert step.hidden[:, 0, 0].tolist() == step.seq.tokens[-len(step.tokens) :]
 
 
 def test_a_drafter_that_reads_states_is_shown_those_of_every_token():
-    """A prefix shared with another sequence has no states, and nothing is written without the host."""
-    model, seqs, reading = PagedMarkov(), sequences(FEWEST + 8), Reading()
+    """A prefix shared with another sequence has no states. Of a sequence that ends nobody needs more."""
+    model, seqs, reading = PagedMarkov(), sequences(MANY + 8), Reading()
+    seen = []
+    model.free = lambda id: (seen.append((id, model.markov.length(id))), model.markov.free(id))
     run(model, seqs, reading)
-    assert (model.begun, model.written) == ([], [])
-    assert reading.seen == {seq.id: len(seq.tokens) - 1 for seq in seqs}
+    assert model.begun == []
+    assert model.written
+    assert all(reading.seen[seq.id] <= len(seq.tokens) - 1 < reading.seen[seq.id] + 17 for seq in seqs)
     assert outputs(seqs) == outputs(map(alone, seqs))
 
 
@@ -216,6 +224,6 @@ def test_the_first_pass_of_a_shape_is_no_measure_of_the_next():
             return found
 
     model, policy = Compiling(), DraftingPolicy()
-    run(model, [Sequence(0, [1], SamplingParams(9))], policy=policy)
+    run(model, [Sequence(0, [1], SamplingParams(9, logprobs=1))], policy=policy)  # the host looks at every token
     assert model.passes == 9
     assert policy.cost._counts == {1: 9 - 3}

@@ -20,6 +20,7 @@ from outrider.engine.scheduler import Limits
 from outrider.models.base import Paged, SharesPrefixes
 from outrider.models.llama import PackedLlama
 from outrider.models.paged_cache import SIZE
+from outrider.models.prefix_file import PrefixFile
 
 pytestmark = pytest.mark.native
 
@@ -235,6 +236,46 @@ def test_with_every_drafter(spec):
         hits.append(seqs[0].stats.cached)
         prompt = [*seqs[0].tokens, *tokens(8, turn)]
     assert (min(hits[1:]) > 0) == drafter.takes_prefixes
+
+
+@pytest.mark.parametrize("spec", ALL_SPECS)
+def test_after_a_restart_with_every_drafter(spec, tmp_path):
+    """What the file brings back is taken, and the text is that of plain decoding without a cache."""
+    prompt, hits = tokens(3 * SIZE + 3, seed=9), []
+    for turn in range(2):
+        model = fresh()
+        _, models = packs.family("llama", 4)
+        context = BuildContext(model, lambda name, quantize, models=models: models[name], heads=heads())
+        drafter = drafters.build(spec, context)
+        caches = {model.identity(): model.pages}
+        for member in drafter.members:
+            caches |= member.prefix_caches(model.identity())
+        file, engine = PrefixFile(tmp_path / "cache", caches, 1 << 30), new_engine(model, drafter)
+        assert file.notes == []
+        hits.append(run(engine, [ask(prompt), ask(prompt, temperature=0.8, seed=turn)]))
+        file.close()
+        prompt = [*prompt, *tokens(8, turn)]
+    assert hits[0][0] == 0
+    assert (min(hits[1]) >= 2 * SIZE) == drafter.takes_prefixes
+
+
+@pytest.mark.parametrize("pages", [5, 9, 1000])
+def test_under_eviction_after_a_restart(pages, tmp_path):
+    """A smaller cache than the one that was saved: it takes what fits, evicts it again, and no text changes."""
+    path = tmp_path / "cache"
+    for memory in (1000, pages):
+        model = fresh(max(memory, 9))
+        file = PrefixFile(path, {model.identity(): model.pages}, 1 << 30)
+        engine = new_engine(model, NONE, Limits(batch=3, budget=0))
+        for turn in range(3):
+            seqs = [ask(tokens(40 + 25 * n, n), 20 + turn) for n in (0, 1, 2, 3, 1)]
+            for seq in seqs[:3]:
+                engine.add(seq)
+            engine.step()
+            engine.cancel(seqs[1].id)
+            run(engine, [ask(seq.tokens[: seq.prompt], 9) for seq in seqs])
+            assert bits(seqs[0]) == alone(seqs[0])
+        file.close()
 
 
 def guesses(engine, prompt):

@@ -56,7 +56,7 @@ def model(heads, kv, d, hidden, inner, bias=False, norms=False, window=None, dty
             1 + rand(d) if norms else None,
         )
 
-    config = LlamaConfig(hidden, heads, kv, d, 1e-5, window, VOCAB, layers, context)
+    config = LlamaConfig(hidden, heads, kv, d, 1e-5, window, vocab_size=VOCAB, num_layers=layers, context=context)
     rope = Rope(1.0 / 10_000 ** (torch.arange(0, d, 2).float() / d))
     stack = TorchStack(config, [layer() for _ in range(layers)])
     weights = Weights(Dense(8 * rand(VOCAB, hidden)), stack, 1 + rand(hidden), Dense(rand(VOCAB, hidden)), rope)

@@ -89,6 +89,7 @@ struct Made {
         joined.parts[0] = m;
         joined.count = 1;
         joined.outputs = outputs;
+        joined.activations = 16;
     }
 
     static std::vector<int8_t> bytes(int64_t count) {
@@ -109,14 +110,15 @@ struct Made {
 
 struct Buffers {
     std::vector<int8_t> q;
-    std::vector<float> scale, normed, qkv, mixed, inner, scores;
+    std::vector<float> scale, normed, qkv, mixed, inner, scores, wide, low;
+    std::vector<AskedBlock> asked;
     std::vector<BlockSums> sums;
     std::vector<int32_t> places, seen, runs, owners;
     Work work{};
 
     Buffers(int64_t rows, int64_t widest, int64_t longest)
         : q(rows * 2 * widest), scale(rows * widest), normed(rows * widest), qkv(rows * widest), mixed(rows * widest),
-          inner(2 * rows * widest), scores(TOGETHER * longest), sums(rows * widest), places(rows * longest), seen(rows), runs(rows),
+          inner(2 * rows * widest), scores(TOGETHER * longest), wide(widest), low(rows * widest), asked(ASKED * (widest / BLOCK + 1)), sums(rows * widest), places(rows * longest), seen(rows), runs(rows),
           owners(rows) {
         work.x = {q.data(), scale.data(), sums.data()};
         work.normed = normed.data();
@@ -124,6 +126,8 @@ struct Buffers {
         work.mixed = mixed.data();
         work.inner = inner.data();
         work.scores = scores.data();
+        work.wide = wide.data();
+        work.asked = asked.data();
         work.places = places.data();
         work.seen = seen.data();
         work.runs = runs.data();
@@ -147,6 +151,9 @@ void products() {
             say(kind.name, rows, 0, y.data(), rows * outputs);
             outrider_linear(&w.joined, x.data(), norm.data(), 1e-5f, rows, y.data(), &buffers.work);
             say(kind.name, rows, 1, y.data(), rows * outputs);
+            w.joined.activations = 8;
+            outrider_linear(&w.joined, x.data(), nullptr, 0, rows, y.data(), &buffers.work);
+            say(kind.name, rows, 8, y.data(), rows * outputs);
         }
 }
 
@@ -161,8 +168,46 @@ void exponents() {
     say("exp", 0, 0, x.data(), static_cast<int64_t>(x.size()));
 }
 
+// An adapter of a layer's matrices, of rank 16; the joined ones have a part for the first outputs and one for the last.
+struct MadeAdapter {
+    std::vector<std::vector<int8_t>> bytes;
+    std::vector<std::vector<float>> scales;
+    std::vector<AdapterLayer> layers;
+
+    explicit MadeAdapter(const std::vector<Layer>& stack) : layers(stack.size()) {
+        for (size_t i = 0; i < stack.size(); i++) {
+            add(stack[i].qkv, 2, layers[i].qkv);
+            add(stack[i].output, 1, layers[i].output);
+            add(stack[i].gate_up, 2, layers[i].gate_up);
+            add(stack[i].down, 1, layers[i].down);
+        }
+    }
+
+    void add(const JoinedMatrices& w, int64_t parts, AdapterMatrix& to) {
+        const int64_t inputs = w.parts[0].inputs, each = w.outputs / TILE / 2 * TILE, rank = TILE / parts;
+        bytes.push_back(Made::bytes(TILE * inputs));
+        to.a = bytes.back().data();
+        scales.push_back(numbers(TILE));
+        for (float& scale : scales.back()) scale *= 1e-4f;
+        to.scales = scales.back().data();
+        to.rank = TILE;
+        to.count = parts;
+        for (int64_t p = 0; p < parts; p++) {
+            const int64_t first = parts == 1 || !p ? 0 : w.outputs - each, outputs = parts == 1 ? w.outputs : each;
+            bytes.push_back(Made::bytes(outputs * rank));
+            to.parts[p] = {bytes.back().data(), first, outputs, p * rank, rank};
+        }
+    }
+};
+
+struct Numbers {  // how numbers are kept
+    int64_t activations = 16, kv_bits = 32;
+    bool large = false;    // some numbers of keys of 8 bits with 16
+    bool adapted = false;  // every third row has no adapter
+};
+
 // A model of two layers: a prompt in two spans, then trees of drafts after them.
-void layers(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t window, const Kind& kind) {
+void layers(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t window, const Kind& kind, Numbers kept_as = {}) {
     const int64_t hidden = 256, inner = 512, all = (heads + 2 * kv_heads) * head_dim, pages = 4;
     Shape shape{};
     shape.hidden = hidden;
@@ -172,10 +217,17 @@ void layers(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t window, c
     shape.inner = inner;
     shape.layers = 2;
     shape.window = window;
+    shape.kv_bits = kept_as.kv_bits;
     shape.eps = 1e-5f;
     std::vector<Made> made;
     std::vector<std::vector<float>> norms;
     std::vector<Layer> stack(2);
+    std::vector<int32_t> large(kv_heads * BLOCK, -1);
+    for (int64_t h = 0; h < kv_heads; h++)
+        for (int64_t i = 0; i < 8; i++) {
+            large[h * BLOCK + i] = static_cast<int32_t>((i + h) % head_dim);
+            large[h * BLOCK + SCALED + i] = static_cast<int32_t>((i + h + head_dim / 2) % head_dim);
+        }
     made.reserve(8);
     for (Layer& layer : stack) {
         const int64_t sizes[4][2] = {{all, hidden}, {hidden, heads * head_dim}, {2 * inner, hidden}, {hidden, inner}};
@@ -183,14 +235,18 @@ void layers(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t window, c
         for (int i = 0; i < 4; i++) {
             made.emplace_back(kind, sizes[i][0], sizes[i][1], i == 0);
             *to[i] = made.back().joined;
+            to[i]->activations = kept_as.activations;
         }
         for (int i = 0; i < 4; i++) norms.push_back(numbers(i < 2 ? hidden : head_dim));
+        layer.large = kept_as.large ? large.data() : nullptr;
         layer.attention_norm = norms[norms.size() - 4].data();
         layer.mlp_norm = norms[norms.size() - 3].data();
         layer.query_norm = window ? nullptr : norms[norms.size() - 2].data();
         layer.key_norm = window ? nullptr : norms[norms.size() - 1].data();
     }
-    const int64_t page_size = 2 * 2 * kv_heads * PAGE * head_dim;  // layers x keys and values
+    const MadeAdapter adapter(stack);
+    const int64_t run = PAGE * (head_dim + BLOCK);           // floats: keys of 8 bits may take more than a small head's floats
+    const int64_t page_size = 2 * 2 * kv_heads * run;  // layers x keys and values
     std::vector<float> memory(2 * pages * page_size);
     std::vector<float*> tables[2];
     for (int64_t n = 0; n < 2 * pages; n++) tables[n % 2].push_back(memory.data() + n * page_size);
@@ -202,9 +258,9 @@ void layers(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t window, c
         std::vector<int32_t> positions, parents;
         for (int64_t n = 0; n < 2; n++) {
             spans[n].pages = tables[n].data();
-            spans[n].layer_stride = kv_heads * PAGE * head_dim;
-            spans[n].head_stride = PAGE * head_dim;
-            spans[n].values = 2 * kv_heads * PAGE * head_dim;
+            spans[n].layer_stride = kv_heads * run;
+            spans[n].head_stride = run;
+            spans[n].values = 2 * kv_heads * run;
             spans[n].start = starts[n];
             spans[n].first = n ? counts[0] : 0;
             spans[n].rows = counts[n];
@@ -218,12 +274,21 @@ void layers(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t window, c
         std::vector<float> x = numbers(rows * hidden), cos = numbers(rows * head_dim), sin = numbers(rows * head_dim), kept(rows * hidden);
         Buffers buffers(rows, 1024, 128);
         const int32_t wanted = 0;
+        std::vector<const AdapterLayer*> owners(rows, adapter.layers.data());
+        for (int64_t r = 0; r < rows; r += 3) owners[r] = nullptr;
+        const Adapters adapters = {owners.data(), buffers.low.data(), TILE};
         outrider_layers(&shape, stack.data(), spans, 2, rows, x.data(), cos.data(), sin.data(), positions.data(), parents.data(), &wanted,
-                        1, kept.data(), &buffers.work, nullptr);
+                        1, kept.data(), &buffers.work, nullptr, kept_as.adapted ? &adapters : nullptr);
         say("kept", head_dim, turn, kept.data(), rows * hidden);
         say("layers", head_dim, turn, x.data(), rows * hidden);
     }
-    say("pages", head_dim, window, memory.data(), static_cast<int64_t>(memory.size()));
+    std::vector<float> bytes;  // of 8 bits any four may look like no number
+    for (float x : memory) {
+        uint32_t bits;
+        std::memcpy(&bits, &x, 4);
+        bytes.insert(bytes.end(), {static_cast<float>(bits & 0xffff), static_cast<float>(bits >> 16)});
+    }
+    say("pages", head_dim, window, bytes.data(), static_cast<int64_t>(bytes.size()));
 }
 
 void laws() {
@@ -248,4 +313,11 @@ int main() {
     layers(3, 1, 96, 0, KINDS[3]);   // heads that are no multiple of 64: nothing is read for several queries at once
     layers(4, 2, 40, 0, KINDS[1]);   // nor of 16: each product is added up one by one
     layers(16, 1, 16, 0, KINDS[6]);
+    layers(4, 2, 64, 0, KINDS[1], {8, 8});
+    layers(2, 1, 128, 0, KINDS[2], {16, 8, true});
+    layers(4, 4, 64, 7, KINDS[0], {16, 8, false, true});
+    layers(3, 1, 96, 0, KINDS[3], {8, 8, true, true});
+    layers(4, 2, 40, 0, KINDS[1], {16, 8});
+    layers(16, 1, 16, 0, KINDS[6], {8, 8, true});
+    layers(6, 2, 64, 0, KINDS[1], {16, 32, false, true});
 }

@@ -162,7 +162,7 @@ def weights(layers=1, vocab=60, hidden=32, inner=40, heads=4, kv=2, d=16):
             1 + rand(d),
         )
 
-    config = LlamaConfig(hidden, heads, kv, d, 1e-5, None, vocab, layers, 256)
+    config = LlamaConfig(hidden, heads, kv, d, 1e-5, None, vocab_size=vocab, num_layers=layers, context=256)
     rope = Rope(1.0 / 10_000 ** (torch.arange(0, d, 2).float() / d))
     stack = TorchStack(config, [layer() for _ in range(layers)])
     return config, Weights(Dense(rand(vocab, hidden)), stack, 1 + rand(hidden), Dense(rand(vocab, hidden)), rope)

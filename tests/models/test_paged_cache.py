@@ -1,12 +1,15 @@
 """Pages of a CPU: whatever sequences share, each reads its own text, and what is kept stays within the budget."""
 
 import ctypes
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
 from outrider.models.paged_cache import SIZE, PagedCache
+from outrider.models.prefix_file import PrefixFile
 
 LAYERS, HEADS, DIM = 2, 3, 4
 PAGE_BYTES = 2 * LAYERS * HEADS * DIM * 4 * SIZE
@@ -216,7 +219,8 @@ class TestCrop:
         held = cache()
         slot = held.extend(0, 4)
         with torch.inference_mode():
-            held.page(slot, 0).copy_(torch.arange(SIZE).view(1, 1, 1, SIZE, 1).expand(held.page(slot, 0).shape))
+            page = held.page(slot, 0).view(torch.float32).view(LAYERS, HEADS, 2, SIZE, DIM)
+            page.copy_(torch.arange(SIZE).view(SIZE, 1).expand(page.shape))
         held.crop(0, 1, [1])
         places = [(layer, head, values) for layer in range(LAYERS) for head in range(HEADS) for values in (0, 1)]
         assert [list(row(slot, 1, *place)) for place in places] == [[2.0] * DIM] * len(places)
@@ -260,6 +264,8 @@ def test_a_long_sequence_has_a_longer_table():
 
 def test_its_price_per_token():
     assert cache().bytes_per_token == 2 * LAYERS * HEADS * DIM * 4
+    assert PagedCache(LAYERS, HEADS, 64, 1 << 20, bits=8).bytes_per_token == 2 * LAYERS * HEADS * (64 + 4 * 4)
+    assert PagedCache(LAYERS, HEADS, 8, 1 << 20, bits=8).bytes_per_token == 2 * LAYERS * HEADS * (32 + 2 * 4)
 
 
 def test_what_is_forgotten_is_shared_with_nobody_and_its_memory_is_free():
@@ -297,6 +303,7 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("crop"), IDS, st.integers(0, 200), PARTS),
     st.tuples(st.just("free"), IDS),
     st.tuples(st.just("forget"), IDS),
+    st.tuples(st.just("restart"), IDS, st.integers(1, 12), st.integers(0, 12)),
 )
 
 
@@ -304,7 +311,7 @@ class Naive:
     """The simplest cache there is: every sequence has rows of its own, each a function of its text."""
 
     def __init__(self, pages):
-        self.held, self.texts, self.lengths, self.most = cache(pages), {}, {}, 0
+        self.held, self.texts, self.lengths, self.most, self.pages = cache(pages), {}, {}, 0, pages
 
     def begin(self, id, parts):
         own = self.texts.setdefault(id, text(*parts, size=24))  # pages end in the middle of parts
@@ -337,7 +344,22 @@ class Naive:
     def forget(self, id):
         self.held.forget_prefixes()
 
-    def check(self, pages):
+    def restart(self, id, pages, most):
+        """All sequences are gone; what a file of at most so many pages keeps is there, in a cache of another size."""
+        named = self.held.named
+        with tempfile.TemporaryDirectory() as folder:
+            first = PrefixFile(Path(folder) / "cache", {"model": self.held}, most * (PAGE_BYTES + 4 * SIZE))
+            first._named = -1
+            first.close()
+            kept = min(most, len(self.held.known_pages()))
+            self.held = cache(pages)
+            PrefixFile(Path(folder) / "cache", {"model": self.held}, 0).close()
+        assert self.held.named == 0 <= named
+        assert len(self.held.known_pages()) == min(kept, pages)
+        self.texts, self.lengths, self.most, self.pages = {}, {}, 0, pages
+
+    def check(self):
+        pages = self.pages
         held = self.held
         for id, own in self.texts.items():
             assert read(held, id) == expected(own, self.lengths[id])
@@ -351,6 +373,6 @@ class Naive:
 def test_whatever_happens_every_sequence_reads_its_own_text(operations, pages):
     naive = Naive(pages)
     for kind, id, *how in operations:
-        if kind == "begin" or id in naive.texts:
+        if kind in ("begin", "restart") or id in naive.texts:
             getattr(naive, kind)(id, *how)
-            naive.check(pages)
+            naive.check()

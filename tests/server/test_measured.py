@@ -125,7 +125,33 @@ def test_the_other_apis_have_it_too(timed):
     assert said.timings["predicted_n"] == said.usage.output_tokens
 
 
+def test_the_counters_of_drafts_have_vllms_names_too(timed):
+    before = vllms_counters(timed.get("/metrics").text)
+    metrics = timed.post("/v1/completions", ASK).json()["metrics"]
+    text = timed.get("/metrics").text
+    after = vllms_counters(text)
+    grown = {name: after[name] - before.get(name, 0.0) for name in after}
+    assert grown["num_drafts_total"] == metrics["drafts"] > 0
+    assert grown["num_draft_tokens_total"] == metrics["drafted"]
+    assert grown["num_accepted_tokens_total"] == metrics["accepted"]
+    assert grown["num_accepted_tokens_per_pos_total"] == metrics["accepted"]
+    assert "outrider_spec_decode_num_drafts_total" in text
+
+
+def vllms_counters(text):
+    """As `vllm bench serve` reads them: summed over labels."""
+    found = Counter()
+    for line in text.splitlines():
+        if line.startswith("vllm:spec_decode_"):
+            name, value = line.split("{")[0], line.rsplit(" ", 1)[1]
+            found[name.removeprefix("vllm:spec_decode_")] += float(value)
+    return found
+
+
 def test_without_the_option_answers_are_as_before(hermes):
+    text = httpx.get(f"{hermes.url}/metrics", headers={"x-api-key": "K"}, timeout=60).text
+    assert "outrider_spec_decode_" in text
+    assert "vllm:" not in text
     answer = httpx.post(f"{hermes.url}/v1/completions", json=ASK, headers={"x-api-key": "K"}, timeout=60).json()
     assert "timings" not in answer
     assert "speculative_decoding" not in answer["metrics"]

@@ -60,3 +60,42 @@ def test_a_worker_that_was_killed_begins_with_an_empty_cache_and_writes_the_same
     again, warm = ask(sharing, WORDS), ask(sharing, WORDS)
     assert again["choices"] == warm["choices"] == before["choices"]
     assert (cached(again), cached(warm) > 0) == (0, True)
+
+
+class TestCacheFile:
+    def launched(self, serve, folder, file, **more):
+        serve.launch(folder, uid="m", quantize="int4", cache_file=str(file), **more)
+        return serve
+
+    def test_a_restart_has_the_prefixes_and_a_kill_those_of_the_last_end(self, serve, packable_folder, tmp_path):
+        server = self.launched(serve(), packable_folder, tmp_path / "cache")
+        first = ask(server, WORDS)
+        server.call(server.fleet.terminate("m"))
+        self.launched(server, packable_folder, tmp_path / "cache")
+        again = ask(server, WORDS)
+        assert again["choices"] == first["choices"]
+        assert cached(again) > 0 == cached(first)
+        ask(server, "something else: " + WORDS)
+        os.kill(server.pid("m"), signal.SIGKILL)
+        server.wait_for(lambda: 'worker_restarts_total{model_name="m"} 1.0' in server.get("/metrics").text)
+        server.wait_for(lambda: server.get("/health").status_code == 200)
+        after = ask(server, WORDS)
+        assert (after["choices"], cached(after)) == (first["choices"], cached(again))
+        assert cached(ask(server, "something else: " + WORDS)) == 0
+
+    def test_a_damaged_file_is_ignored_with_a_note(self, serve, packable_folder, tmp_path):
+        file = tmp_path / "cache"
+        server = self.launched(serve(), packable_folder, file)
+        first = ask(server, WORDS)
+        server.call(server.fleet.terminate("m"))
+        file.write_bytes(file.read_bytes()[:-7])
+        self.launched(server, packable_folder, file)
+        assert any("is damaged" in note for note in server.fleet.describe("m").info["notes"])
+        again = ask(server, WORDS)
+        assert (again["choices"], cached(again)) == (first["choices"], 0)
+
+    def test_health_says_what_is_rounded(self, serve, packable_folder, tmp_path):
+        server = self.launched(serve(), packable_folder, tmp_path / "cache", kv="int8", activations="int8")
+        assert server.get("/health").json()["models"]["m"]["rounded"] == ["kv int8", "activations int8"]
+        first, again = ask(server, WORDS), ask(server, WORDS)
+        assert (first["choices"], cached(again) > 0) == (again["choices"], True)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from outrider.cli import main, screen
-from outrider.train import held_out, progress, texts
+from outrider.train import held_out, progress, run, texts
 from outrider.train.checkpoint import TrainingState
 from outrider.train.data.batches import GrowingOrder
 from outrider.train.data.conversations import WrittenText
@@ -178,6 +178,8 @@ def test_a_run_by_time_writes_more_text_and_says_how_it_goes(calm_folder, tmp_pa
     monkeypatch.setattr(texts, "LEAST_SECONDS", 0.1)
     monkeypatch.setattr(texts, "LEAST_SHARE", 0.0)
     monkeypatch.setattr(progress, "BEFORE_PLANNED", 5)
+    monkeypatch.setattr(run, "TABLE_TOKENS", 12)
+    monkeypatch.setattr(run, "LOOK_TOKENS", 12)
     about = tmp_path / "about.txt"
     about.write_text("the red fox\nthe sea and\n")
     out = tmp_path / "head"

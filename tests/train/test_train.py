@@ -19,6 +19,7 @@ from outrider.models.load import LoadOptions, load
 from outrider.train import checkpoint, medusa, results
 from outrider.train.data.batches import TextBatch
 from outrider.train.data.corpus import FOLDER
+from outrider.train.step import GradientStep
 from outrider.train.teacher import Teacher
 from outrider.train.tune_tree import rates
 
@@ -166,6 +167,17 @@ def test_a_full_disk_leaves_the_old_checkpoint(calm_folder, prompt_file, tmp_pat
     assert 0 < checkpoint.begin(out, resume=True).step < len(uninterrupted[0])
     assert resume(out) == 0
     assert log(out) == uninterrupted[0]
+
+
+def test_too_little_memory_ends_with_one_line(calm_folder, prompt_file, tmp_path, capsys, monkeypatch):
+    def full(self, batch):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(GradientStep, "__call__", full)
+    assert train("block", calm_folder, tmp_path / "head", *STEPS, "--prompts", prompt_file) == 2
+    error = capsys.readouterr().err
+    assert "smaller --batch-tokens" in error
+    assert "Traceback" not in error
 
 
 def test_a_time_limit_is_kept(calm_folder, prompt_file, tmp_path):

@@ -137,7 +137,7 @@ def audit(
     names = tuple(prompt.name for prompt in prompts)
     seconds, chosen = round(time.perf_counter() - begin, 3), llm.settings
     grammar = "" if held.constraint is None else held.constraint.parameter
-    return Report(chosen.model, chosen.dtype, small, names, max_tokens, seed, samples, seconds, reports, grammar)
+    return Report(chosen.model, chosen.numbers, small, names, max_tokens, seed, samples, seconds, reports, grammar)
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ def audit_company(
         variants.append(variant)
     return CompanyReport(
         chosen.model,
-        chosen.dtype,
+        chosen.numbers,
         str(where),
         subject.promised,
         plan,
@@ -255,7 +255,7 @@ class _Company:
     def _reference(self, group: PromptGroup, temperature: float, index: int) -> Tokens:
         settings, engine = self._subject.llm.settings, self._subject.engine
         what = (
-            " ".join((settings.model, settings.dtype, str(build.device(settings.device)))),
+            " ".join((settings.model, settings.numbers, str(build.device(settings.device)))),
             group.prompts[index],
             group.params(index, temperature, self._plan.seed),
         )

@@ -30,6 +30,7 @@ from outrider.drafters.history.store import HistoryStore
 from outrider.engine.engine import Engine
 from outrider.models.adapters.store import AdapterStore
 from outrider.models.memory import return_heap
+from outrider.models.prefix_file import PrefixFile
 from outrider.models.tokenizer import Tokenizer
 
 
@@ -68,13 +69,16 @@ class Local(Reader):
         notes: Seq[str] = (),
         histories: HistoryStore | None = None,
         adapters: AdapterStore | None = None,
+        prefixes: PrefixFile | None = None,
     ) -> None:
         """`drafter` builds the one that a request names. `ends`: the tokens that end a sequence. `rule`: for requests
         without a seed. `notes`: what a user should know about how the model was loaded. `histories`: what drafters
-        keep of texts; closed with the backend. `adapters`: those that requests may name."""
+        keep of texts; `prefixes`: the file of shared prefixes; both are closed with the backend. `adapters`: those
+        that requests may name."""
         self.engine, self.tokenizer, self.notes = engine, tokenizer, tuple(notes)
         self.vocab_size = engine.model.vocab_size
-        self._drafter, self._ends, self._rule, self._histories = drafter, ends, rule, histories
+        self._drafter, self._ends, self._rule = drafter, ends, rule
+        self._histories, self._prefixes = histories, prefixes
         # new requests that are taken in together, one to cancel (in a tuple), or None: end
         self._inbox: queue.SimpleQueue[list[_LocalJob] | tuple[_LocalJob] | None] = queue.SimpleQueue()
         self._places: dict[int, tuple[_LocalJob, int]] = {}  # sequence id -> its job, and which sample it is
@@ -210,6 +214,8 @@ class Local(Reader):
                 self._thread.join()
             if self._histories is not None:
                 self._histories.close()
+            if self._prefixes is not None:
+                self._prefixes.close()
 
     @property
     def context(self) -> int:

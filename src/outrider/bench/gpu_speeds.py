@@ -56,7 +56,9 @@ def eight_billion() -> CudaLlama:
             Dense(0.1 * rand(hidden, inner)),
         )
 
-    config = LlamaConfig(hidden, heads, kv_heads, head_dim, 1e-5, None, vocab, layers, 8192)
+    config = LlamaConfig(
+        hidden, heads, kv_heads, head_dim, 1e-5, None, vocab_size=vocab, num_layers=layers, context=8192
+    )
     rope = Rope(1.0 / 500_000 ** (torch.arange(0, head_dim, 2).float() / head_dim))
     stack = TorchStack(config, [layer() for _ in range(layers)])
     embedding = 50 * rand(vocab, hidden)

@@ -26,7 +26,7 @@ from outrider.drafters.base import Drafter, Step
 from outrider.llm import LLM
 from outrider.models import sources
 from outrider.models.base import Feed, Model
-from outrider.models.llama import Llama
+from outrider.models.llama import Llama, PackedLlama
 from outrider.models.native.peak import multiply_adds_per_second
 from outrider.models.native.stack import NativeStack
 
@@ -142,7 +142,7 @@ def profile(llm: LLM, plan: ProfilePlan = DEFAULT, progress: Progress | None = N
     return Profile(
         model=Path(settings.model).name if Path(settings.model).exists() else settings.model,
         draft=settings.draft,
-        dtype=settings.dtype,
+        dtype=settings.numbers,
         quantize=settings.quantize,
         threads=torch.get_num_threads(),
         plan=plan,
@@ -360,6 +360,8 @@ def _weight_bytes(model: str) -> int | None:
 def _kv_bytes(model: Model) -> int | None:
     if not isinstance(model, Llama):
         return None
+    if isinstance(model, PackedLlama):
+        return model.pages.bytes_per_token
     config = model.config
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.dtype.itemsize
 

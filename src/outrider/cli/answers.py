@@ -156,7 +156,8 @@ class AnswerFile:
 
 def _mark(config: Config, raw: bool) -> str:
     """Stands for all that decides the answers; who drafts does not."""
-    names = ("model", "backend", "device", "dtype", "quantize", *(("adapters",) if config.settings.adapters else ()))
+    names = ["model", "backend", "device", "dtype", "quantize", "kv", "activations"]
+    names += ["adapters"] if config.settings.adapters else []
     chosen = {name: getattr(config.settings, name) for name in names}
     whole = {**chosen, "params": asdict(config.params), "prefix": config.query_prefix, "raw": raw}
     return hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:12]

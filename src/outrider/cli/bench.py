@@ -29,7 +29,7 @@ from outrider.core.params import SamplingParams
 from outrider.models import sources
 from outrider.settings import BACKENDS, VLLM_DEFAULTS, Config, Settings
 
-OWN = ("dtype", "quantize", "pace", "piece", "cache_memory")  # settings that one stream can feel
+OWN = ("dtype", "quantize", "kv", "activations", "pace", "piece", "cache_memory")  # settings that one stream can feel
 
 PEERS = ("prompt_tokens", "formats", "build_peers", "llama_source", "instructions")
 

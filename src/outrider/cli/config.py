@@ -75,7 +75,7 @@ def _engine(settings: Settings) -> str:
         return ", ".join(["vLLM", f"dtype {settings.dtype}", *spread, *given])
     place = build.load_options(settings)
     rounded = "" if settings.quantize == "none" else f", rounded to {settings.quantize}"
-    return f"our own engine, on {place.device}, dtype {settings.dtype}{rounded}"
+    return f"our own engine, on {place.device}, dtype {settings.numbers}{rounded}"
 
 
 def _drafter(settings: Settings) -> str:

@@ -7,7 +7,7 @@ import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -87,11 +87,13 @@ def _answer(config: Config, own: GenerateOptions, configured: bool, text: str) -
         stream = llm.stream(asked, config.params, prediction=expected, adapter=options.one_adapter(config.settings))
         result = _result(stream, live=sys.stdout.isatty() and not own.as_json)
         if own.as_json:
-            about = {"model": config.settings.model, "draft": config.settings.drafter, "prompt": text}
+            about: dict[str, Any] = {"model": config.settings.model, "draft": config.settings.drafter, "prompt": text}
+            if config.settings.rounded:
+                about["rounded"] = config.settings.rounded
             print(json.dumps({**about, **result.as_dict()}, ensure_ascii=False))
         else:
             print("" if sys.stdout.isatty() else result.text)
-            note(str(result.stats))
+            note("; ".join([str(result.stats), *config.settings.rounded]))
 
 
 def _answer_file(config: Config, own: GenerateOptions, configured: bool, prompt: str | None) -> int:

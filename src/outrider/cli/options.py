@@ -22,9 +22,10 @@ from outrider.settings import Config, Settings, config_from, from_mapping, read_
 
 MODEL, SAMPLING, GRAMMAR = "Model", "Sampling", "What the text may be (one of these)"
 DEFAULT, PLAIN = Settings(), SamplingParams()
-PLACE = ("device", "dtype", "quantize", "threads")
+PLACE = ("device", "dtype", "quantize", "kv", "activations", "threads")
 PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-MEMORY = ("history", "history_tokens")  # what is remembered from one request to the next
+# What is remembered from one request to the next.
+MEMORY = ("history", "history_tokens", "cache_file", "cache_file_size")
 ADAPTERS = ("adapters", "adapter_memory")
 ENGINE = ("backend", "speculative_config", *PLACE, "cache_memory", *PARALLEL)
 

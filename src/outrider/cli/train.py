@@ -77,7 +77,7 @@ PLACE = options.settings(
 
 @command
 def train(
-    kind: Annotated[str, typer.Argument(help="eagle, medusa (heads on the model) or draft (a tiny model).")],
+    kind: Annotated[str, typer.Argument(help="eagle, block, medusa (heads on the model) or draft (a tiny model).")],
     *,
     own: Annotated[TrainOptions, fields(TrainOptions)],
     given: Annotated[Given, fields(jobs.TrainingJob)],
@@ -86,11 +86,13 @@ def train(
 ) -> None:
     """Train a drafter for a model, on texts that the model itself writes; [bold]train lora[/] trains an adapter.
 
-    The result is a folder that [bold]--draft eagle:head=DIR[/], medusa:head=DIR or draft_model:model=DIR take.
+    The result is a folder that [bold]--draft eagle:head=DIR[/], block:head=DIR, medusa:head=DIR or
+    draft_model:model=DIR take.
     Ctrl-C saves and ends; --resume goes on as if nothing had happened.
 
     [dim]$[/] outrider train eagle --model smollm2-135m --out my-head --minutes 10
     [dim]$[/] outrider train eagle --out my-head --resume
+    [dim]$[/] outrider train block --out my-block --data my-head --minutes 10
     [dim]$[/] outrider train medusa --out my-medusa --data my-head --minutes 5
     [dim]$[/] outrider train draft --layers 4 --out my-draft --tokens 2000000
     """

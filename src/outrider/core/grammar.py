@@ -140,7 +140,7 @@ class Matcher:
         if path not in self._masks and self._go(path):
             if token in self.ends:
                 return bool(self._state.is_accepting())
-            valid = token not in self._vocabulary.special and self._state.validate_tokens([token]) == 1
+            valid = self._state.validate_tokens([token]) == 1
             if not self._state.is_error():
                 return valid
         mask = self.mask(path)

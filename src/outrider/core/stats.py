@@ -82,8 +82,8 @@ class Stats:
 
     def untimed(self) -> Stats:
         """Only what was counted: the same, run after run."""
-        times = {"seconds": {}, "seconds_by_drafter": {}, "first_seconds": 0.0, "drafting_seconds": 0.0}
-        return replace(self, **times, unmeasured=0, writing_seconds=0.0)
+        same = replace(self, seconds={}, seconds_by_drafter={}, first_seconds=0.0, drafting_seconds=0.0)
+        return replace(same, unmeasured=0, writing_seconds=0.0)
 
     def ask(self, drafter: str, seconds: float) -> None:
         """A drafter was asked, and took this long for this sequence."""
@@ -100,8 +100,10 @@ class Stats:
     def __add__(self, other: Stats) -> Stats:
         timed = ("seconds", "seconds_by_drafter")
         counted = [name for name in self.__dataclass_fields__ if name not in timed]
-        sums = {name: getattr(self, name) + getattr(other, name) for name in counted}
-        return Stats(**sums, **{name: _summed(getattr(self, name), getattr(other, name)) for name in timed})
+        total = Stats(**{name: getattr(self, name) + getattr(other, name) for name in counted})
+        total.seconds = _summed(self.seconds, other.seconds)
+        total.seconds_by_drafter = _summed(self.seconds_by_drafter, other.seconds_by_drafter)
+        return total
 
     @property
     def acceptance_rate(self) -> float:

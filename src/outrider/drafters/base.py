@@ -20,6 +20,7 @@ from outrider.drafters.heads import files
 from outrider.drafters.history.store import HistoryStore
 from outrider.drafters.rounds.base import JudgedSteps as JudgedSteps, RoundGuesser, WritesRounds
 from outrider.models.base import Anatomy, Model, Readable
+from outrider.models.paged_cache import PagedCache
 from outrider.models.tokenizer import Tokenizer
 
 
@@ -143,6 +144,11 @@ class Drafter:
         there."""
         lacking = (self.reads_grammar and seq.matcher is None) or (self.reads_prediction and not seq.prediction)
         return self.drafts and not lacking
+
+    def prefix_caches(self, target: str) -> dict[str, PagedCache]:
+        """The caches that must have a prefix, too, for the target to take it, by a digest of what their bits depend on.
+        `target`: that of the target."""
+        return {}
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         """A draft for each sequence, of at most `budgets[i]` nodes."""

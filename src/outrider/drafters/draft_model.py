@@ -78,7 +78,7 @@ class ModelDrafter(Drafter):
             [writer.seq.params.temperature for writer in writers],
             max(writer.length for writer in writers),
         )
-        for writer, tokens in zip(writers, written.T.tolist(), strict=True):
+        for writer, tokens in zip(writers, written.tokens.T.tolist(), strict=True):
             writer.tokens += tokens[: writer.length]
 
     def _count(self, seq: Sequence, budget: int) -> int:

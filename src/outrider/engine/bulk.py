@@ -1,4 +1,4 @@
-"""Bulk writing: the target writes several tokens of every sequence of a large batch before the host looks."""
+"""Bulk writing: the target writes several tokens of every sequence by itself before the host looks."""
 
 from __future__ import annotations
 
@@ -7,22 +7,19 @@ from collections.abc import Callable, Sequence as Seq
 from outrider.core.sequence import Sequence
 from outrider.engine.drafting import DrafterPool
 from outrider.engine.judge import commit_plain
-from outrider.models.base import Model, Paged
+from outrider.models.base import Model, Paged, WrittenTokens
 
-# Sequences from which on a batch is written in bulk: the host's work for each of them then takes longer than a pass,
-# and several tokens of each are still a short wait for the reader of one (LOG, 2026-11-15: 3 to 5 times as fast).
-FEWEST = 64
-# Tokens that each sequence writes before the host looks. A stream is delivered that many tokens at a time.
-TOKENS = 16
-# Sequences from which on it is twice as many: in a batch this large nobody reads along.
-LARGEST = 1024
+# (sequences from which on, tokens that each writes before the host looks). The host's work for a sequence takes as long
+# as 0.05 to 0.2 of a small model's pass, in which the device waits; and a stream is delivered as many tokens at a time:
+# 8 of them come some 6 ms apart, and in a batch of a thousand nobody reads along (LOG, 2026-11-15 and 2026-11-17).
+TOKENS = ((1024, 32), (64, 16), (1, 8))
 
 
 def possible(running: Seq[Sequence], pool: DrafterPool, drafting: bool) -> bool:
-    """Whether the target can write all of them by itself: nobody drafts for them now, or only reads their states."""
-    if len(running) < FEWEST or any(seq.adapter is not None for seq in running):
+    """Whether the target can write all of them by itself: nobody drafts for them now."""
+    if any(seq.adapter is not None for seq in running):
         return False
-    return all(seq.plain and pool.idle(seq, drafting) for seq in running)
+    return all(seq.plain and not (drafting and pool.drafts(seq)) for seq in running)
 
 
 def unread(running: Seq[Sequence], length: Callable[[int], int]) -> list[Sequence]:
@@ -30,17 +27,23 @@ def unread(running: Seq[Sequence], length: Callable[[int], int]) -> list[Sequenc
     return [seq for seq in running if length(seq.id) != len(seq.tokens) - 1]
 
 
-def write(running: Seq[Sequence], model: Model, paged: Paged, wait: Callable[[], None]) -> None:
-    """Write and commit; `wait` is called while the device works. `model` and `paged` are the same one."""
+def write(
+    running: Seq[Sequence], model: Model, paged: Paged, layers: Seq[int], wait: Callable[[], None]
+) -> WrittenTokens:
+    """Write and commit; `wait` is called while the device works. `model` and `paged` are the same one. `layers`: whose
+    states are wanted."""
+    tokens_each = next(tokens for least, tokens in TOKENS if len(running) >= least)
     written = paged.write(
         [seq.id for seq in running],
         [seq.tokens[-1] for seq in running],
         [None if seq.params.greedy else seq.dice for seq in running],
         [seq.params.temperature for seq in running],
-        TOKENS * (2 if len(running) >= LARGEST else 1),
+        min(tokens_each, max(seq.left for seq in running)),
+        layers,
     )
     wait()
-    for seq, tokens in zip(running, written.T.tolist(), strict=True):
+    for seq, tokens in zip(running, written.tokens.T.tolist(), strict=True):
         commit_plain(seq, tokens)
         model.crop(seq.id, len(seq.tokens) - 1)
         paged.seen(seq.id, seq.tokens, seq.scope)
+    return written

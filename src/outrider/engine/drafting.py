@@ -17,7 +17,7 @@ from outrider.drafters.base import BuildContext, Drafter, JudgedSteps, Step
 from outrider.engine.judge import of_layers
 from outrider.engine.policy import DraftingPolicy, DraftOutcome, PassSize
 from outrider.engine.scheduler import FeedPlan
-from outrider.models.base import Model
+from outrider.models.base import Model, Paged
 
 log = logging.getLogger("outrider")
 T = TypeVar("T")
@@ -48,6 +48,7 @@ class DrafterPool:
         """`drafter` serves the sequences that name no other."""
         self.drafters = {"": drafter}
         self._vocab = model.vocab_size
+        self._on_device = isinstance(model, Paged)
         self._plain = Drafter(Drafter.Options(), BuildContext(model, _no_model))
         self._left_out: dict[int, set[int]] = {}  # by running sequence: the drafters that have failed
         self._failed: set[int] = set()  # ids of drafters whose first failure was logged with its trace
@@ -66,13 +67,9 @@ class DrafterPool:
     def drafts(self, seq: Sequence) -> bool:
         return any(member.drafts for member in self.members(seq))
 
-    def idle(self, seq: Sequence, drafting: bool) -> bool:
-        """Whether none of its drafters has anything to do in a step, or reads states without ever drafting."""
-        return all(not drafting if member.drafts else not member.layers for member in self.members(seq))
-
-    def layers(self, plans: Seq[FeedPlan]) -> list[int]:
-        """The hidden layers that any drafter of this step wants."""
-        return sorted({layer for plan in plans for member in self.members(plan.seq) for layer in member.layers})
+    def layers(self, seqs: Seq[Sequence]) -> list[int]:
+        """The hidden layers that any of their drafters wants."""
+        return sorted({layer for seq in seqs for member in self.members(seq) for layer in member.layers})
 
     def remove(self, name: str) -> list[int]:
         """Forget a drafter; the keys of its records, of those that are still there under no other name."""
@@ -94,16 +91,21 @@ class DrafterPool:
         drafts = [EMPTY] * len(plans)
         if not asking:
             return drafts
-        begin = time.perf_counter()
+        begin = self._now()
         size = PassSize(sum(len(plan.tokens) for plan in plans), sum(plan.last for plan in plans))
         self._ask_free(asking, size, policy)
         self._ask_costly(asking, size, policy)
         merged = [self._merged(each) for each in asking]
         if policy is not None:
-            merged = policy.trim(merged, size, time.perf_counter() - begin)
+            merged = policy.trim(merged, size, self._now() - begin)
         for each, draft in zip(asking, merged, strict=True):
             drafts[each.place] = draft
         return drafts
+
+    def _now(self) -> float:
+        """Seconds that this thread has worked, which others on the machine do not lengthen; where it waits for a
+        device, seconds that have passed."""
+        return time.perf_counter() if self._on_device else time.thread_time()
 
     def _ask_free(self, asking: Seq[_Asking], size: PassSize, policy: DraftingPolicy | None) -> None:
         """The drafters that run no model, where that pays for batches of this size, or the caller told what comes."""
@@ -111,11 +113,11 @@ class DrafterPool:
         told = any(each.seq.prediction or each.seq.matcher is not None for each in asking)
         if not members or (policy is not None and not policy.asks_free(len(asking)) and not told):
             return
-        begin = time.perf_counter()
+        begin = self._now()
         for member, own in members:
             self._ask(member, own, [each.budget for each in own], policy)
         if policy is not None:
-            seconds = time.perf_counter() - begin
+            seconds = self._now() - begin
             policy.learn_free(len(asking), [each.drafts for each in asking], size, seconds)
 
     def _ask_costly(self, asking: Seq[_Asking], size: PassSize, policy: DraftingPolicy | None) -> None:
@@ -147,9 +149,9 @@ class DrafterPool:
         needed = {id(each): chance for each, chance in zip(own, chances, strict=False)}
         try:
             unread = 0 if policy is None or member.is_free else sum(map(member.unread, seqs))
-            begin = time.perf_counter()
+            begin = self._now()
             drafts = self._checked(member.propose(seqs, budgets), seqs, budgets)
-            seconds = time.perf_counter() - begin
+            seconds = self._now() - begin
             if policy is not None and not member.is_free:
                 policy.learn_cost(member, seconds, drafts, unread)
         except Exception as error:

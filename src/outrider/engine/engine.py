@@ -7,7 +7,7 @@ it has not seen plus a draft. Plain decoding is the same loop with empty drafts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
-from time import perf_counter
+from time import perf_counter, thread_time
 
 from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import one_line
@@ -21,10 +21,10 @@ from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import FeedPlan, Limits, Scheduler
 from outrider.models.base import Feed, Model, Output, Outputs, Paged, SharesPrefixes
 
-# Sequences on a GPU from which on it is measured whether drafts pay at all: for one they do, as its rows are free
-# (LOG, 2026-11-15, drafts on many sequences). Where the device drafts by itself it is measured for one too: nothing
-# else would end drafts that do not pay.
-MEASURED_FROM = 2
+# Chunks of prompts that wait from which on they are read beside the tokens of the sequences that write already, and the
+# number of these from which on that is never done: passes with a prompt and many tokens come in many shapes, each of
+# which is captured as a graph of its own. Chosen by hand: 4 chunks take an H200 some 10 ms (LOG, 2026-11-17).
+LONG_PROMPTS, MANY = 4, 64
 
 
 class Engine:
@@ -84,12 +84,12 @@ class Engine:
             self._take_prefixes(self._prefixes, running)
         writer = self._pool.writer(running, self.scheduler.widest)
         if writer is not None and (unread := bulk.unread(running, self.model.length)):
-            return self._pass(self._plan(unread), drafting=False)  # then all go on without the host
+            return self._read(unread)
         if writer is not None and not self._pool.writes(writer, running):
             writer = None
             if self.policy is not None:  # a head that was not shown what was written: drafts from there are few
                 return self._advance(None, drafting=False)
-        if self.policy is None or not self._measures_drafting(running, writer):
+        if self.policy is None or not self._measures_drafting(running):
             return self._advance(writer, drafting=True)
         trial, settled = self.policy.trial, all(seq.output for seq in running)  # no prompt is left: it takes longer
         begin, before, drafting = perf_counter(), _progress(running), trial.drafts(len(running))
@@ -107,11 +107,34 @@ class Engine:
         if paged is None or not bulk.possible(running, self._pool, drafting):
             return self._pass(self._plan(), drafting)
         if unread := bulk.unread(running, self.model.length):
-            return self._pass(self._plan(unread), drafting=False)
-        begin = perf_counter()
-        self._pool.rest(running)
-        bulk.write(running, self.model, paged, self._wait)
-        _share([("target", perf_counter() - begin)], running)
+            return self._read(unread)
+        return self._write_plainly(running, paged)
+
+    def _read(self, unread: Seq[Sequence]) -> list[Sequence]:
+        """Prompts, before all go on without the host. Long ones are read beside the tokens of the others, so that these
+        need not wait for them, unless they are many."""
+        running = self.scheduler.running
+        waiting = sum(len(seq.tokens) - self.model.length(seq.id) for seq in unread)
+        beside = waiting > LONG_PROMPTS * self.scheduler.limits.chunk and len(running) < MANY
+        return self._pass(self._plan(None if beside else unread), drafting=False)
+
+    def _write_plainly(self, running: Seq[Sequence], paged: Paged) -> list[Sequence]:
+        """Several tokens of each that the target writes by itself. Who reads its states is shown them, unless plain
+        writing was found to be faster anyway: states of a large batch take much memory."""
+        begin, layers = perf_counter(), self._pool.layers(running)
+        if layers and self.policy is not None and self.policy.trial.prefers_plain(len(running)):
+            self._pool.rest(running)
+            layers = []
+        written = bulk.write(running, self.model, paged, layers, self._wait)
+        seconds, steps = perf_counter() - begin, len(written.tokens)
+        if written.hidden is not None:
+            for seq, hidden in zip(running, written.hidden.unbind(1), strict=True):
+                if seq.finish is None:
+                    fed, verdict = seq.tokens[-1 - steps : -1], Verdict((), seq.tokens[-1])
+                    self._pool.observe(Step(seq, fed, EMPTY, verdict, hidden), layers, drafting=False)
+        if self.policy is not None and not written.first:
+            self.policy.cost.learn(len(running), seconds / steps)
+        _share([("target", seconds)], running)
         return self.sweep()
 
     def _write(self, drafter: Drafter, running: Seq[Sequence]) -> bool:
@@ -135,7 +158,7 @@ class Engine:
         plain = self._paged is not None and self.policy is not None and self.policy.trial.prefers_plain(len(running))
         for seq in running:
             if plain and not seq.output:
-                seq.stats.cached += model.begin(seq.id, seq.tokens, seq.tenant)
+                seq.stats.cached += model.begin(seq.id, seq.tokens, seq.scope)
                 continue
             most = 0 if seq.output else self._pool.prefix(seq)
             if most:
@@ -157,7 +180,7 @@ class Engine:
         if self.policy is not None:
             self.policy.use_length(sum(len(plan.seq.tokens) for plan in plans) // len(plans))
         drafts = self._pool.propose(plans, self.policy) if drafting else [EMPTY] * len(plans)
-        drafted, layers = perf_counter(), self._pool.layers(plans)
+        drafted, worked, layers = perf_counter(), thread_time(), self._pool.layers([plan.seq for plan in plans])
         feeds = [Feed(p.seq.id, p.tokens, d, p.seq.adapter) for p, d in zip(plans, drafts, strict=True)]
         outputs = self.model.forward(feeds, layers)
         if isinstance(outputs, Outputs):  # the device still works: its time ends when the verdicts are there
@@ -165,10 +188,11 @@ class Engine:
             self._wait()
             verdicts = judge.verdicts(plans, drafts, outputs)
             ran = perf_counter()
+            worked = ran - drafted
         else:
-            ran = perf_counter()
+            ran, worked = perf_counter(), thread_time() - worked
             verdicts = judge.verdicts(plans, drafts, outputs)
-        self._learn_cost(plans, drafts, outputs, ran - drafted)
+        self._learn_cost(plans, drafts, outputs, worked)
         observing = 0.0
         for place, (plan, draft, verdict) in enumerate(zip(plans, drafts, verdicts, strict=True)):
             step = self._judge(plan, draft, verdict, outputs[place])
@@ -212,14 +236,15 @@ class Engine:
             self._prefixes.seen(seq.id, seq.tokens, seq.scope)
         return Step(seq, plan.tokens, draft, verdict, output.hidden)
 
-    def _measures_drafting(self, running: Seq[Sequence], writer: Drafter | None) -> bool:
+    def _measures_drafting(self, running: Seq[Sequence]) -> bool:
         """Whether this batch may be faster without drafts, so that both ways are tried."""
-        if self._paged is None or self.policy is None or (len(running) < MEASURED_FROM and writer is None):
+        if self._paged is None or self.policy is None:
             return False
         return any(self._pool.drafts(seq) for seq in running)
 
     def _learn_cost(self, plans: Seq[FeedPlan], drafts: Seq[Draft], outputs: Seq[Output], seconds: float) -> None:
-        """Passes without a prompt in them show what a row costs; the first of a shape also compiles."""
+        """Passes without a prompt in them show what a row costs; the first of a shape also compiles. On a CPU seconds
+        are those that the thread worked: what others take of the machine is no cost of a row."""
         first = isinstance(outputs, Outputs) and outputs.first
         if self.policy is None or first:
             return

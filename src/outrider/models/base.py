@@ -152,6 +152,15 @@ class SharesPrefixes(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
+class WrittenTokens:
+    """What a model wrote by itself."""
+
+    tokens: Tensor  # [steps, sequences]
+    hidden: Tensor | None = None  # [steps, sequences, layers, hidden]: the states that each token was chosen from
+    first: bool = False  # whether it took longer than it will again
+
+
 @runtime_checkable
 class Paged(SharesPrefixes, Protocol):
     """Such a model on a device of its own, which can also write by itself."""
@@ -167,8 +176,9 @@ class Paged(SharesPrefixes, Protocol):
         dice: Sequence[Dice | None],
         temperatures: Sequence[float],
         steps: int,
-    ) -> Tensor:
-        """Each sequence writes `steps` tokens after its `last` one, without the host: [steps, sequences]."""
+        layers: Sequence[int] = (),
+    ) -> WrittenTokens:
+        """Each sequence writes `steps` tokens after its `last` one, without the host. `layers`: as of `forward`."""
         ...
 
 

@@ -16,10 +16,11 @@ from outrider.models.adapters.adapter import Adapter, AdapterBase, shapes
 from outrider.models.base import Feed, Output
 from outrider.models.cache import Cache, Slot
 from outrider.models.llama_weights import LlamaConfig, ReadableWeights, Weights
-from outrider.models.native import adapters as native_adapters
+from outrider.models.native import adapters as native_adapters, library
 from outrider.models.native.packed import Packed
 from outrider.models.native.stack import NativeStack
 from outrider.models.paged_cache import SIZE, PagedCache, PagedSlot
+from outrider.models.prefix_file import digest
 from outrider.models.stack import Pass
 
 __all__ = ["Llama", "LlamaConfig", "PackedLlama", "Weights", "on_cpu"]
@@ -153,8 +154,23 @@ class PackedLlama(Llama):
     page = SIZE
 
     def _memory_for(self, layers: int, kv_heads: int, head_dim: int) -> tuple[PagedCache, int]:
-        self._pages = PagedCache(layers, kv_heads, head_dim, self._memory)
+        stack = self.weights.stack
+        large = isinstance(stack, NativeStack) and stack.large_keys
+        self._pages = PagedCache(layers, kv_heads, head_dim, self._memory, bits=self.config.kv_bits, large=large)
         return self._pages, self._pages.count * SIZE
+
+    @property
+    def pages(self) -> PagedCache:
+        return self._pages
+
+    def identity(self) -> str:
+        """A digest of all that the bits of its keys and values depend on; it reads every weight."""
+        weights, stack = self.weights, self.weights.stack
+        assert isinstance(stack, NativeStack)
+        assert isinstance(weights.embedding, Packed)
+        rope = weights.rope
+        versions = f"torch {torch.__version__} kernels {library.identity()} {rope.scale}"
+        return digest(versions, repr(self.config), *weights.embedding.numbers, rope.frequencies, *stack.numbers)
 
     def adapter_bytes(self, adapter: Adapter) -> int:
         return native_adapters.packed_bytes(adapter)

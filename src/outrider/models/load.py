@@ -68,6 +68,7 @@ def _load_gguf(path: Path, where: LoadOptions) -> Loaded:
         vocab_size=metadata["vocab_size"],
         num_layers=metadata["num_layers"],
         context=metadata["max_context"],
+        kv_bits=where.kv_bits,
     )
     factors = None if metadata["rope_factors"] is None else torch.from_numpy(metadata["rope_factors"])
 
@@ -75,10 +76,20 @@ def _load_gguf(path: Path, where: LoadOptions) -> Loaded:
         return rope(config.head_dim, metadata["rope_theta"], config.context, metadata["rope_scaling"], factors)
 
     store = GGUFStore(dict(file.tensors()), where)
-    weights = assemble(store, config, make_rope, metadata["tie_embeddings"], store.packs())
+    weights = assemble(store, config, make_rope, metadata["tie_embeddings"], _packs(store, where), where.activations)
     tokenizer = tokenizers.from_gguf(file.metadata)
     ends = tokenizers.end_ids(tokenizer, file.metadata)
     return Loaded(_model(config, weights, where, store.notes), tokenizer, ends, tuple(store.notes))
+
+
+def _packs(store: GGUFStore | FolderStore, where: LoadOptions) -> bool:
+    """Whether the weights are packed; what only packed ones can do is refused where they are not."""
+    packed = store.packs()
+    asked = where.only_packed
+    if asked and not packed:
+        why = f" ({store.notes[-1]})" if store.notes else ""
+        raise OutriderError(f"{asked} needs packed weights on a CPU: a quantised GGUF file, or --quantize{why}")
+    return packed
 
 
 def _load_folder(folder: Path, where: LoadOptions) -> Loaded:
@@ -147,6 +158,7 @@ def _load_own(folder: Path, config: Any, where: LoadOptions) -> tuple[Model, tup
         vocab_size=config.vocab_size,
         num_layers=config.num_hidden_layers,
         context=config.max_position_embeddings,
+        kv_bits=where.kv_bits,
     )
     _check_sizes(folder / "config.json", own)
     scaling = dict(config.rope_parameters)
@@ -155,7 +167,7 @@ def _load_own(folder: Path, config: Any, where: LoadOptions) -> tuple[Model, tup
     def make_rope() -> Rope:
         return rope(head_dim, scaling.get("rope_theta", 10_000.0), own.context, scaling)
 
-    weights = assemble(store, own, make_rope, config.tie_word_embeddings, store.packs())
+    weights = assemble(store, own, make_rope, config.tie_word_embeddings, _packs(store, where), where.activations)
     return _model(own, weights, where, store.notes), tuple(store.notes)
 
 
@@ -177,6 +189,8 @@ def _check_sizes(path: Path, config: LlamaConfig) -> None:
 def _load_foreign(folder: Path, config: Any, where: LoadOptions) -> tuple[Model, tuple[str, ...]]:
     if where.bits:
         raise OutriderError("--quantize works for llama-like models, not for models that transformers runs")
+    if where.only_packed:
+        raise OutriderError(f"{where.only_packed} works for llama-like models, not for models that transformers runs")
     layers, tensors = getattr(config, "num_hidden_layers", 0), len(FolderStore(folder, where))
     if isinstance(layers, int) and layers > tensors:  # transformers would build them all first, without an end
         path = folder / "config.json"

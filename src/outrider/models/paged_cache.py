@@ -19,7 +19,10 @@ from outrider.models.large_pages import PAGE as LARGE, large
 from outrider.models.pages import Holder, Pages
 
 SIZE = 32  # tokens of a page, the same number as PAGE in kernels.cpp: a hit leaves fewer than these to be run again
-BLOCK = 32 << 20  # bytes of memory that pages are cut from, taken at a time: some large pages of the system, few calls
+TAKEN = 32 << 20  # bytes of memory that pages are cut from, taken at a time: some large pages of the system, few calls
+FLOATS = 32  # bits of a number of a key or value as it is computed
+SCALED = 16  # numbers of 8 bits that share a scale, the same number as in kernels.cpp
+TILE, BLOCK = 16, 32  # keys of 8 bits that are multiplied together, and their numbers; the same as in kernels.cpp
 _COLUMNS = 32  # pages that a sequence's table begins with: about a thousand tokens
 
 
@@ -27,7 +30,7 @@ _COLUMNS = 32  # pages that a sequence's table begins with: about a thousand tok
 class PagedSlot(Holder):
     """One sequence's pages, and the table of their addresses for the kernels."""
 
-    values: int = 0  # floats from the keys of a page to its values; twice as many from a head to the next
+    values: int = 0  # times 4 bytes: from the keys of a page to its values; twice as many from a head to the next
     table: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(_COLUMNS, np.int64))
     address: int = 0  # of the table
 
@@ -47,24 +50,43 @@ class PagedSlot(Holder):
 
 
 class PagedCache(Pages[PagedSlot]):
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, memory: int, ahead: int = 0) -> None:
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        memory: int,
+        ahead: int = 0,
+        bits: int = FLOATS,
+        large: bool = False,
+    ) -> None:
         """`memory`: bytes up to which pages of ended sequences are kept. Running sequences get what they need: how much
-        that may be is the scheduler's to decide. `ahead`: tokens after a page that its keys depend on, too."""
-        self._shape = (layers, kv_heads, 2, SIZE, head_dim)  # of a page
-        super().__init__(memory // self._page_bytes, SIZE, ahead=ahead)
+        that may be is the scheduler's to decide. `ahead`: tokens after a page that its keys depend on, too. `bits`: of
+        a number; 8: each 16 of a row share a scale. `large`: keys have one more block of 32 numbers (kernels.cpp)."""
+        self._outer = (layers, kv_heads, 2)
+        self.bits, self._width = bits, head_dim if bits == FLOATS else -(-head_dim // BLOCK) * BLOCK  # numbers of a row
+        self._key_width = self._width + BLOCK * large  # of a key, and what a value takes in memory as well
+        super().__init__(memory // self.page_bytes, SIZE, ahead=ahead)
         # Pages of a block. The keys of one layer and head lie side by side for all of them, and so do the values: a
         # long text is then read in long runs (LOG, 2026-11-17: with each page by itself at half the speed).
-        self._each = max(1, min(BLOCK // self._page_bytes, self.count))
+        self._each = max(1, min(TAKEN // self.page_bytes, self.count))
         self._blocks: list[Tensor] = []
         self._addresses: list[int] = []  # of the blocks
 
     @property
-    def _page_bytes(self) -> int:
-        return 4 * math.prod(self._shape)
+    def _run_bytes(self) -> int:
+        """Of one page's keys of a layer and head: the rows, then their scales."""
+        if self.bits == FLOATS:
+            return SIZE * self._width * 4
+        return SIZE * (self._key_width + 4 * (self._key_width // SCALED))
+
+    @property
+    def page_bytes(self) -> int:
+        return math.prod(self._outer) * self._run_bytes
 
     @property
     def bytes_per_token(self) -> int:
-        return self._page_bytes // SIZE
+        return self.page_bytes // SIZE
 
     @torch.inference_mode()  # a pass made the blocks in this mode, and only there may they be written
     def crop(self, id: int, length: int, path: Sequence[int] = ()) -> None:
@@ -75,51 +97,65 @@ class PagedCache(Pages[PagedSlot]):
         assert not path or length >= slot.known * SIZE, "a node lies in a page that others share"
         for place, node in enumerate(path):  # a node never moves onto one that is still to be moved
             if node != place:
-                self._row(slot, length + place).copy_(self._row(slot, length + node))
+                for to, row in zip(self._row(slot, length + place), self._row(slot, length + node), strict=True):
+                    to.copy_(row)
         slot.length = min(slot.length, length + len(path))
         if slot.length < slot.known * SIZE:
             self._unshare(slot)
 
     def page(self, slot: PagedSlot, place: int) -> Tensor:
-        """[layers, kv_heads, 2, tokens, head_dim]: the keys and values of the sequence's page at `place`."""
-        return self._page(slot.pages[place])
+        """[layers, kv_heads, 2, bytes]: the keys and values of the sequence's page at `place`."""
+        return self.content(slot.pages[place])
 
-    def _page(self, page: int) -> Tensor:
+    def content(self, page: int) -> Tensor:
         block, within = divmod(page, self._each)
+        self._reach(block)
         return self._blocks[block][:, :, :, within]
 
-    def _row(self, slot: PagedSlot, place: int) -> Tensor:
-        return self.page(slot, place // SIZE)[:, :, :, place % SIZE]
+    def _reach(self, block: int) -> None:
+        """Memory for the pages of this block, and of those before it."""
+        while block >= len(self._blocks):
+            self._blocks.append(self._more())
+            self._addresses.append(self._blocks[-1].data_ptr())
+
+    def _row(self, slot: PagedSlot, place: int) -> tuple[Tensor, ...]:
+        """The parts of a row, as kernels.cpp lays them out (PagedRows)."""
+        page, within = self.page(slot, place // SIZE), place % SIZE
+        if self.bits == FLOATS:
+            return (page.view(torch.float32)[..., within * self._width : (within + 1) * self._width],)
+        keys, values, outer = page[:, :, 0], page[:, :, 1], page.shape[:2]
+        tile, lane = divmod(within, TILE)
+        numbers = keys[..., : SIZE * self._key_width].view(*outer, SIZE // TILE, -1, TILE, 4)
+        key_scales = keys[..., SIZE * self._key_width :].view(torch.float32).view(*outer, SIZE // TILE, -1, TILE)
+        own = SIZE * self._width
+        value = values[..., within * self._width : (within + 1) * self._width]
+        groups = self._width // SCALED
+        value_scales = values[..., own : own + 4 * SIZE * groups].view(torch.float32)
+        value_scales = value_scales[..., within * groups : (within + 1) * groups]
+        return numbers[:, :, tile, :, lane], key_scales[:, :, tile, :, lane], value, value_scales
 
     def _unshare(self, slot: PagedSlot) -> None:
         """It goes on in the middle of what others may share: from there on its pages are its own."""
         whole, rest = divmod(slot.length, SIZE)
         gone, slot.pages, slot.known = slot.pages[whole:], slot.pages[:whole], whole
-        slot.name = self._name_of(slot.pages[-1]) if whole else 0
+        slot.name = self.name_of(slot.pages[-1]) if whole else 0
         if rest:
             self._give(slot, self._new())
-            self.page(slot, whole).copy_(self._page(gone[0]))
+            self.page(slot, whole).copy_(self.content(gone[0]))
         for page in reversed(gone):
             self._let_go(page)
 
-    def _name_of(self, page: int) -> int:
+    def name_of(self, page: int) -> int:
         """A name of its own where it was forgotten: no other text goes on from there."""
         return self._known[self._keys[page]][1] if page in self._keys else next(self._names)
 
-    @property
-    def _run(self) -> int:
-        """Floats of one page's keys of a layer and head."""
-        return SIZE * self._shape[-1]
-
     def _open(self) -> PagedSlot:
-        return PagedSlot(values=self._each * self._run)
+        return PagedSlot(values=self._each * self._run_bytes // 4)
 
     def _put(self, holder: PagedSlot, place: int, page: int) -> None:
         block, within = divmod(page, self._each)
-        while block >= len(self._blocks):
-            self._blocks.append(self._more())
-            self._addresses.append(self._blocks[-1].data_ptr())
-        holder.put(place, self._addresses[block] + 4 * within * self._run)
+        self._reach(block)
+        holder.put(place, self._addresses[block] + within * self._run_bytes)
 
     def _twice(self, holder: PagedSlot, page: int) -> None:
         """It goes on with the known page, which has the same bits, and lets go of its own."""
@@ -129,9 +165,7 @@ class PagedCache(Pages[PagedSlot]):
         self._let_go(own)
 
     def _more(self) -> Tensor:
-        layers, heads, two, tokens, dim = self._shape
-        shape = (layers, heads, two, self._each, tokens, dim)
-        size = self._each * self._page_bytes
+        shape, size = (*self._outer, self._each, self._run_bytes), self._each * self.page_bytes
         if size < LARGE:
-            return torch.zeros(shape)
-        return large(size)[:size].view(torch.float32).view(shape)
+            return torch.zeros(shape, dtype=torch.uint8)
+        return large(size)[:size].view(shape)

@@ -49,6 +49,7 @@ class Pages(Generic[H]):
         self._known: dict[PageKey, tuple[int, int]] = {}  # the page, and its name
         self._names = itertools.count(1)
         self._idle: OrderedDict[int, None] = OrderedDict()  # known pages without a holder, longest unused first
+        self.named = 0  # pages that have become known by being computed
 
     @property
     def free_count(self) -> int:
@@ -107,10 +108,36 @@ class Pages(Generic[H]):
             page, key = holder.pages[holder.known], self._key(holder, tokens, scope)
             if key not in self._known:
                 self._known[key], self._keys[page] = (page, next(self._names)), key
+                self.named += 1
             other, holder.name = self._known[key]
             if other != page:
                 self._twice(holder, other)
             holder.known += 1
+
+    def known_pages(self) -> dict[int, PageKey]:
+        """Pages that others may share and that mean the same in another process, with their keys: the last used first,
+        and each after the page before it. Not those of an adapter, whose key is this process's own."""
+        held = (page for holder in self._holders.values() for page in holder.pages if page in self._keys)
+        names: set[int | Scope] = set()
+        found: dict[int, PageKey] = {}
+        for page in dict.fromkeys([*held, *reversed(self._idle)]):
+            key = self._keys[page]
+            if isinstance(key[0], str) or key[0] in names:  # a tenant's first, or what it follows is there
+                found[page] = key
+                names.add(self._known[key][1])
+        return found
+
+    def adopt(self, before: int | Scope, tokens: Sequence[int]) -> tuple[int, int] | None:
+        """A page with this content comes from elsewhere: its number and name. None: there is no space for it. It
+        counts as used before all that are there. `before`: the name of the page before it, or the scope."""
+        key: PageKey = (before, tuple(tokens))
+        if key in self._known or not (self._free or self._unused < self.count):
+            return None
+        page, name = self._new(), next(self._names)
+        self._known[key], self._keys[page] = (page, name), key
+        self._let_go(page)
+        self._idle.move_to_end(page, last=False)
+        return page, name
 
     def forget_prefixes(self) -> None:
         """No page that others may share now is shared any more."""

@@ -18,7 +18,7 @@ from outrider.core.adapter import ReadyAdapter
 from outrider.models.base import Feed
 from outrider.models.cache import Slot
 from outrider.models.linear import Linear
-from outrider.models.paged_cache import PagedSlot
+from outrider.models.paged_cache import FLOATS, PagedSlot
 from outrider.models.rope import rotate
 
 FEW = 16  # queries up to which two small products beat the fused attention kernel
@@ -32,6 +32,7 @@ class StackConfig:
     head_dim: int
     norm_eps: float
     sliding_window: int | None = None
+    kv_bits: int = FLOATS  # of a number in the pages of packed models
 
 
 @dataclass(frozen=True, eq=False)

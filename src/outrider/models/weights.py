@@ -16,8 +16,9 @@ from outrider.models.gguf import GGUFTensor
 from outrider.models.linear import join
 from outrider.models.llama_weights import LlamaConfig, Weights
 from outrider.models.native.library import NoCompiler, library
-from outrider.models.native.packed import Packed, packable
+from outrider.models.native.packed import WORDS, Packed, packable
 from outrider.models.native.stack import NativeStack
+from outrider.models.paged_cache import FLOATS
 from outrider.models.quant import Quantised
 from outrider.models.rope import Rope
 from outrider.models.stack import Layer, TorchStack
@@ -31,6 +32,14 @@ class LoadOptions:
     dtype: torch.dtype | None  # None: as the file stores it where that can run, else what suits the device
     memory: int  # bytes for keys and values
     bits: int = 0  # 4 or 8: quantise dense weights on loading
+    kv_bits: int = FLOATS  # of keys and values of packed models
+    activations: int = WORDS  # bits of the inputs of their products
+
+    @property
+    def only_packed(self) -> str:
+        """What is asked for that only packed weights can do; "": nothing."""
+        asked = {"kv int8": self.kv_bits != FLOATS, "activations int8": self.activations != WORDS}
+        return next((name for name, given in asked.items() if given), "")
 
     @property
     def dense(self) -> torch.dtype:
@@ -54,8 +63,16 @@ class Store(Protocol):
         ...
 
 
-def assemble(store: Store, config: LlamaConfig, make_rope: Callable[[], Rope], tied: bool, packed: bool) -> Weights:
-    """The weights of a llama-like model, taken from the store one matrix at a time."""
+def assemble(
+    store: Store,
+    config: LlamaConfig,
+    make_rope: Callable[[], Rope],
+    tied: bool,
+    packed: bool,
+    activations: int = WORDS,
+) -> Weights:
+    """The weights of a llama-like model, taken from the store one matrix at a time. `activations`: bits of the inputs
+    of packed ones."""
     _check_shapes(store, config, tied)
 
     def optional(name: str) -> Tensor | None:
@@ -64,7 +81,7 @@ def assemble(store: Store, config: LlamaConfig, make_rope: Callable[[], Rope], t
     def linear(*names: str) -> Any:
         biases = [optional(f"{name}.bias") for name in names]
         if packed:
-            return Packed([store.quantised(f"{name}.weight") for name in names], biases)
+            return Packed([store.quantised(f"{name}.weight") for name in names], biases, activations)
         return join([store.dense(f"{name}.weight") for name in names], biases)
 
     def layer(index: int) -> Layer:

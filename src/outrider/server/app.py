@@ -62,7 +62,9 @@ async def health(request: HttpRequest) -> Response:
 @router.get("/metrics", tags=["server"], response_class=Response)
 async def metrics(request: HttpRequest) -> Response:
     """For Prometheus."""
-    return Response(server_of(request).fleet.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    server = server_of(request)
+    text = server.fleet.metrics.text(vllm_names=server.options.timings)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def _answer_error(request: HttpRequest, error: Exception) -> Response:

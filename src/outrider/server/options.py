@@ -13,7 +13,7 @@ from outrider.core.option import option
 LIMITS, ACCESS = "Limits", "Access"  # headings of --help
 # How the server was started, which launches over REST take over; VLLM_DEFAULTS where they run on vLLM.
 LAUNCH_DEFAULTS: tuple[str, ...] = ("backend", "device", "threads", "cache_memory", "max_batch", "max_draft_batch")
-LAUNCH_DEFAULTS += ("rule", "pace", "piece", "adapter_memory")
+LAUNCH_DEFAULTS += ("kv", "activations", "rule", "pace", "piece", "adapter_memory")
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,13 @@ class TrainingLoop:
         state.planned = state.step + max(1, int(PLANNED_SHARE * seconds / self.seconds))
 
     def _step(self, batch: TextBatch, state: TrainingState, log: LossLog) -> None:
-        figures = self._gradients(batch)
+        try:
+            figures = self._gradients(batch)
+        except torch.OutOfMemoryError as error:
+            raise OutriderError(
+                f"a step of {batch.tokens.numel():,} tokens does not fit into the device's memory; free some and go on "
+                "with --resume, or begin anew with smaller --batch-tokens"
+            ) from error
         self._optimiser.step(rate(state.step, state.warm, state.planned))
         if len(log) >= RECENT:  # before the new one: what is measured after this step belongs on its line
             log.flush()

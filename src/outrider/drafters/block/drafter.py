@@ -57,7 +57,7 @@ class BlockDrafter(Eagle):
         self.layers = head.config.layers
         self._places = _places(head, target, context.cache_bytes)
         self._runner: BlockRunner = BlockRunner(head, target, self._length, options.quantize)
-        self._loop, self._stop = None, options.stop if options.stop >= 0.0 else STOP if target.packed else 0.0
+        self._guesser, self._stop = None, options.stop if options.stop >= 0.0 else STOP if target.packed else 0.0
         self._ids, self._vocab = head.draft_ids.to(target.device), target.vocab_size
         self._states = {}
         self._guessing, self._drawing = StatedCalibration(), StatedCalibration()

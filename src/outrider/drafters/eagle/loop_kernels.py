@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.drafters.eagle.device_kernels import SequenceField
-from outrider.drafters.rounds.kernels import POWER, TextField
+from outrider.drafters.rounds.kernels import POWER, RoundField
 from outrider.models.cuda.batch import Field
 
 _TOKEN = tl.constexpr(int(Field.TOKEN))
@@ -27,7 +27,7 @@ _HEAD_SLOT = tl.constexpr(int(SequenceField.SLOT))
 _HEAD_LENGTH = tl.constexpr(int(SequenceField.LENGTH))
 _HEAD_LAST = tl.constexpr(int(SequenceField.LAST))
 _TOKENS = tl.constexpr(int(SequenceField.TOKENS))
-_TEXT_LENGTH = tl.constexpr(int(TextField.LENGTH))
+_TEXT_LENGTH = tl.constexpr(int(RoundField.LENGTH))
 
 
 @triton.jit(do_not_specialize=["count", "padding", "wide", "nodes"])

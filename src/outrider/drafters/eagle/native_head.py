@@ -64,6 +64,12 @@ class NativeHead(NativeStack):
         """Whether it has all that a chain needs."""
         return self._weights.output is not None and self._weights.embedding is not None
 
+    @property
+    def norms(self) -> tuple[Tensor | None, ...]:
+        """What it has beside its layers and joins its inputs with."""
+        weights = self._weights
+        return weights.norm, weights.embedding_norm, weights.input_norms, weights.joined_norm
+
     def states(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] what the layers read of the target's own, [rows, blocks, hidden]."""
         rows = len(hidden)

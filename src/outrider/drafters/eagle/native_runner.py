@@ -20,6 +20,7 @@ from outrider.models.native import structs
 from outrider.models.native.packed import TILE, Packed
 from outrider.models.native.stack import NativeStack
 from outrider.models.paged_cache import SIZE, PagedCache
+from outrider.models.prefix_file import digest
 from outrider.models.quant import quantise
 from outrider.models.stack import Layer, Pass, StackConfig
 
@@ -78,6 +79,18 @@ class PackedRunner:
         if bool((ids.diff() > 0).all()):  # sorted by id, not by frequency: the common ones are unknown
             common = len(ids)
         return Lexicon(output, ids, head.learned, common, target.output_rows, bits)
+
+    @property
+    def pages(self) -> PagedCache:
+        """Its keys and values."""
+        return self._cache
+
+    def identity(self, target: str) -> str:
+        """A digest of all that the bits of its keys and values depend on. `target`: that of the target."""
+        own = self._embed.weight if isinstance(self._embed, torch.nn.Embedding) else None
+        norms = self._stack.norms if isinstance(self._stack, NativeHead) else ()
+        rope = self._rope.frequencies
+        return digest(target, repr(self.config), *self._fc.numbers, *self._stack.numbers, *norms, own, rope)
 
     def begin(self, id: int, tokens: Seq[int], scope: Scope) -> int:
         """Take what is kept of the rows of this text; how many there are now."""

@@ -38,7 +38,9 @@ class Lexicon:
         first = structs.Matrix.from_buffer_copy(self._output.joint.parts[0])
         first.outputs = self._common
         joint = structs.JoinedMatrices(
-            count=1 + len(groups), outputs=self._common + sum(group.outputs for group in groups)
+            count=1 + len(groups),
+            outputs=self._common + sum(group.outputs for group in groups),
+            activations=self._output.joint.activations,
         )
         joint.parts[0] = first
         for place, group in enumerate(groups, 1):

@@ -7,26 +7,23 @@ named by a digest of their key, so the file holds texts but no keys; only its ow
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Mapping
-from io import BufferedWriter
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.core.errors import OutriderError, one_line
+from outrider.core.errors import OutriderError
 from outrider.drafters.confidence import MatchCalibration
 from outrider.drafters.history import CAPACITY
 from outrider.drafters.history.suffixes import GAP, SuffixIndex
+from outrider.models.kept_file import KeptFile
 
 FORMAT = "outrider history 1"  # a file of another format is refused
 LONGEST_HEADER = 1 << 20  # bytes: enough for some ten thousand tenants; a file without it is none of ours
@@ -134,22 +131,22 @@ class HistoryFile:
     """The file of one process; an OutriderError says why it cannot be."""
 
     def __init__(self, path: Path, vocabulary: str) -> None:
-        self._path, self._vocabulary = path, vocabulary
-        self._locked = self._lock()
+        self._vocabulary = vocabulary
+        self._file = KeptFile(path, "history file", "--history")
 
     def read(self, vocab_size: int) -> dict[str, NDArray[np.int32]]:
         """The tokens of each tenant."""
-        self._locked.seek(0)
+        file = self._file.opened()
         try:
-            line, body = self._locked.readline(LONGEST_HEADER), self._locked.read()
+            line, body = file.readline(LONGEST_HEADER), file.read()
         except OSError as error:
-            raise self._refusal(f"cannot be read ({error.strerror})") from error
+            raise self._file.refusal(f"cannot be read ({error.strerror})") from error
         if not line and not body:
             return {}  # it was made just now
         counts = self._counts(line, body)
         tokens = np.frombuffer(body, "<i4").astype(np.int32)
         if len(tokens) and not GAP <= tokens.min() <= tokens.max() < vocab_size:
-            raise self._refusal("has tokens that this model does not know")
+            raise self._file.refusal("has tokens that this model does not know")
         ends = np.cumsum([*counts.values()])[:-1]
         return dict(zip(counts, np.split(tokens, ends), strict=True)) if counts else {}
 
@@ -160,14 +157,14 @@ class HistoryFile:
             counts: dict[str, int] = {str(tenant): int(count) for tenant, count in header["tokens"].items()}
             known, vocabulary, digest = header["format"] == FORMAT, header["vocabulary"], header["sha256"]
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise self._refusal("is not a history file, or only the beginning of one") from error
+            raise self._file.refusal("is not a history file, or only the beginning of one") from error
         if not known:
-            raise self._refusal("was written by another version of Outrider")
+            raise self._file.refusal("was written by another version of Outrider")
         if vocabulary != self._vocabulary:
-            raise self._refusal("is of a model with another vocabulary")
+            raise self._file.refusal("is of a model with another vocabulary")
         whole = 4 * sum(counts.values()) == len(body) and min(counts.values(), default=0) >= 0
         if not whole or digest != hashlib.sha256(body).hexdigest():
-            raise self._refusal("is damaged, or was only written in part")
+            raise self._file.refusal("is damaged, or was only written in part")
         return counts
 
     def write(self, texts: Mapping[str, NDArray[np.int32]]) -> None:
@@ -176,49 +173,7 @@ class HistoryFile:
         header: dict[str, Any] = {"format": FORMAT, "vocabulary": self._vocabulary}
         header |= {"tokens": {tenant: len(each) for tenant, each in texts.items()}}
         header |= {"sha256": hashlib.sha256(body).hexdigest()}
-        new = self._path.with_name(f".{self._path.name}.new")
-        try:
-            with contextlib.ExitStack() as failed:
-                file = failed.enter_context(_private(new))
-                failed.callback(new.unlink, missing_ok=True)
-                fcntl.flock(file, fcntl.LOCK_EX)  # before anybody can find it
-                file.write(json.dumps(header).encode() + b"\n" + body)
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(new, self._path)
-                failed.pop_all()
-        except OSError as error:
-            raise OutriderError(
-                f"cannot write the history file {self._path} ({one_line(error)}); what was there before is untouched"
-            ) from error
-        self._locked.close()
-        self._locked = file
+        self._file.replace([json.dumps(header).encode() + b"\n", body])
 
     def close(self) -> None:
-        self._locked.close()
-
-    def _lock(self) -> IO[bytes]:
-        """The file, opened and ours alone; a new one is empty."""
-        while True:
-            try:
-                file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "rb")
-            except OSError as error:
-                raise self._refusal(f"cannot be opened ({error.strerror})") from error
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                file.close()
-                raise self._refusal("is in use by another process") from error
-            with contextlib.suppress(OSError):
-                if os.path.samestat(os.fstat(file.fileno()), os.stat(self._path)):
-                    return file
-            file.close()  # it was replaced before it was locked
-
-    def _refusal(self, why: str) -> OutriderError:
-        return OutriderError(f"the history file {self._path} {why}; it is untouched: name another with --history")
-
-
-def _private(path: Path) -> BufferedWriter:
-    """A new file that only its owner can read."""
-    path.unlink(missing_ok=True)
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
+        self._file.close()

@@ -44,7 +44,7 @@ class RoundTables:
     """What the kernels of a round share, for a number of sequences."""
 
     target: LoopedPass
-    texts: Tensor  # [len(TextField), sequences] int32
+    texts: Tensor  # [len(RoundField), sequences] int32
     kept: Tensor  # [sequences, 1 + 2 wide] int32: how many tokens, the tokens, and the row of each one's state
     written: Tensor  # [sequences, places] int32: the tokens of each text
     longest: int  # tokens of a text, at most

@@ -17,7 +17,7 @@ from torch import Tensor
 from outrider.models.cuda.batch import Field
 
 
-class TextField(IntEnum):
+class RoundField(IntEnum):
     """The rows of the table of texts, int32: where the target stands in each sequence."""
 
     SLOT = 0  # its row of the target's page table
@@ -43,10 +43,10 @@ _HIGH = tl.constexpr(int(Field.HIGH))
 _BLOCK_ROW = tl.constexpr(int(Field.BLOCK_ROW))
 _BLOCK_COUNT = tl.constexpr(int(Field.BLOCK_COUNT))
 _BLOCK_TREE = tl.constexpr(int(Field.BLOCK_TREE))
-_SLOT = tl.constexpr(int(TextField.SLOT))
-_LENGTH = tl.constexpr(int(TextField.LENGTH))
-_LAST = tl.constexpr(int(TextField.LAST))
-_ROUND = tl.constexpr(int(TextField.ROUND))
+_SLOT = tl.constexpr(int(RoundField.SLOT))
+_LENGTH = tl.constexpr(int(RoundField.LENGTH))
+_LAST = tl.constexpr(int(RoundField.LAST))
+_ROUND = tl.constexpr(int(RoundField.ROUND))
 _HEADER = tl.constexpr(DRAFT_HEADER)
 
 

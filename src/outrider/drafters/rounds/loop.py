@@ -24,7 +24,7 @@ from outrider.drafters.rounds.base import (
     RoundTables,
     node_budget,
 )
-from outrider.drafters.rounds.kernels import DRAFT_HEADER, TextField
+from outrider.drafters.rounds.kernels import DRAFT_HEADER, RoundField
 from outrider.models.cuda.graphs import Capture, event, pinned, reach
 from outrider.models.cuda.model import PAGE, CudaLlama
 
@@ -139,14 +139,14 @@ class DeviceLoop:
     def _make(self, count: int, longest: int, sampled: bool) -> _Looped:
         of, device = self._of(count), self._target.device
         nodes, depth, wide = sum(each.size.nodes for each in of), max(each.size.depth for each in of), _wide(of)
-        sizes = [len(TextField) * count, (1 + 2 * wide) * count]
+        sizes = [len(RoundField) * count, (1 + 2 * wide) * count]
         sent = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         texts, kept = sent.split(sizes)
         size = DRAFT_HEADER + 3 * nodes
         out = torch.zeros(MOST_ROUNDS, count, 1 + 2 * wide + size, dtype=torch.int32, device=device)
         tables = RoundTables(
             self._target.looped(count, nodes, wide - 1, longest, self.layers, sampled),
-            texts.view(len(TextField), count),
+            texts.view(len(RoundField), count),
             kept.view(count, 1 + 2 * wide),
             torch.zeros(count, longest + wide, dtype=torch.int32, device=device),
             longest,
@@ -159,11 +159,11 @@ class DeviceLoop:
         """What the first round reads; the rounds before it are over."""
         host, count, some = loop.staging.numpy(), loop.tables.sequences, slice(len(seqs))
         host[:] = 0
-        table = host[: len(TextField) * count].reshape(-1, count)
-        table[TextField.SLOT] = self._target.padding
-        table[TextField.SLOT, some] = slots
-        table[TextField.LENGTH, some] = [len(seq.tokens) - 1 for seq in seqs]
-        table[TextField.LAST, some] = [seq.tokens[-1] for seq in seqs]
+        table = host[: len(RoundField) * count].reshape(-1, count)
+        table[RoundField.SLOT] = self._target.padding
+        table[RoundField.SLOT, some] = slots
+        table[RoundField.LENGTH, some] = [len(seq.tokens) - 1 for seq in seqs]
+        table[RoundField.LAST, some] = [seq.tokens[-1] for seq in seqs]
         loop.sent.copy_(loop.staging, non_blocking=True)
         if any(guesser.reads_texts for guesser in self.guessers):
             self._send_texts(loop, seqs)

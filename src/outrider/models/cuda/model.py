@@ -19,7 +19,7 @@ from outrider.core.errors import OutriderError
 from outrider.core.params import SamplingParams
 from outrider.core.sampling import warp_batch
 from outrider.core.sequence import Scope
-from outrider.models.base import Feed, Output, Outputs
+from outrider.models.base import Feed, Output, Outputs, WrittenTokens
 from outrider.models.cuda import kernels
 from outrider.models.cuda.attention import LONG, chunk_keys
 from outrider.models.cuda.batch import FEW_ROWS, NODES, SMALL_TILE, Batch, Field
@@ -190,8 +190,8 @@ class CudaLlama(ReadableWeights):
 
     @torch.inference_mode()
     def write(self, ids: Sequence[int], last: Sequence[int], dice: Sequence[Dice | None], temperatures: Sequence[float],
-              steps: int) -> Tensor:  # fmt: skip
-        """Each sequence writes `steps` tokens after its `last` one, without the host: [steps, sequences].
+              steps: int, layers: Sequence[int] = ()) -> WrittenTokens:  # fmt: skip
+        """Each sequence writes `steps` tokens after its `last` one, without the host.
 
         Afterwards the cache has seen all but the newest token of each. No dice: the likeliest token.
         """
@@ -201,7 +201,8 @@ class CudaLlama(ReadableWeights):
         feeds = [Feed(id, (token,)) for id, token in zip(ids, last, strict=True)]
         batch = Batch(feeds, self._pages, self.config.num_heads // self.config.num_kv_heads, ahead=steps - 1)
         longest = max(begin, default=0) + steps
-        run = self._passes.of(shape_of(batch, longest, (), self.context))
+        run = self._passes.of(shape_of(batch, longest, layers, self.context))
+        first = self._passes.is_first(run)
         self._send(run, batch)
         keys = torch.tensor([_signed(one.key) if one else 0 for one in dice], device=self.device)
         heat = torch.tensor([t if one else 0.0 for one, t in zip(dice, temperatures, strict=True)], device=self.device)
@@ -210,8 +211,11 @@ class CudaLlama(ReadableWeights):
         advance = torch.zeros_like(run.meta)
         advance[[Field.POSITION, Field.PLACE, Field.BASE, Field.END], :count] = 1
         every = torch.arange(count, device=self.device)
+        hidden = None if run.hidden is None else run.hidden.new_empty(steps, count, *run.hidden.shape[1:])
         for step in range(steps):
             self._passes.run(run, self._compute)
+            if hidden is not None and run.hidden is not None:
+                hidden[step].copy_(run.hidden[:count])
             logits = run.logits[:count] if run.logits is not None else self._output(run, every)
             kernels.choose(logits, keys, positions, heat, written[step])
             if step + 1 < steps:
@@ -220,7 +224,7 @@ class CudaLlama(ReadableWeights):
                 positions += 1
         for id in ids:
             self.written(id, steps - 1)
-        return written
+        return WrittenTokens(written, hidden, first)
 
     def looped(
         self, sequences: int, nodes: int, moves: int, longest: int, layers: Sequence[int], sampled: bool

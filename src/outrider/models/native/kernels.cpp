@@ -8,7 +8,8 @@
 // for each block of 32 inputs, 8 vectors of 16 outputs x 4 inputs, which is what one dot-product instruction eats. At
 // 4 bits, vectors j and j + 4 share the bytes (low and high halves).
 // Activations: 16 bits with one scale per block of 32 inputs, multiplied as two parts of 8 bits. (8 bits alone, as ggml has
-// it, change the greedy text of half of the prompts; the second part costs nothing where memory is the limit.)
+// it, change the greedy text of half of the prompts; the second part costs nothing where memory is the limit.) A matrix can
+// be told to take 8 bits: then the high part is 0, and kernels may leave it out.
 
 #include <atomic>
 #include <chrono>
@@ -44,6 +45,7 @@ constexpr int BLOCK = 32;  // inputs of a block
 constexpr int SUPER = 256; // inputs of a super-block
 constexpr int ROWS = 8;    // rows that share one reading of a tile
 constexpr float MOST = 32512.0f;  // the largest activation: 127 * 256, so that both parts fit 8 bits
+constexpr float MOST_BYTE = 127.0f;  // the same for activations of 8 bits
 constexpr float LEAST = 1e-30f;   // blocks with nothing larger are zero: their scale would not be a normal number
 
 // Whether inputs are multiplied in pairs (see paired_dots): not by default on Intel's processors, where additions take the
@@ -66,6 +68,7 @@ constexpr int AHEAD = 4096;       // bytes of weights that are asked for before 
 constexpr int TOGETHER = 12;      // queries that share one reading of keys and values
 constexpr int SERIAL = 4;         // rows whose small work is not worth sharing
 constexpr int PAGE = 32;          // tokens of a page of keys and values; a multiple of the 16 keys that are multiplied at a time
+constexpr int SCALED = 16;        // numbers of a key or value of 8 bits that share a scale: a large one costs these their precision
 
 struct Matrix {
     const uint8_t* q;      // [outputs / 16][inputs / 32][8][16][4] at 8 bits; half of that at 4
@@ -82,15 +85,17 @@ struct Matrix {
 struct JoinedMatrices {  // matrices that read the same input; their outputs lie side by side
     Matrix parts[3];
     int64_t count, outputs;  // parts, and outputs of all of them
+    int64_t activations;     // bits of its inputs: 16 or 8
 };
 
 struct Layer {
     JoinedMatrices qkv, output, gate_up, down;
     const float *attention_norm, *mlp_norm, *query_norm, *key_norm;  // the last two may be null
+    const int32_t* large;  // [kv_heads][32] numbers of a key that are kept with 16 bits among keys of 8, -1: none; or null
 };
 
 struct Span {
-    float* const* pages;   // where the keys of each page of 32 tokens begin, of layer 0 and its first head: [32][head_dim]
+    float* const* pages;   // where the keys of each page of 32 tokens begin, of layer 0 and its first head; see PagedRows
     int64_t values;        // floats from a page's keys to its values
     int64_t head_stride;   // floats from one head's keys to the next one's
     int64_t layer_stride;  // floats from one layer's keys to the next one's
@@ -100,6 +105,7 @@ struct Span {
 
 struct Shape {
     int64_t hidden, heads, kv_heads, head_dim, inner, layers, window;  // window: 0 for none
+    int64_t kv_bits;  // of the numbers of keys and values: 32 (float), or 8 with scales
     float eps;
 };
 
@@ -117,7 +123,8 @@ struct Activations {
     BlockSums* sums;  // of each block
 };
 
-bool paired_rows(int64_t rows) { return PAIRED && rows >= LEAST_PAIRED; }
+// Activations of 8 bits are not, where there are dot products of 8 bits.
+bool paired_rows(int64_t rows, int64_t bits) { return PAIRED && rows >= LEAST_PAIRED && !(VNNI && bits == 8); }
 
 struct Rows {  // [begin, end) of all rows of a pass; a group of 8 is never cut
     int64_t begin, end, all;
@@ -159,16 +166,16 @@ void degenerate_block(float value, int8_t* q, float* scale, BlockSums* sums) {
     *scale = value;
 }
 
-// One row of 32 inputs -> 16 bits, a scale, and the sums of both halves and of all.
+// One row of 32 inputs -> 16 bits, a scale, and the sums of both halves and of all. `range`: the largest number.
 template <bool PAIRED_ROWS>
-void quantise_block(const float* x, int8_t* q, float* scale, BlockSums* sums) {
+void quantise_block(const float* x, float range, int8_t* q, float* scale, BlockSums* sums) {
     int32_t count[2];
 #if WIDE
     __m512 a = _mm512_loadu_ps(x), b = _mm512_loadu_ps(x + 16);
     float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
     if (!(most < INFINITY) || _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q)) return degenerate_block(NAN, q, scale, sums);
     if (most < LEAST) return degenerate_block(0.0f, q, scale, sums);
-    __m512 inverse = _mm512_set1_ps(MOST / most);
+    __m512 inverse = _mm512_set1_ps(range / most);
     __m512i half = _mm512_set1_epi32(128);
     for (int i = 0; i < 2; i++) {
         __m512i all = _mm512_cvtps_epi32(_mm512_mul_ps(i ? b : a, inverse));
@@ -196,7 +203,7 @@ void quantise_block(const float* x, int8_t* q, float* scale, BlockSums* sums) {
     const float most = largest_of(larger(larger(a, sub(zero, a)), larger(b, sub(zero, b))));
     if (sum_of(add(sub(a, a), sub(b, b))) != 0.0f) return degenerate_block(NAN, q, scale, sums);  // x - x is 0 or a NaN
     if (most < LEAST) return degenerate_block(0.0f, q, scale, sums);
-    const Lanes inverse = all_lanes(MOST / most);
+    const Lanes inverse = all_lanes(range / most);
     for (int i = 0; i < 2; i++) {
         int32_t all[LANES];
         nearest_integers(mul(i ? b : a, inverse), all);
@@ -209,19 +216,20 @@ void quantise_block(const float* x, int8_t* q, float* scale, BlockSums* sums) {
         }
     }
 #endif
-    *scale = most / MOST;
+    *scale = most / range;
     sums->sum[0] = *scale * count[0];
     sums->sum[1] = *scale * count[1];
     sums->sum[2] = *scale * (count[0] + count[1]);
     if (PAIRED_ROWS) sums->cross[2] = sums->cross[0] + sums->cross[1];
 }
 
-// One of the `rows` rows of a pass.
-void quantise_row(const float* x, int64_t inputs, int64_t row, int64_t rows, const Activations& to) {
+// One of the `rows` rows of a pass, in 16 bits or 8.
+void quantise_row(const float* x, int64_t inputs, int64_t row, int64_t rows, int64_t bits, const Activations& to) {
     const int64_t blocks = inputs / BLOCK, first = row / ROWS * ROWS, step = group_rows(first, rows);
     int64_t at = first * blocks + row - first;
-    const auto quantise = paired_rows(step) ? quantise_block<PAIRED> : quantise_block<false>;
-    for (int64_t b = 0; b < blocks; b++, at += step) quantise(x + b * BLOCK, to.q + at * 2 * BLOCK, to.scale + at, to.sums + at);
+    const auto quantise = paired_rows(step, bits) ? quantise_block<PAIRED> : quantise_block<false>;
+    const float range = bits == 8 ? MOST_BYTE : MOST;
+    for (int64_t b = 0; b < blocks; b++, at += step) quantise(x + b * BLOCK, range, to.q + at * 2 * BLOCK, to.scale + at, to.sums + at);
 }
 
 float inverse_rms(const float* x, int64_t size, float eps) {
@@ -307,6 +315,20 @@ inline void block_dots(const uint8_t* q, const int8_t* x, int from, int to, __m5
 }
 #endif
 
+// The same of activations of 8 bits, whose high parts are 0.
+template <int BITS, int R>
+inline void byte_dots(const uint8_t* q, const int8_t* x, int from, int to, __m512i (&dots)[R]) {
+    constexpr int stride = 2 * BLOCK, CHAINS = R <= 2 ? 2 : 1;  // few rows: two sums for each
+    __m512i sums[R][CHAINS];
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < CHAINS; c++) sums[r][c] = _mm512_setzero_si512();
+    for (int j = from; j < to; j++) {
+        const __m512i v = vector<BITS>(q, j);
+        for (int r = 0; r < R; r++) sums[r][j % CHAINS] = _mm512_dpbusd_epi32(sums[r][j % CHAINS], v, four(x + r * stride + BLOCK + 4 * j));
+    }
+    for (int r = 0; r < R; r++) dots[r] = CHAINS == 2 ? _mm512_add_epi32(sums[r][0], sums[r][CHAINS - 1]) : sums[r][0];
+}
+
 // Vector j of a block as two of 16 outputs x 2 inputs, in 16 bits: those with even numbers and those with odd ones.
 template <int BITS>
 inline void words(const uint8_t* q, int j, __m512i& even, __m512i& odd) {
@@ -370,7 +392,7 @@ inline void paired_dots(const uint8_t* q, const int8_t* x, const BlockSums* sums
     for (int r = 0; r < R; r++) dots[r] = _mm512_sub_epi32(dots[r], products);
 }
 
-template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, int R>
+template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, bool BYTES, int R>
 void tile_rows(const Matrix& w, int64_t tile, const Activations& x, int64_t row, __m512 (&to)[ROWS]) {
     __m512 sums[R];  // a local one stays in registers
     const int64_t blocks = w.inputs / BLOCK;
@@ -387,6 +409,10 @@ void tile_rows(const Matrix& w, int64_t tile, const Activations& x, int64_t row,
             __m512i dots[R];
             const int64_t first = row * blocks + b * R;
             const int from = part * 8 / PARTS, end = (part + 1) * 8 / PARTS;
+#if VNNI
+            if constexpr (BYTES) byte_dots<BITS, R>(q + b * 64 * LINES, x.q + first * 2 * BLOCK, from, end, dots);
+            else
+#endif
             if constexpr (PAIRED && R >= LEAST_PAIRED)
                 paired_dots<BITS, R>(q + b * 64 * LINES, x.q + first * 2 * BLOCK, x.sums + first, GROUP == 32 ? 2 : part, from, end, dots);
 #if VNNI
@@ -403,17 +429,17 @@ void tile_rows(const Matrix& w, int64_t tile, const Activations& x, int64_t row,
     for (int r = 0; r < R; r++) to[r] = sums[r];
 }
 
-template <int BITS, int GROUP, bool MINIMUM, bool SUPERS>
+template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, bool BYTES>
 void tile_some(const Matrix& w, int64_t tile, const Activations& x, int64_t row, int64_t rows, __m512 (&sums)[ROWS]) {
     switch (rows) {
-        case 1: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, 1>(w, tile, x, row, sums);
-        case 2: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, 2>(w, tile, x, row, sums);
-        case 3: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, 3>(w, tile, x, row, sums);
-        case 4: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, 4>(w, tile, x, row, sums);
-        case 5: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, 5>(w, tile, x, row, sums);
-        case 6: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, 6>(w, tile, x, row, sums);
-        case 7: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, 7>(w, tile, x, row, sums);
-        default: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, 8>(w, tile, x, row, sums);
+        case 1: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 1>(w, tile, x, row, sums);
+        case 2: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 2>(w, tile, x, row, sums);
+        case 3: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 3>(w, tile, x, row, sums);
+        case 4: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 4>(w, tile, x, row, sums);
+        case 5: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 5>(w, tile, x, row, sums);
+        case 6: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 6>(w, tile, x, row, sums);
+        case 7: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 7>(w, tile, x, row, sums);
+        default: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 8>(w, tile, x, row, sums);
     }
 }
 
@@ -428,12 +454,12 @@ inline void store_sums(const Matrix& w, int64_t tile, int64_t row, int64_t rows,
     }
 }
 
-template <int BITS, int GROUP, bool MINIMUM, bool SUPERS>
+template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, bool BYTES>
 void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, float* y, const float* add, int64_t stride) {
     __m512 sums[ROWS];
     for (int64_t row = some.begin; row < some.end; row += ROWS) {
         const int64_t count = group_rows(row, some.all);
-        tile_some<BITS, GROUP, MINIMUM, SUPERS>(w, tile, x, row, count, sums);
+        tile_some<BITS, GROUP, MINIMUM, SUPERS, BYTES>(w, tile, x, row, count, sums);
         store_sums(w, tile, row, count, sums, y, add, stride);
     }
 }
@@ -468,25 +494,24 @@ inline __m256i add_dots(__m256i sums, __m256i w, __m256i x) {
 #endif
 }
 
-// Vectors [from, to) of 8 outputs of a block times the activations of R rows.
-template <int BITS, int R>
+// Vectors [from, to) of 8 outputs of a block times the activations of R rows, STRIDE bytes apart.
+template <int BITS, bool BYTES, int R, int STRIDE = 2 * BLOCK>
 inline void dots_of(const uint8_t* q, const int8_t* x, int from, int to, __m256i (&dots)[R]) {
-    constexpr int stride = 2 * BLOCK;
     __m256i low[R];
     for (int r = 0; r < R; r++) dots[r] = low[r] = _mm256_setzero_si256();
     for (int j = from; j < to; j++) {
         __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q + 64 * (BITS == 8 ? j : j % 4)));
         if (BITS == 4) v = _mm256_and_si256(j < 4 ? v : _mm256_srli_epi16(v, 4), _mm256_set1_epi8(15));
         for (int r = 0; r < R; r++) {
-            dots[r] = add_dots(dots[r], v, four(x + r * stride + 4 * j));
-            low[r] = add_dots(low[r], v, four(x + r * stride + BLOCK + 4 * j));
+            if (!BYTES) dots[r] = add_dots(dots[r], v, four(x + r * STRIDE + 4 * j));
+            low[r] = add_dots(low[r], v, four(x + r * STRIDE + BLOCK + 4 * j));
         }
     }
     for (int r = 0; r < R; r++) dots[r] = _mm256_add_epi32(_mm256_slli_epi32(dots[r], 8), low[r]);
 }
 #else
 // 8 outputs of a 4-bit block times the activations of R rows. Eight products of pairs fit 16 bits: 8 * 2 * 15 * 128 < 32768.
-template <int R>
+template <bool BYTES, int R>
 inline void dots4(const uint8_t* q, const int8_t* x, __m256i (&dots)[R]) {
     constexpr int stride = 2 * BLOCK;
     const __m256i ones = _mm256_set1_epi16(1), mask = _mm256_set1_epi8(15);
@@ -497,9 +522,9 @@ inline void dots4(const uint8_t* q, const int8_t* x, __m256i (&dots)[R]) {
         const __m256i first = _mm256_and_si256(both, mask), second = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
         for (int r = 0; r < R; r++) {
             const int8_t* at = x + r * stride + 4 * j;
-            high[r] = _mm256_add_epi16(high[r], _mm256_maddubs_epi16(first, four(at)));
+            if (!BYTES) high[r] = _mm256_add_epi16(high[r], _mm256_maddubs_epi16(first, four(at)));
             low[r] = _mm256_add_epi16(low[r], _mm256_maddubs_epi16(first, four(at + BLOCK)));
-            high[r] = _mm256_add_epi16(high[r], _mm256_maddubs_epi16(second, four(at + 16)));
+            if (!BYTES) high[r] = _mm256_add_epi16(high[r], _mm256_maddubs_epi16(second, four(at + 16)));
             low[r] = _mm256_add_epi16(low[r], _mm256_maddubs_epi16(second, four(at + BLOCK + 16)));
         }
     }
@@ -507,9 +532,10 @@ inline void dots4(const uint8_t* q, const int8_t* x, __m256i (&dots)[R]) {
         dots[r] = _mm256_add_epi32(_mm256_slli_epi32(_mm256_madd_epi16(high[r], ones), 8), _mm256_madd_epi16(low[r], ones));
 }
 
-// The same of vectors [from, to) of an 8-bit block, whose pairs would not fit: activations of 16 bits.
-template <int R>
-inline void dots8(const uint8_t* q, const int16_t (&x)[R][BLOCK], int from, int to, __m256i (&dots)[R]) {
+// The same of vectors [from, to) of an 8-bit block, whose pairs would not fit: activations of 16 bits, STRIDE bytes from row
+// to row.
+template <int R, int STRIDE = 2 * BLOCK>
+inline void dots8(const uint8_t* q, const int16_t* x, int from, int to, __m256i (&dots)[R]) {
     __m256i left[R], right[R];  // of the first 4 outputs and the last 4: two sums for each
     for (int r = 0; r < R; r++) left[r] = right[r] = _mm256_setzero_si256();
     for (int j = from; j < to; j++) {
@@ -517,7 +543,7 @@ inline void dots8(const uint8_t* q, const int16_t (&x)[R][BLOCK], int from, int 
         const __m256i first = _mm256_cvtepu8_epi16(_mm_loadu_si128(at)), last = _mm256_cvtepu8_epi16(_mm_loadu_si128(at + 1));
         for (int r = 0; r < R; r++) {
             int64_t bits;
-            std::memcpy(&bits, x[r] + 4 * j, 8);
+            std::memcpy(&bits, reinterpret_cast<const int8_t*>(x) + r * STRIDE + 8 * j, 8);
             const __m256i same = _mm256_set1_epi64x(bits);
             left[r] = _mm256_add_epi32(left[r], _mm256_madd_epi16(first, same));
             right[r] = _mm256_add_epi32(right[r], _mm256_madd_epi16(last, same));
@@ -539,7 +565,7 @@ inline void joined_parts(const int8_t* x, int16_t* to) {
 
 // Half of a tile: 8 outputs from `half` * 8 on. `begin`: where the first row's activations begin; those of its next block
 // come `step` places later.
-template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, int R>
+template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, bool BYTES, int R>
 void tile_rows(const Matrix& w, int64_t tile, int half, const Activations& x, int64_t begin, int64_t step, __m256* to) {
     __m256 sums[R];
     const int64_t blocks = w.inputs / BLOCK;
@@ -562,10 +588,10 @@ void tile_rows(const Matrix& w, int64_t tile, int half, const Activations& x, in
                                      : _mm256_mul_ps(scale, _mm256_set1_ps(static_cast<float>(-w.zero)));
             __m256i dots[R];
 #if HALF_VNNI
-            dots_of<BITS, R>(q + b * 64 * LINES, xq, part * 8 / PARTS, (part + 1) * 8 / PARTS, dots);
+            dots_of<BITS, BYTES, R>(q + b * 64 * LINES, xq, part * 8 / PARTS, (part + 1) * 8 / PARTS, dots);
 #else
-            if (BITS == 4) dots4<R>(q + b * 64 * LINES, xq, dots);
-            else dots8<R>(q + b * 64 * LINES, whole, part * 8 / PARTS, (part + 1) * 8 / PARTS, dots);
+            if (BITS == 4) dots4<BYTES, R>(q + b * 64 * LINES, xq, dots);
+            else dots8<R>(q + b * 64 * LINES, whole[0], part * 8 / PARTS, (part + 1) * 8 / PARTS, dots);
 #endif
             for (int r = 0; r < R; r++) {
                 const int64_t at = first + r;
@@ -578,7 +604,7 @@ void tile_rows(const Matrix& w, int64_t tile, int half, const Activations& x, in
     for (int r = 0; r < R; r++) to[r] = sums[r];
 }
 
-template <int BITS, int GROUP, bool MINIMUM, bool SUPERS>
+template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, bool BYTES>
 void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, float* y, const float* add, int64_t stride) {
     for (int64_t row = some.begin; row < some.end; row += FEW) {
         const int64_t group = row / ROWS * ROWS, step = group_rows(group, some.all), begin = group * (w.inputs / BLOCK) + row - group;
@@ -586,10 +612,10 @@ void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, fl
         for (int half = 0; half < 2; half++) {
             __m256 sums[FEW];
             switch (count) {
-                case 1: tile_rows<BITS, GROUP, MINIMUM, SUPERS, 1>(w, tile, half, x, begin, step, sums); break;
-                case 2: tile_rows<BITS, GROUP, MINIMUM, SUPERS, 2>(w, tile, half, x, begin, step, sums); break;
-                case 3: tile_rows<BITS, GROUP, MINIMUM, SUPERS, 3>(w, tile, half, x, begin, step, sums); break;
-                default: tile_rows<BITS, GROUP, MINIMUM, SUPERS, 4>(w, tile, half, x, begin, step, sums);
+                case 1: tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 1>(w, tile, half, x, begin, step, sums); break;
+                case 2: tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 2>(w, tile, half, x, begin, step, sums); break;
+                case 3: tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 3>(w, tile, half, x, begin, step, sums); break;
+                default: tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 4>(w, tile, half, x, begin, step, sums);
             }
             const int64_t output = tile * TILE + 8 * half;
             for (int64_t r = 0; r < count; r++) {
@@ -613,14 +639,19 @@ void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, fl
 using TileFunction = void (*)(const Matrix&, int64_t, const Activations&, Rows, float*, const float*, int64_t);
 
 // The kinds that files hold: Q4_0, Q4_1, Q4_K; Q8_0, Q5_1, Q5_K; Q6_K.
-TileFunction tile_function(const Matrix& w) {
+template <bool BYTES>
+TileFunction tile_function_of(const Matrix& w) {
     if (w.bits == 4) {
-        if (!w.minimums) return tile_all<4, 32, false, false>;
-        return w.super_scales ? tile_all<4, 32, true, true> : tile_all<4, 32, true, false>;
+        if (!w.minimums) return tile_all<4, 32, false, false, BYTES>;
+        return w.super_scales ? tile_all<4, 32, true, true, BYTES> : tile_all<4, 32, true, false, BYTES>;
     }
-    if (w.group == 16) return tile_all<8, 16, false, true>;
-    if (!w.minimums) return tile_all<8, 32, false, false>;
-    return w.super_scales ? tile_all<8, 32, true, true> : tile_all<8, 32, true, false>;
+    if (w.group == 16) return tile_all<8, 16, false, true, BYTES>;
+    if (!w.minimums) return tile_all<8, 32, false, false, BYTES>;
+    return w.super_scales ? tile_all<8, 32, true, true, BYTES> : tile_all<8, 32, true, false, BYTES>;
+}
+
+TileFunction tile_function(const Matrix& w, int64_t activations) {
+    return activations == 8 && (VNNI || !WIDE) ? tile_function_of<true>(w) : tile_function_of<false>(w);
 }
 
 #else  // any processor: the same numbers, left to the compiler to make fast
@@ -661,7 +692,7 @@ void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, fl
 }
 
 using TileFunction = void (*)(const Matrix&, int64_t, const Activations&, Rows, float*, const float*, int64_t);
-TileFunction tile_function(const Matrix&) { return tile_all; }
+TileFunction tile_function(const Matrix&, int64_t) { return tile_all; }
 
 #endif
 
@@ -737,75 +768,45 @@ struct Added {
     float* low(int64_t row) const { return adapters->low + row * adapters->stride; }
 };
 
-constexpr int NARROW = 4;     // rows of one adapter that share a reading of its matrices
+constexpr int ADAPTED = 4;    // rows of one adapter that share a reading of its matrices
 constexpr int SEGMENT = 192;  // inputs whose products are added up by themselves, so that threads can share one row's
 constexpr int FEW_GROUPS = 4; // groups of rows up to which they do
 
-#if WIDE
-using Sixteen = __m512;
-inline Sixteen zero16() { return _mm512_setzero_ps(); }
-inline Sixteen load16(const float* x) { return _mm512_loadu_ps(x); }
-inline void store16(float* to, Sixteen x) { _mm512_storeu_ps(to, x); }
-inline Sixteen add16(Sixteen a, Sixteen b) { return _mm512_add_ps(a, b); }
-inline Sixteen mul16(Sixteen a, Sixteen b) { return _mm512_mul_ps(a, b); }
-inline Sixteen fma16(Sixteen a, float b, Sixteen sum) { return _mm512_fmadd_ps(a, _mm512_set1_ps(b), sum); }
-inline Sixteen bytes16(const int8_t* q) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q))));
-}
-inline void soon(const int8_t* q) { _mm_prefetch(reinterpret_cast<const char*>(q), _MM_HINT_T0); }
-#else
-struct Sixteen {
-    float v[TILE];
-};
-template <class F>
-inline Sixteen each16(F f) {
-    Sixteen out;
-    for (int i = 0; i < TILE; i++) out.v[i] = f(i);
-    return out;
-}
-inline Sixteen zero16() { return each16([](int) { return 0.0f; }); }
-inline Sixteen load16(const float* x) { return each16([&](int i) { return x[i]; }); }
-inline void store16(float* to, const Sixteen& x) { std::memcpy(to, x.v, sizeof(x.v)); }
-inline Sixteen add16(const Sixteen& a, const Sixteen& b) { return each16([&](int i) { return a.v[i] + b.v[i]; }); }
-inline Sixteen mul16(const Sixteen& a, const Sixteen& b) { return each16([&](int i) { return a.v[i] * b.v[i]; }); }
-inline Sixteen fma16(const Sixteen& a, float b, const Sixteen& sum) { return each16([&](int i) { return std::fma(a.v[i], b, sum.v[i]); }); }
-inline Sixteen bytes16(const int8_t* q) { return each16([&](int i) { return static_cast<float>(q[i]); }); }
-inline void soon(const int8_t*) {}
-#endif
+inline void soon(const int8_t* q) { __builtin_prefetch(q); }
 
 // Of one tile of A: the products of inputs [begin, end) with N rows, `step` floats apart. Four sums for each row, by the place of
 // an input modulo 4, so that no product waits for the last.
 template <int N>
-inline void segment_sums(const int8_t* a, const float* x, int64_t step, int64_t begin, int64_t end, Sixteen (&to)[N]) {
-    Sixteen sums[N][4];
+inline void segment_sums(const int8_t* a, const float* x, int64_t step, int64_t begin, int64_t end, Lanes (&to)[N]) {
+    Lanes sums[N][4];
     for (int n = 0; n < N; n++)
-        for (int j = 0; j < 4; j++) sums[n][j] = zero16();
+        for (int j = 0; j < 4; j++) sums[n][j] = all_lanes(0.0f);
     for (int64_t i = begin; i < end; i += 4) {
         soon(a + i * TILE + 1024);
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
-            const Sixteen weights = bytes16(a + (i + j) * TILE);
-            for (int n = 0; n < N; n++) sums[n][j] = fma16(weights, x[n * step + i + j], sums[n][j]);
+            const Lanes weights = load_bytes(a + (i + j) * TILE);
+            for (int n = 0; n < N; n++) sums[n][j] = fused(weights, all_lanes(x[n * step + i + j]), sums[n][j]);
         }
     }
-    for (int n = 0; n < N; n++) to[n] = add16(add16(sums[n][0], sums[n][1]), add16(sums[n][2], sums[n][3]));
+    for (int n = 0; n < N; n++) to[n] = add(add(sums[n][0], sums[n][1]), add(sums[n][2], sums[n][3]));
 }
 
 // y += B low for N rows and 16 outputs; two sums for each row.
 template <int N>
 void widen_rows(const int8_t* b, int64_t rank, const float* low, int64_t stride, float* y, int64_t step) {
-    Sixteen sums[N][2];
-    for (int n = 0; n < N; n++) sums[n][0] = sums[n][1] = zero16();
+    Lanes sums[N][2];
+    for (int n = 0; n < N; n++) sums[n][0] = sums[n][1] = all_lanes(0.0f);
     for (int64_t k = 0; k < rank; k += 2) {
         soon(b + k * TILE + 1024);
 #pragma GCC unroll 2
         for (int j = 0; j < 2; j++) {
             if (k + j == rank) break;
-            const Sixteen weights = bytes16(b + (k + j) * TILE);
-            for (int n = 0; n < N; n++) sums[n][j] = fma16(weights, low[n * stride + k + j], sums[n][j]);
+            const Lanes weights = load_bytes(b + (k + j) * TILE);
+            for (int n = 0; n < N; n++) sums[n][j] = fused(weights, all_lanes(low[n * stride + k + j]), sums[n][j]);
         }
     }
-    for (int n = 0; n < N; n++) store16(y + n * step, add16(load16(y + n * step), add16(sums[n][0], sums[n][1])));
+    for (int n = 0; n < N; n++) store(y + n * step, add(load(y + n * step), add(sums[n][0], sums[n][1])));
 }
 
 struct RowGroup {  // neighbours with the same adapter, within a group of 8 rows
@@ -823,7 +824,7 @@ class Narrowing {
         if (!added.adapters) return;
         for (int64_t row = 0; row < rows;) {
             RowGroup group = {added.of(row), row, 1};
-            for (int64_t next = row + 1; group.count < NARROW && next < rows && next % ROWS && added.of(next) == group.matrix; next++)
+            for (int64_t next = row + 1; group.count < ADAPTED && next < rows && next % ROWS && added.of(next) == group.matrix; next++)
                 group.count++;
             if (group.matrix) groups_.push_back(group);
             row += group.count;
@@ -876,14 +877,14 @@ class Narrowing {
         const RowGroup& group = groups_[g];
         const int8_t* a = group.matrix->a + tile * inputs_ * TILE;
         const float* x = x_ + group.first * step_;
-        Sixteen sums[N], total[N];
+        Lanes sums[N], total[N];
         for (int64_t s = segment < 0 ? 0 : segment; s < (segment < 0 ? segments_ : segment + 1); s++) {
             const int64_t end = (s + 1) * SEGMENT < inputs_ ? (s + 1) * SEGMENT : inputs_;
             segment_sums<N>(a, x, step_, s * SEGMENT, end, sums);
-            for (int n = 0; n < N; n++) total[n] = s == 0 || segment >= 0 ? sums[n] : add16(total[n], sums[n]);
+            for (int n = 0; n < N; n++) total[n] = s == 0 || segment >= 0 ? sums[n] : add(total[n], sums[n]);
         }
         for (int n = 0; n < N; n++) {
-            if (segment >= 0) store16(part(g, n, tile, segment), total[n]);
+            if (segment >= 0) store(part(g, n, tile, segment), total[n]);
             else finish(group, n, tile, total[n]);
         }
     }
@@ -892,14 +893,14 @@ class Narrowing {
         for (size_t g = 0; g < groups_.size(); g++)
             for (int64_t n = 0; n < groups_[g].count; n++)
                 for (int64_t tile = 0; tile < groups_[g].matrix->rank / TILE; tile++) {
-                    Sixteen total = load16(part(g, n, tile, 0));
-                    for (int64_t s = 1; s < segments_; s++) total = add16(total, load16(part(g, n, tile, s)));
+                    Lanes total = load(part(g, n, tile, 0));
+                    for (int64_t s = 1; s < segments_; s++) total = add(total, load(part(g, n, tile, s)));
                     finish(groups_[g], n, tile, total);
                 }
     }
 
-    void finish(const RowGroup& group, int64_t n, int64_t tile, const Sixteen& total) {
-        store16(added_.low(group.first + n) + tile * TILE, mul16(total, load16(group.matrix->scales + tile * TILE)));
+    void finish(const RowGroup& group, int64_t n, int64_t tile, const Lanes& total) {
+        store(added_.low(group.first + n) + tile * TILE, mul(total, load(group.matrix->scales + tile * TILE)));
     }
 
     float* part(size_t g, int64_t n, int64_t tile, int64_t segment) {
@@ -939,11 +940,11 @@ void widen(const Added& added, const std::vector<RowGroup>& groups, int64_t outp
 // Tiles [begin, end) of all parts.
 void product_of_tiles(const JoinedMatrices& w, const Activations& x, Rows rows, int64_t begin, int64_t end, float* y, const float* add) {
     int64_t part = 0, first = 0;  // of the tiles of this part
-    TileFunction tile = tile_function(w.parts[0]);
+    TileFunction tile = tile_function(w.parts[0], w.activations);
     for (int64_t t = begin; t < end; t++) {
         while (t - first >= w.parts[part].outputs / TILE) {
             first += w.parts[part].outputs / TILE;
-            tile = tile_function(w.parts[++part]);
+            tile = tile_function(w.parts[++part], w.activations);
         }
         const int64_t offset = first * TILE;
         tile(w.parts[part], t - first, x, rows, y + offset, add ? add + offset : nullptr, w.outputs);
@@ -981,16 +982,229 @@ void adapted_product(const JoinedMatrices& w, const Activations& x, int64_t rows
 
 // ---- attention ----
 
-// The keys, or the values, of one layer and one head, wherever their pages lie.
+// Numbers [0, size) -> 8 bits and their scales. A number that is none shows in all that share its scale.
+void round_row(const float* x, int64_t size, int8_t* q, float* scales) {
+    for (int64_t from = 0; from < size; from += SCALED) {
+        const int64_t end = from + SCALED < size ? from + SCALED : size;
+        float most = 0;
+        bool finite = true;
+        for (int64_t i = from; i < end; i++) {
+            const float magnitude = std::fabs(x[i]);
+            finite &= magnitude < INFINITY;
+            most = magnitude > most ? magnitude : most;
+        }
+        const bool some = finite && most >= LEAST;
+        const float inverse = some ? MOST_BYTE / most : 0.0f;
+        for (int64_t i = from; i < end; i++) q[i] = some ? static_cast<int8_t>(std::nearbyint(x[i] * inverse)) : 0;
+        scales[from / SCALED] = finite ? (some ? most / MOST_BYTE : 0.0f) : NAN;
+    }
+}
+
+// The keys, or the values, of one layer and one head, wherever their pages lie. A page of 32 tokens is
+//   floats: [32][size];
+//   keys of 8 bits: 2 tiles of 16 keys, laid out as those of a matrix, [blocks of 32 numbers][8][16][4] bytes, with 128
+//     added; then the scales of both, [tile][groups of 16 numbers][16]. Where some numbers of a key are large (a bias), one
+//     more block has what rounding these to 8 bits has left: alone they would err more than all others together;
+//   values of 8 bits: [32][whole blocks of 32 numbers], then the scales, [32][groups].
 struct PagedRows {
     float* const* pages;
     int64_t offset, size;  // floats from where a page begins to these rows; numbers of one row
+    bool bytes;
+    float* wide;           // [size] where a value of 8 bits becomes floats
+    const int32_t* large;  // of keys of 8 bits: as of a layer
 
-    float* at(int64_t place) const {
-        const uint64_t at = static_cast<uint64_t>(place);  // unsigned: a shift and a mask
-        return pages[at / PAGE] + offset + static_cast<int64_t>(at % PAGE) * size;
+    int64_t blocks() const { return (size + BLOCK - 1) / BLOCK + (large ? 1 : 0); }
+    int64_t groups() const { return blocks() * (BLOCK / SCALED); }
+    float* page(int64_t place) const { return pages[static_cast<uint64_t>(place) / PAGE] + offset; }  // unsigned: a shift
+    static int64_t within(int64_t place) { return static_cast<int64_t>(static_cast<uint64_t>(place) % PAGE); }
+    int8_t* numbers(int64_t place) const { return reinterpret_cast<int8_t*>(page(place)); }  // of 8 bits
+    float* scales(int64_t place) const { return page(place) + PAGE * blocks() * BLOCK / 4; }
+
+    // A row of floats, with those after it in its page; or a value of 8 bits as floats.
+    const float* row(int64_t place) const {
+        if (!bytes) return page(place) + within(place) * size;
+        const int8_t* q = numbers(place) + within(place) * blocks() * BLOCK;
+        const float* scale = scales(place) + within(place) * groups();
+        for (int64_t i = 0; i < size; i++) wide[i] = static_cast<float>(q[i]) * scale[i / SCALED];
+        return wide;
+    }
+
+    void store_value(int64_t place, const float* x) const {
+        if (bytes) round_row(x, size, numbers(place) + within(place) * blocks() * BLOCK, scales(place) + within(place) * groups());
+        else std::memcpy(page(place) + within(place) * size, x, size * sizeof(float));
+    }
+
+    void store_key(int64_t place, const float* x) const {
+        if (!bytes) return store_value(place, x);
+        const int64_t tile = within(place) / TILE, lane = within(place) % TILE;
+        int8_t* to = numbers(place) + tile * blocks() * BLOCK * TILE + lane * 4;
+        float* scale = scales(place) + tile * groups() * TILE + lane;
+        store_groups(x, size, to, scale);
+        if (!large) return;
+        float rest[BLOCK] = {};
+        for (int i = 0; i < BLOCK; i++) {
+            const int64_t d = large[i];
+            if (d < 0) continue;
+            const int q = static_cast<int8_t>(to[d / 4 * 4 * TILE + d % 4] ^ -128);
+            rest[i] = x[d] - static_cast<float>(q) * scale[d / SCALED * TILE];
+        }
+        const int64_t before = blocks() - 1;
+        store_groups(rest, BLOCK, to + before * BLOCK * TILE, scale + before * (BLOCK / SCALED) * TILE);
+    }
+
+    // Numbers [0, size) of one key, into its lane of a tile.
+    static void store_groups(const float* x, int64_t size, int8_t* to, float* scale) {
+        for (int64_t from = 0; from < size; from += SCALED, scale += TILE) {
+            int8_t q[SCALED] = {};
+            round_row(x + from, size - from < SCALED ? size - from : SCALED, q, scale);
+            for (int64_t i = 0; i < SCALED; i += 4, to += 4 * TILE)
+                for (int64_t k = 0; k < 4; k++) to[k] = static_cast<int8_t>(q[i + k] ^ -128);
+        }
     }
 };
+
+// ---- scores of keys of 8 bits ----
+
+// Queries in 16 bits, as the inputs of a product: groups of up to ASKED, and in each [blocks][queries of the group].
+constexpr int ASKED = 6;
+constexpr bool WORDS = (WIDE && !VNNI) || (HALF_WIDE && !HALF_VNNI);  // no dot products of 8 bits: numbers of 16 bits are multiplied,
+                                                                     // in order, or (WIDE) those with even places first
+
+struct AskedBlock {
+    int8_t q[2 * BLOCK];           // high parts, then low parts; or numbers of 16 bits, see WORDS
+    float scale;
+    int32_t sums[BLOCK / SCALED];  // 128 * the sum of each group of numbers: what the 128 in the keys adds
+};
+
+void ask(const float* q, const PagedRows& keys, int64_t step, AskedBlock* to) {
+    const int64_t blocks = keys.blocks();
+    for (int64_t b = 0; b < blocks; b++, to += step) {
+        float x[BLOCK] = {};
+        const int64_t from = b * BLOCK;
+        if (keys.large && b == blocks - 1) {
+            for (int i = 0; i < BLOCK; i++) x[i] = keys.large[i] < 0 ? 0.0f : q[keys.large[i]];
+        } else std::memcpy(x, q + from, (keys.size - from < BLOCK ? keys.size - from : BLOCK) * sizeof(float));
+        BlockSums unused;
+        quantise_block<false>(x, MOST, to->q, &to->scale, &unused);
+        int16_t numbers[BLOCK], words[BLOCK];
+        for (int i = 0; i < BLOCK; i++) numbers[i] = static_cast<int16_t>(to->q[i] * 256 + to->q[i + BLOCK]);
+        for (int g = 0; g < BLOCK / SCALED; g++) {
+            to->sums[g] = 0;
+            for (int i = g * SCALED; i < (g + 1) * SCALED; i++) to->sums[g] += 128 * numbers[i];
+        }
+        if (!WORDS) continue;
+        for (int i = 0; i < BLOCK; i++) words[WIDE ? i / 2 + i % 2 * (BLOCK / 2) : i] = numbers[i];
+        std::memcpy(to->q, words, sizeof(words));
+    }
+}
+
+// One group of numbers of 16 keys times that of N queries; `keys`: their block.
+template <int N>
+inline void key_dots(const uint8_t* keys, const AskedBlock* asked, int g, Lanes (&to)[N]) {
+    [[maybe_unused]] constexpr int VECTORS = SCALED / 4;
+#if WIDE
+    __m512i high[N], low[N];
+    for (int n = 0; n < N; n++) high[n] = low[n] = _mm512_setzero_si512();
+#pragma GCC unroll 8
+    for (int j = g * VECTORS; j < (g + 1) * VECTORS; j++) {
+#if VNNI
+        const __m512i v = _mm512_loadu_si512(keys + 64 * j);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) {
+            high[n] = _mm512_dpbusd_epi32(high[n], v, four(asked[n].q + 4 * j));
+            low[n] = _mm512_dpbusd_epi32(low[n], v, four(asked[n].q + BLOCK + 4 * j));
+        }
+    }
+    for (int n = 0; n < N; n++) low[n] = _mm512_add_epi32(_mm512_slli_epi32(high[n], 8), low[n]);
+#else
+        __m512i even, odd;
+        words<8>(keys, j, even, odd);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) {
+            high[n] = add_products(high[n], even, four(asked[n].q + 4 * j));
+            low[n] = add_products(low[n], odd, four(asked[n].q + BLOCK + 4 * j));
+        }
+    }
+    for (int n = 0; n < N; n++) low[n] = _mm512_add_epi32(high[n], low[n]);
+#endif
+    for (int n = 0; n < N; n++) to[n] = _mm512_cvtepi32_ps(_mm512_sub_epi32(low[n], _mm512_set1_epi32(asked[n].sums[g])));
+#elif HALF_WIDE
+    for (int half = 0; half < 2; half++) {
+        __m256i dots[N];
+#if HALF_VNNI
+        dots_of<8, false, N, sizeof(AskedBlock)>(keys + 32 * half, asked->q, g * VECTORS, (g + 1) * VECTORS, dots);
+#else
+        dots8<N, sizeof(AskedBlock)>(keys + 32 * half, reinterpret_cast<const int16_t*>(asked->q), g * VECTORS, (g + 1) * VECTORS, dots);
+#endif
+        for (int n = 0; n < N; n++) to[n].part[half] = _mm256_cvtepi32_ps(_mm256_sub_epi32(dots[n], _mm256_set1_epi32(asked[n].sums[g])));
+    }
+#elif NEON_DOTS
+    for (int quarter = 0; quarter < 4; quarter++) {
+        int32x4_t dots[N];
+        dots_of<8, false, N, sizeof(AskedBlock)>(keys + 16 * quarter, asked->q, g, g + 1, dots);
+        for (int n = 0; n < N; n++) to[n].part[quarter] = vcvtq_f32_s32(vsubq_s32(dots[n], vdupq_n_s32(asked[n].sums[g])));
+    }
+#else
+    for (int n = 0; n < N; n++) {
+        int32_t dots[TILE];
+        for (int o = 0; o < TILE; o++) dots[o] = -asked[n].sums[g];
+        for (int j = g * VECTORS; j < (g + 1) * VECTORS; j++)
+            for (int o = 0; o < TILE; o++)
+                for (int i = 0; i < 4; i++)
+                    dots[o] += keys[(j * TILE + o) * 4 + i] * (asked[n].q[4 * j + i] * 256 + asked[n].q[BLOCK + 4 * j + i]);
+        to[n] = load_integers(dots);
+    }
+#endif
+}
+
+// q . key * factor of N queries for the 16 keys of a tile. `step`: from a query's block to its next one.
+template <int N>
+inline void tile_scores(const uint8_t* keys, const float* scales, int64_t blocks, const AskedBlock* asked, int64_t step, float factor,
+                        float (&to)[N][TILE]) {
+    constexpr int GROUPS = BLOCK / SCALED;
+    Lanes sums[N];
+    for (int n = 0; n < N; n++) sums[n] = all_lanes(0.0f);
+    for (int64_t b = 0; b < blocks; b++, asked += step)
+        for (int g = 0; g < GROUPS; g++) {
+            Lanes dots[N];
+            key_dots<N>(keys + b * BLOCK * TILE, asked, g, dots);
+            const Lanes scale = load(scales + (b * GROUPS + g) * TILE);
+            for (int n = 0; n < N; n++) sums[n] = fused(dots[n], mul(scale, all_lanes(asked[n].scale)), sums[n]);
+        }
+    for (int n = 0; n < N; n++) store(to[n], mul(sums[n], all_lanes(factor)));
+}
+
+// Of N queries that see the first `runs` keys each.
+template <int N>
+void run_scores(const PagedRows& keys, const AskedBlock* asked, const int64_t* runs, float* const* scores, float factor) {
+    int64_t longest = 0;
+    for (int n = 0; n < N; n++) longest = runs[n] > longest ? runs[n] : longest;
+    const int64_t blocks = keys.blocks();
+    for (int64_t i = 0; i < longest; i += TILE) {
+        const int64_t tile = PagedRows::within(i) / TILE;
+        float to[N][TILE];
+        tile_scores<N>(reinterpret_cast<const uint8_t*>(keys.numbers(i)) + tile * blocks * BLOCK * TILE,
+                       keys.scales(i) + tile * keys.groups() * TILE, blocks, asked, N, factor, to);
+        for (int n = 0; n < N; n++) {
+            const int64_t some = runs[n] - i < TILE ? runs[n] - i : TILE;
+            if (some > 0) std::memcpy(scores[n] + i, to[n], some * sizeof(float));
+        }
+    }
+}
+
+// Of one query for the keys at `places`: those that lie side by side in a tile are taken together.
+void place_scores(const PagedRows& keys, const AskedBlock* asked, int64_t step, const int32_t* places, int64_t count, float factor,
+                  float* scores) {
+    const int64_t blocks = keys.blocks();
+    for (int64_t i = 0, some; i < count; i += some) {
+        const int64_t place = places[i], tile = PagedRows::within(place) / TILE, lane = PagedRows::within(place) % TILE;
+        for (some = 1; lane + some < TILE && i + some < count && places[i + some] == place + some;) some++;
+        float to[1][TILE];
+        tile_scores<1>(reinterpret_cast<const uint8_t*>(keys.numbers(place)) + tile * blocks * BLOCK * TILE,
+                       keys.scales(place) + tile * keys.groups() * TILE, blocks, asked, step, factor, to);
+        std::memcpy(scores + i, to[0] + lane, some * sizeof(float));
+    }
+}
 
 // q . key * factor for up to 16 keys; the last vectors repeat a key, so that all are added up alike.
 // SIZE: that of a head where it is known to the compiler, else 0.
@@ -1017,9 +1231,9 @@ inline void dots16(const float* q, Key key, int64_t some, int64_t size, float fa
 void dots(const float* q, const PagedRows& keys, const int32_t* places, int64_t seen, float factor, float* scores) {
     int64_t i = 0;
     for (; keys.size % 16 == 0 && i < seen; i += 16)
-        dots16(q, [&](int64_t k) { return keys.at(places[i + k]); }, seen - i < 16 ? seen - i : 16, keys.size, factor, scores + i);
+        dots16(q, [&](int64_t k) { return keys.row(places[i + k]); }, seen - i < 16 ? seen - i : 16, keys.size, factor, scores + i);
     for (; i < seen; i++) {
-        const float* key = keys.at(places[i]);
+        const float* key = keys.row(places[i]);
         float total = 0;
         for (int64_t d = 0; d < keys.size; d++) total += q[d] * key[d];
         scores[i] = total * factor;
@@ -1071,17 +1285,19 @@ void mix(const float* scores, const PagedRows& values, const int32_t* places, in
     for (; d + 64 <= size; d += 64) {
         Lanes sum[4] = {all_lanes(0.0f), all_lanes(0.0f), all_lanes(0.0f), all_lanes(0.0f)};
         for (int64_t i = 0; i < seen; i++) {
-            const float* value = values.at(places[i]) + d;
+            const float* value = values.row(places[i]) + d;
             const Lanes score = all_lanes(scores[i]);
             for (int j = 0; j < 4; j++) sum[j] = fused(score, load(value + 16 * j), sum[j]);
         }
         for (int j = 0; j < 4; j++) store(to + d + 16 * j, mul(sum[j], factor));
     }
-    for (; d < size; d++) {
-        float sum = 0;
-        for (int64_t i = 0; i < seen; i++) sum += scores[i] * values.at(places[i])[d];
-        to[d] = sum * (1.0f / total);
+    if (d == size) return;
+    std::memset(to + d, 0, (size - d) * sizeof(float));
+    for (int64_t i = 0; i < seen; i++) {
+        const float* value = values.row(places[i]);
+        for (int64_t j = d; j < size; j++) to[j] += scores[i] * value[j];
     }
+    for (; d < size; d++) to[d] *= 1.0f / total;
 }
 
 void rotate(float* x, const float* cos, const float* sin, int64_t size) {
@@ -1092,8 +1308,14 @@ void rotate(float* x, const float* cos, const float* sin, int64_t size) {
     }
 }
 
-PagedRows keys_of(const Span& span, int64_t layer, int64_t kv_head, int64_t head_dim) {
-    return {span.pages, layer * span.layer_stride + kv_head * span.head_stride, head_dim};
+PagedRows keys_of(const Shape& s, const Layer& layer, const Span& span, int64_t index, int64_t kv_head, float* wide = nullptr) {
+    const int32_t* large = layer.large ? layer.large + kv_head * BLOCK : nullptr;
+    return {span.pages, index * span.layer_stride + kv_head * span.head_stride, s.head_dim, s.kv_bits == 8, wide, large};
+}
+
+// The values beside these keys.
+PagedRows values_of(const Span& span, const PagedRows& keys) {
+    return {keys.pages, keys.offset + span.values, keys.size, keys.bytes, keys.wide, nullptr};
 }
 
 // Normalise, rotate and store the new keys and values of one row.
@@ -1107,9 +1329,9 @@ void store_row(const Shape& s, const Layer& layer, const Span& span, int64_t ind
     }
     int64_t place = span.start + row;
     for (int64_t h = 0; h < s.kv_heads; h++) {
-        float* key = keys_of(span, index, h, s.head_dim).at(place);
-        std::memcpy(key, qkv + (s.heads + h) * s.head_dim, s.head_dim * sizeof(float));
-        std::memcpy(key + span.values, qkv + (s.heads + s.kv_heads + h) * s.head_dim, s.head_dim * sizeof(float));
+        const PagedRows keys = keys_of(s, layer, span, index, h);
+        keys.store_key(place, qkv + (s.heads + h) * s.head_dim);
+        values_of(span, keys).store_value(place, qkv + (s.heads + s.kv_heads + h) * s.head_dim);
     }
 }
 
@@ -1122,34 +1344,74 @@ struct Query {
     float* to;
 };
 
-void attend(const Query& query, const PagedRows& keys, const PagedRows& values) {
-    dots(query.q, keys, query.places, query.seen, 1.0f / std::sqrt(static_cast<float>(keys.size)), query.scores);
+void attend(const Query& query, const PagedRows& keys, const PagedRows& values, AskedBlock* asked) {
+    const float factor = 1.0f / std::sqrt(static_cast<float>(keys.size));
+    if (keys.bytes) {
+        ask(query.q, keys, 1, asked);
+        place_scores(keys, asked, 1, query.places, query.seen, factor, query.scores);
+    } else dots(query.q, keys, query.places, query.seen, factor, query.scores);
     float total = exponentials(query.scores, query.seen, largest(query.scores, query.seen));
     mix(query.scores, values, query.places, query.seen, total, query.to);
 }
 
-constexpr int MIXED = WIDE ? 4 : 1;  // vectors of a head that are mixed at a time: the sums of 4 queries stay in registers
+constexpr int MIXED = WIDE ? 4 : 1;  // vectors of a head that are mixed at a time: the sums of 6 queries stay in registers
 
-// sums += score * value for keys [begin, end) and up to 4 queries, 16 * MIXED of the head's numbers
-template <int N>
-inline void mix_some(const Query* queries, const PagedRows& values, int64_t begin, int64_t end, int64_t d) {
+// sums += score * value for `some` keys of one page from `begin` on and up to 6 queries, 16 * MIXED of the head's numbers
+template <int N, bool BYTES>
+inline void mix_some(const Query* queries, const PagedRows& values, int64_t begin, int64_t some, int64_t d) {
     Lanes sums[N][MIXED];
     for (int n = 0; n < N; n++)
         for (int j = 0; j < MIXED; j++) sums[n][j] = load(queries[n].to + d + 16 * j);
-    for (int64_t page = begin; page < end; page += PAGE) {
-        const float* first = values.at(page) + d;
-        const int64_t some = end - page < PAGE ? end - page : PAGE;
-        for (int64_t i = 0; i < some; i++) {
-            Lanes value[MIXED];
-            for (int j = 0; j < MIXED; j++) value[j] = load(first + i * values.size + 16 * j);
-            for (int n = 0; n < N; n++) {
-                const Lanes score = all_lanes(queries[n].scores[page + i]);
-                for (int j = 0; j < MIXED; j++) sums[n][j] = fused(score, value[j], sums[n][j]);
-            }
+    const int64_t stride = BYTES ? values.blocks() * BLOCK : values.size, groups = values.groups();
+    const float* floats = BYTES ? nullptr : values.row(begin) + d;
+    const int8_t* bytes = BYTES ? values.numbers(begin) + PagedRows::within(begin) * stride + d : nullptr;
+    const float* scales = BYTES ? values.scales(begin) + PagedRows::within(begin) * groups + d / SCALED : nullptr;
+    for (int64_t i = 0; i < some; i++) {
+        Lanes value[MIXED];
+        for (int j = 0; j < MIXED; j++) {
+            if (BYTES) value[j] = mul(load_bytes(bytes + i * stride + 16 * j), all_lanes(scales[i * groups + 16 * j / SCALED]));
+            else value[j] = load(floats + i * stride + 16 * j);
+        }
+        for (int n = 0; n < N; n++) {
+            const Lanes score = all_lanes(queries[n].scores[begin + i]);
+            for (int j = 0; j < MIXED; j++) sums[n][j] = fused(score, value[j], sums[n][j]);
         }
     }
     for (int n = 0; n < N; n++)
         for (int j = 0; j < MIXED; j++) store(queries[n].to + d + 16 * j, sums[n][j]);
+}
+
+template <bool BYTES>
+void mix_page(const Query* queries, int64_t count, const PagedRows& values, int64_t begin, int64_t some, int64_t d) {
+    switch (count) {
+        case 1: return mix_some<1, BYTES>(queries, values, begin, some, d);
+        case 2: return mix_some<2, BYTES>(queries, values, begin, some, d);
+        case 3: return mix_some<3, BYTES>(queries, values, begin, some, d);
+        case 4: return mix_some<4, BYTES>(queries, values, begin, some, d);
+        case 5: return mix_some<5, BYTES>(queries, values, begin, some, d);
+        default: return mix_some<6, BYTES>(queries, values, begin, some, d);
+    }
+}
+
+// Scores of up to 6 queries for keys of 8 bits: those of their runs together, then each for what it sees beside its run.
+void byte_scores(const Query* queries, int64_t count, const PagedRows& keys, AskedBlock* asked, float factor) {
+    int64_t runs[ASKED];
+    float* scores[ASKED];
+    for (int64_t n = 0; n < count; n++) {
+        ask(queries[n].q, keys, count, asked + n);
+        runs[n] = queries[n].run;
+        scores[n] = queries[n].scores;
+    }
+    switch (count) {
+        case 1: run_scores<1>(keys, asked, runs, scores, factor); break;
+        case 2: run_scores<2>(keys, asked, runs, scores, factor); break;
+        case 3: run_scores<3>(keys, asked, runs, scores, factor); break;
+        case 4: run_scores<4>(keys, asked, runs, scores, factor); break;
+        case 5: run_scores<5>(keys, asked, runs, scores, factor); break;
+        default: run_scores<6>(keys, asked, runs, scores, factor);
+    }
+    for (int64_t n = 0; n < count; n++)
+        place_scores(keys, asked + n, count, queries[n].places + runs[n], queries[n].seen - runs[n], factor, scores[n] + runs[n]);
 }
 
 #if WIDE
@@ -1177,7 +1439,7 @@ inline void dots8_of_two(const Query& one, const Query& other, const float* keys
 
 // Queries that see runs of the first keys: each piece of these keys, and of the values that all of them see, is read once.
 // Every query's numbers are those that it would get alone.
-void attend_together(const Query* queries, int64_t count, const PagedRows& keys, const PagedRows& values) {
+void attend_together(const Query* queries, int64_t count, const PagedRows& keys, const PagedRows& values, AskedBlock* asked) {
     const int64_t size = keys.size;
     const float factor = 1.0f / std::sqrt(static_cast<float>(size));
     int64_t shared = queries[0].run, longest = shared;
@@ -1188,8 +1450,10 @@ void attend_together(const Query* queries, int64_t count, const PagedRows& keys,
 #if WIDE
     const auto two = size == 64 ? dots8_of_two<64> : size == 128 ? dots8_of_two<128> : dots8_of_two<0>;
 #endif
-    for (int64_t i = 0; i < longest; i += 16) {
-        const float* first = keys.at(i);  // the 16 lie in one page
+    for (int64_t n = 0; keys.bytes && n < count; n += ASKED)
+        byte_scores(queries + n, count - n < ASKED ? count - n : ASKED, keys, asked, factor);
+    for (int64_t i = 0; !keys.bytes && i < longest; i += 16) {
+        const float* first = keys.row(i);  // the 16 lie in one page
         for (int64_t n = 0; n < count; n++) {
             const int64_t some = queries[n].run - i;
 #if WIDE
@@ -1207,24 +1471,20 @@ void attend_together(const Query* queries, int64_t count, const PagedRows& keys,
     float totals[TOGETHER];
     for (int64_t n = 0; n < count; n++) {
         const Query& query = queries[n];
-        dots(query.q, keys, query.places + query.run, query.seen - query.run, factor, query.scores + query.run);
+        if (!keys.bytes) dots(query.q, keys, query.places + query.run, query.seen - query.run, factor, query.scores + query.run);
         totals[n] = exponentials(query.scores, query.seen, largest(query.scores, query.seen));
         std::memset(query.to, 0, size * sizeof(float));
     }
-    for (int64_t begin = 0; begin < shared; begin += 64) {
-        const int64_t end = begin + 64 < shared ? begin + 64 : shared;
-        for (int64_t n = 0; n < count; n += 4)
-            for (int64_t d = 0; d < size; d += 16 * MIXED) switch (count - n) {
-                    case 1: mix_some<1>(queries + n, values, begin, end, d); break;
-                    case 2: mix_some<2>(queries + n, values, begin, end, d); break;
-                    case 3: mix_some<3>(queries + n, values, begin, end, d); break;
-                    default: mix_some<4>(queries + n, values, begin, end, d);
-                }
+    for (int64_t begin = 0; begin < shared; begin += PAGE) {
+        const int64_t some = shared - begin < PAGE ? shared - begin : PAGE;
+        for (int64_t n = 0; n < count; n += ASKED)
+            for (int64_t d = 0; d < size; d += 16 * MIXED)
+                (values.bytes ? mix_page<true> : mix_page<false>)(queries + n, count - n < ASKED ? count - n : ASKED, values, begin, some, d);
     }
     for (int64_t n = 0; n < count; n++) {
         const Query& query = queries[n];
         for (int64_t i = shared; i < query.seen; i++) {
-            const float* value = values.at(query.places[i]);
+            const float* value = values.row(query.places[i]);
             const Lanes score = all_lanes(query.scores[i]);
             for (int64_t d = 0; d < size; d += 16) store(query.to + d, fused(score, load(value + d), load(query.to + d)));
         }
@@ -1233,11 +1493,11 @@ void attend_together(const Query* queries, int64_t count, const PagedRows& keys,
     }
 }
 
-void attend_all(const Query* queries, int64_t count, const PagedRows& keys, const PagedRows& values) {
+void attend_all(const Query* queries, int64_t count, const PagedRows& keys, const PagedRows& values, AskedBlock* asked) {
     bool together = keys.size % 64 == 0;  // not where a window hides the first keys: nothing would be shared
     for (int64_t n = 0; n < count; n++) together &= queries[n].run > 0;
-    if (together) return attend_together(queries, count, keys, values);
-    for (int64_t n = 0; n < count; n++) attend(queries[n], keys, values);
+    if (together) return attend_together(queries, count, keys, values, asked);
+    for (int64_t n = 0; n < count; n++) attend(queries[n], keys, values, asked);
 }
 
 // The place of the largest logit, and its chance under softmax; the logits are overwritten.
@@ -1309,6 +1569,8 @@ struct Work {
     Activations x;
     float *normed, *qkv, *mixed, *inner;  // [rows][hidden], [rows][all heads], [rows][heads], [rows][2 * inner]
     float* scores;                        // [threads][12][longest]
+    float* wide;                          // [threads][head_dim] where a value of 8 bits becomes floats
+    AskedBlock* asked;                    // [threads][6][blocks of a head] queries for keys of 8 bits
     int32_t* places;                      // [rows][longest] what each row sees
     int32_t* seen;                        // [rows] how much of that
     int32_t* runs;                        // [rows] how many of these are 0, 1, 2 and so on
@@ -1327,16 +1589,18 @@ struct HeadInputs {
     int64_t last;                 // whether only the last row's result is wanted: of the others the last layer keeps keys and values
 };
 
-static void attend_item(const Shape& s, const Item& item, const Span& span, int64_t index, int64_t all, float* scores, const Work* work) {
+static void attend_item(const Shape& s, const Layer& layer, const Item& item, const Span& span, int64_t index, int64_t all, int64_t thread,
+                        const Work* work) {
     const int64_t group = s.heads / s.kv_heads;
-    const PagedRows keys = keys_of(span, index, item.kv_head, s.head_dim);
+    float* scores = work->scores + thread * TOGETHER * work->longest;
+    const PagedRows keys = keys_of(s, layer, span, index, item.kv_head, work->wide + thread * s.head_dim);
     Query queries[TOGETHER];
     for (int64_t n = 0; n < item.count; n++) {
         const int64_t row = span.first + (item.first + n) / group, h = item.kv_head * group + (item.first + n) % group;
         queries[n] = {work->qkv + row * all + h * s.head_dim, work->places + row * work->longest, work->seen[row], work->runs[row],
                       scores + n * work->longest, work->mixed + (row * s.heads + h) * s.head_dim};
     }
-    attend_all(queries, item.count, keys, {keys.pages, keys.offset + span.values, keys.size});
+    attend_all(queries, item.count, keys, values_of(span, keys), work->asked + thread * ASKED * keys.blocks());
 }
 
 // Multiply-adds of 8 bits in a second by all threads, in a loop on registers that runs for about this time: what the products
@@ -1365,7 +1629,7 @@ static void linear(const JoinedMatrices* w, const float* x, const float* norm, f
                 normalise(row, norm, eps, inputs, work->normed + r * inputs);
                 row = work->normed + r * inputs;
             }
-            quantise_row(row, inputs, r, rows, work->x);
+            quantise_row(row, inputs, r, rows, w->activations, work->x);
         }
     });
     adapted_product(*w, work->x, rows, y, nullptr, added, norm ? work->normed : x, inputs);
@@ -1383,7 +1647,7 @@ static void join(const Shape& s, const Layer& layer, const HeadInputs& head_inpu
             normalise(head_inputs.embedded + r * s.hidden, head_inputs.embedding_norm, s.eps, s.hidden, both);
             normalise(row, layer.attention_norm, s.eps, s.hidden, both + s.hidden);
             if (head_inputs.replaces) std::memcpy(row, both + s.hidden, s.hidden * sizeof(float));
-            quantise_row(both, 2 * s.hidden, r, rows, work->x);
+            quantise_row(both, 2 * s.hidden, r, rows, layer.qkv.activations, work->x);
         }
     });
 }
@@ -1447,10 +1711,10 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
         const float* mixed = work->mixed + ends[0].first * q_size;
         pool().run(static_cast<int64_t>(items.size()), 1, [&](int64_t begin, int64_t end, int64_t id) {
             for (int64_t item = begin; item < end; item++)
-                attend_item(s, items[item], ends[items[item].span], index, all, work->scores + id * TOGETHER * work->longest, work);
+                attend_item(s, layer, items[item], ends[items[item].span], index, all, id, work);
         });
         pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
-            for (int64_t r = begin; r < end; r++) quantise_row(mixed + r * q_size, q_size, r, rows, work->x);
+            for (int64_t r = begin; r < end; r++) quantise_row(mixed + r * q_size, q_size, r, rows, layer.output.activations, work->x);
         });
         adapted_product(layer.output, work->x, rows, x, x, {adapters, index, &AdapterLayer::output}, mixed, q_size);
         linear(&layer.gate_up, x, layer.mlp_norm, s.eps, rows, work->inner, work, {adapters, index, &AdapterLayer::gate_up});
@@ -1458,7 +1722,7 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
             for (int64_t r = begin; r < end; r++) {
                 float *gate = work->inner + r * 2 * s.inner, *up = gate + s.inner;
                 gated(gate, up, s.inner);
-                quantise_row(gate, s.inner, r, rows, work->x);
+                quantise_row(gate, s.inner, r, rows, layer.down.activations, work->x);
             }
         });
         adapted_product(layer.down, work->x, rows, x, x, {adapters, index, &AdapterLayer::down}, work->inner, 2 * s.inner);
@@ -1490,7 +1754,7 @@ void outrider_states(const Shape* shape, const Head* head, const float* const* s
                 else std::memcpy(joined + b * size, state, size * sizeof(float));
             }
             if (head->joined_norm) normalise(joined, head->joined_norm, shape->eps, inputs, joined);
-            quantise_row(joined, inputs, r, rows, work->x);
+            quantise_row(joined, inputs, r, rows, head->fc.activations, work->x);
         }
     });
     product(head->fc, work->x, rows, x, nullptr);

@@ -184,6 +184,44 @@ inline void nearest_integers(const Lanes& x, int32_t* to) {
 #endif
 }
 
+inline Lanes load_integers(const int32_t* x) {
+#if WIDE
+    return _mm512_cvtepi32_ps(_mm512_loadu_si512(x));
+#else
+    Lanes to;
+#if HALF_WIDE
+    for (int i = 0; i < 2; i++) to.part[i] = _mm256_cvtepi32_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 8 * i)));
+#elif NEON
+    for (int i = 0; i < 4; i++) to.part[i] = vcvtq_f32_s32(vld1q_s32(x + 4 * i));
+#else
+    for (int i = 0; i < LANES; i++) to.part[i] = static_cast<float>(x[i]);
+#endif
+    return to;
+#endif
+}
+
+inline Lanes load_bytes(const int8_t* x) {
+#if WIDE
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
+#else
+    Lanes to;
+#if HALF_WIDE
+    for (int i = 0; i < 2; i++)
+        to.part[i] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x + 8 * i))));
+#elif NEON
+    const int8x16_t all = vld1q_s8(x);
+    for (int i = 0; i < 2; i++) {
+        const int16x8_t half = vmovl_s8(i ? vget_high_s8(all) : vget_low_s8(all));
+        to.part[2 * i] = vcvtq_f32_s32(vmovl_s16(vget_low_s16(half)));
+        to.part[2 * i + 1] = vcvtq_f32_s32(vmovl_s16(vget_high_s16(half)));
+    }
+#else
+    for (int i = 0; i < LANES; i++) to.part[i] = static_cast<float>(x[i]);
+#endif
+    return to;
+#endif
+}
+
 // The sum of all 16: halves, quarters, then places 0 and 2, 1 and 3, and these two.
 inline float sum_of(const Lanes& x) {
     float v[LANES];

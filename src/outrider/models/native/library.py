@@ -68,6 +68,12 @@ def _built(machines: Sequence[Sequence[str]]) -> Kernels:
     return _kept(folder, key) or _made(folder, key, machines)
 
 
+def identity() -> str:
+    """Where it is the same, kernels and torch compute the same bits: source, flags, and the processor, on which the
+    kernels' bits do not depend, but torch's do (of rotations)."""
+    return _key(())
+
+
 def _key(machines: Sequence[Sequence[str]]) -> str:
     """Changes with the source, the flags, the compiler that was named, and the processor."""
     processor = ""

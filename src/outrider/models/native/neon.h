@@ -34,16 +34,16 @@ inline int32x4_t add_dots(int32x4_t sums, const int8x16_t (&w)[4], int8x16_t x) 
 }
 
 // high and low sums of one row. Weights of 8 bits are taken as q - 128, which has a sign as the instruction wants it, and
-// 128 times the sum of the activations is added.
-template <int BITS>
+// 128 times the sum of the activations is added. BYTES: activations of 8 bits, whose high parts are 0.
+template <int BITS, bool BYTES>
 inline void add_half(const uint8x16_t (&q)[4], const int8_t* x, int32x4_t& high, int32x4_t& low) {
     const int8x16_t xs[2] = {vld1q_s8(x), vld1q_s8(x + BLOCK)};
     int8x16_t w[4];
     for (int j = 0; j < 4; j++) w[j] = vreinterpretq_s8_u8(BITS == 8 ? veorq_u8(q[j], vdupq_n_u8(128)) : q[j]);
-    high = add_dots(high, w, xs[0]);
+    if (!BYTES) high = add_dots(high, w, xs[0]);
     low = add_dots(low, w, xs[1]);
     if (BITS == 8) {
-        high = vaddq_s32(high, vdupq_n_s32(128 * vaddlvq_s8(xs[0])));
+        if (!BYTES) high = vaddq_s32(high, vdupq_n_s32(128 * vaddlvq_s8(xs[0])));
         low = vaddq_s32(low, vdupq_n_s32(128 * vaddlvq_s8(xs[1])));
     }
 }
@@ -60,10 +60,9 @@ inline void add_two(const uint8x16_t (&q)[4], const int8_t* x, int stride, int32
 }
 #endif
 
-// Halves [from, to) of a block times the activations of R rows: 256 * high parts + low parts.
-template <int BITS, int R>
+// Halves [from, to) of a block times the activations of R rows, STRIDE bytes apart: 256 * high parts + low parts.
+template <int BITS, bool BYTES, int R, int STRIDE = 2 * BLOCK>
 inline void dots_of(const uint8_t* q, const int8_t* x, int from, int to, int32x4_t (&dots)[R]) {
-    constexpr int stride = 2 * BLOCK;
     for (int r = 0; r < R; r++) dots[r] = vdupq_n_s32(0);
     for (int half = from; half < to; half++) {
         uint8x16_t w[4];
@@ -71,10 +70,10 @@ inline void dots_of(const uint8_t* q, const int8_t* x, int from, int to, int32x4
         int r = 0;
 #if defined(__ARM_FEATURE_MATMUL_INT8)
         for (; r + 1 < R; r += 2) {
-            const int8_t* at = x + r * stride + 16 * half;
+            const int8_t* at = x + r * STRIDE + 16 * half;
             int32x4_t high[2] = {vdupq_n_s32(0), vdupq_n_s32(0)}, low[2] = {vdupq_n_s32(0), vdupq_n_s32(0)};
-            add_two(w, at, stride, high);
-            add_two(w, at + BLOCK, stride, low);
+            if (!BYTES) add_two(w, at, STRIDE, high);
+            add_two(w, at + BLOCK, STRIDE, low);
             for (int i = 0; i < 2; i++) low[i] = vaddq_s32(low[i], vshlq_n_s32(high[i], 8));
             dots[r] = vaddq_s32(dots[r], vuzp1q_s32(low[0], low[1]));
             dots[r + 1] = vaddq_s32(dots[r + 1], vuzp2q_s32(low[0], low[1]));
@@ -82,7 +81,7 @@ inline void dots_of(const uint8_t* q, const int8_t* x, int from, int to, int32x4
 #endif
         for (; r < R; r++) {
             int32x4_t high = vdupq_n_s32(0), low = dots[r];
-            add_half<BITS>(w, x + r * stride + 16 * half, high, low);
+            add_half<BITS, BYTES>(w, x + r * STRIDE + 16 * half, high, low);
             dots[r] = vaddq_s32(low, vshlq_n_s32(high, 8));
         }
     }
@@ -90,7 +89,7 @@ inline void dots_of(const uint8_t* q, const int8_t* x, int from, int to, int32x4
 
 // A quarter of a tile: 4 outputs from `quarter` * 4 on. `begin`: where the first row's activations begin; those of its next
 // block come `step` places later.
-template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, int R>
+template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, bool BYTES, int R>
 void tile_rows(const Matrix& w, int64_t tile, int quarter, const Activations& x, int64_t begin, int64_t step, float32x4_t* to) {
     float32x4_t sums[R];
     const int64_t blocks = w.inputs / BLOCK;
@@ -106,7 +105,7 @@ void tile_rows(const Matrix& w, int64_t tile, int quarter, const Activations& x,
             const float32x4_t minimum = MINIMUM ? group_values<SUPERS>(w.minimums, w.super_minimums + above, place)
                                                 : vmulq_n_f32(scale, static_cast<float>(-w.zero));
             int32x4_t dots[R];
-            dots_of<BITS, R>(q + b * 64 * LINES, x.q + first * 2 * BLOCK, PARTS == 1 ? 0 : part, PARTS == 1 ? 2 : part + 1, dots);
+            dots_of<BITS, BYTES, R>(q + b * 64 * LINES, x.q + first * 2 * BLOCK, PARTS == 1 ? 0 : part, PARTS == 1 ? 2 : part + 1, dots);
             for (int r = 0; r < R; r++) {
                 const int64_t at = first + r;
                 sums[r] = vfmaq_f32(sums[r], vcvtq_f32_s32(dots[r]), vmulq_n_f32(scale, x.scale[at]));
@@ -117,21 +116,21 @@ void tile_rows(const Matrix& w, int64_t tile, int quarter, const Activations& x,
     for (int r = 0; r < R; r++) to[r] = sums[r];
 }
 
-template <int BITS, int GROUP, bool MINIMUM, bool SUPERS>
+template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, bool BYTES>
 void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, float* y, const float* add, int64_t stride) {
     for (int64_t row = some.begin; row < some.end; row += FEW) {
         const int64_t count = group_rows(row, some.all), begin = row * (w.inputs / BLOCK);
         for (int quarter = 0; quarter < 4; quarter++) {
             float32x4_t sums[FEW];
             switch (count) {
-                case 1: tile_rows<BITS, GROUP, MINIMUM, SUPERS, 1>(w, tile, quarter, x, begin, count, sums); break;
-                case 2: tile_rows<BITS, GROUP, MINIMUM, SUPERS, 2>(w, tile, quarter, x, begin, count, sums); break;
-                case 3: tile_rows<BITS, GROUP, MINIMUM, SUPERS, 3>(w, tile, quarter, x, begin, count, sums); break;
-                case 4: tile_rows<BITS, GROUP, MINIMUM, SUPERS, 4>(w, tile, quarter, x, begin, count, sums); break;
-                case 5: tile_rows<BITS, GROUP, MINIMUM, SUPERS, 5>(w, tile, quarter, x, begin, count, sums); break;
-                case 6: tile_rows<BITS, GROUP, MINIMUM, SUPERS, 6>(w, tile, quarter, x, begin, count, sums); break;
-                case 7: tile_rows<BITS, GROUP, MINIMUM, SUPERS, 7>(w, tile, quarter, x, begin, count, sums); break;
-                default: tile_rows<BITS, GROUP, MINIMUM, SUPERS, 8>(w, tile, quarter, x, begin, count, sums);
+                case 1: tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 1>(w, tile, quarter, x, begin, count, sums); break;
+                case 2: tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 2>(w, tile, quarter, x, begin, count, sums); break;
+                case 3: tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 3>(w, tile, quarter, x, begin, count, sums); break;
+                case 4: tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 4>(w, tile, quarter, x, begin, count, sums); break;
+                case 5: tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 5>(w, tile, quarter, x, begin, count, sums); break;
+                case 6: tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 6>(w, tile, quarter, x, begin, count, sums); break;
+                case 7: tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 7>(w, tile, quarter, x, begin, count, sums); break;
+                default: tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 8>(w, tile, quarter, x, begin, count, sums);
             }
             const int64_t output = tile * TILE + 4 * quarter;
             for (int64_t r = 0; r < count; r++) {

@@ -16,6 +16,7 @@ from outrider.models.native.library import library
 from outrider.models.quant import Quantised
 
 TILE, BLOCK = 16, 32  # outputs of a tile, inputs of a block: as in kernels.cpp
+WORDS = 16  # bits of activations where nothing else is asked for: with 8 half of the greedy texts change (kernels.cpp)
 LARGE = 1 << 17  # bytes: from this size on a matrix is put into large pages; smaller ones stay in the processor's cache
 ARENA = Arena()
 # What the kernels run, by bits: inputs of a group, whether there are super-blocks, whether there are minimums.
@@ -32,13 +33,16 @@ def packable(outputs: int, inputs: int) -> bool:
 class Packed:
     """One or more quantised matrices that read the same input; their outputs lie side by side. y = x W^T + b."""
 
-    def __init__(self, matrices: Sequence[Quantised], biases: Sequence[Tensor | None] = (None,)) -> None:
+    def __init__(
+        self, matrices: Sequence[Quantised], biases: Sequence[Tensor | None] = (None,), activations: int = WORDS
+    ) -> None:
+        """`activations`: bits that its inputs are rounded to, 16 or 8."""
         parts = _merge(list(matrices))
         self._keep = [_placed(_tiles(part)) for part in parts]  # the tensors that the structures point into
         bias = self._keep_bias = _bias(matrices, biases)
         self.outputs, self.inputs = sum(part.q.shape[0] for part in parts), parts[0].q.shape[1]
         self._work: PackedWorkspace | None = None
-        self.joint = structs.JoinedMatrices(count=len(parts), outputs=self.outputs)
+        self.joint = structs.JoinedMatrices(count=len(parts), outputs=self.outputs, activations=activations)
         offset = 0
         for place, (part, tensors) in enumerate(zip(parts, self._keep, strict=True)):
             at = None if bias is None else bias.data_ptr() + 4 * offset
@@ -88,6 +92,14 @@ class Packed:
     @property
     def bias(self) -> Tensor | None:
         return self._keep_bias
+
+    @property
+    def numbers(self) -> list[Tensor | str | None]:
+        """All that its products depend on: the tensors, and how they are read."""
+        parts = [self.joint.parts[place] for place in range(self.joint.count)]
+        kinds = [(part.outputs, part.inputs, part.bits, part.zero, part.group) for part in parts]
+        tensors = [tensor for tensors in self._keep for tensor in tensors.values()]
+        return [f"{kinds} {self.joint.activations}", *tensors, self._keep_bias]
 
     @property
     def nbytes(self) -> int:

@@ -13,12 +13,14 @@ from torch import Tensor
 from outrider.core.errors import OutriderError
 from outrider.models.native import structs
 from outrider.models.native.library import library
-from outrider.models.native.packed import Packed, PackedWorkspace, use_torch_threads
-from outrider.models.paged_cache import PagedSlot
+from outrider.models.native.packed import BLOCK, Packed, PackedWorkspace, use_torch_threads
+from outrider.models.paged_cache import FLOATS, SCALED, PagedSlot
 from outrider.models.stack import Layer, Pass, StackConfig
 
 KEYS = 16  # keys whose scores are taken together; the same number as in kernels.cpp
 TOGETHER = 12  # queries that share one reading of keys and values; the same number as in kernels.cpp
+ASKED = 6  # queries in 16 bits that are multiplied together with keys of 8; the same number as in kernels.cpp
+ASKED_BYTES = 76  # of a block of such a query: 32 numbers, a scale, two sums
 # Passes in a row whose sequences are shorter than an eighth of the buffers' length, after which these are made anew: a
 # prompt of 128k tokens leaves half a GB. Enough that turns of long and short sequences do not allocate each time.
 SHORT_PASSES = 256
@@ -40,6 +42,7 @@ class NativeStack:
         matrices = (linear for layer in layers for linear in (layer.qkv, layer.output, layer.down))
         self._widest = max(widest, *(packed(matrix).inputs for matrix in matrices))
         self._norms: list[Tensor] = []  # what the structures point into
+        self._places: list[Tensor] = []  # and these
         self.structs = (structs.LayerStruct * len(layers))(*map(self._struct, layers))
         self._shape = structs.ShapeStruct(
             hidden=config.hidden_size,
@@ -49,6 +52,7 @@ class NativeStack:
             inner=self._inner,
             layers=len(layers),
             window=config.sliding_window or 0,
+            kv_bits=config.kv_bits,
             eps=config.norm_eps,
         )
         self._work: PackedWorkspace | None = None
@@ -63,6 +67,16 @@ class NativeStack:
         """Of a row in the products of all layers: the number of their weights."""
         matrices = ((layer.qkv, layer.output, layer.gate_up, layer.down) for layer in self.layers)
         return sum(packed(each).outputs * packed(each).inputs for layer in matrices for each in layer)
+
+    @property
+    def numbers(self) -> list[Tensor | str | None]:
+        """All that its keys and values depend on."""
+        found: list[Tensor | str | None] = [repr(self.config)]
+        for layer in self.layers:
+            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                found += packed(linear).numbers
+            found += (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
+        return found
 
     def first(self, layers: int) -> NativeStack:
         return NativeStack(self.config, self.layers[:layers])
@@ -121,6 +135,8 @@ class NativeStack:
             mixed=torch.empty(rows, heads),
             inner=torch.empty(rows, 2 * inner),
             scores=torch.empty(threads, TOGETHER, longest),
+            wide=torch.empty(threads, config.head_dim),
+            asked=torch.empty(threads, ASKED, 1 - -config.head_dim // BLOCK, ASKED_BYTES, dtype=torch.uint8),
             places=torch.empty(rows, longest, dtype=torch.int32),
             seen=torch.empty(rows, dtype=torch.int32),
             runs=torch.empty(rows, dtype=torch.int32),
@@ -177,13 +193,44 @@ class NativeStack:
             mlp_norm=self._norm(layer.mlp_norm),
             query_norm=self._norm(layer.query_norm),
             key_norm=self._norm(layer.key_norm),
+            large=self._large(layer),
         )
+
+    @property
+    def large_keys(self) -> bool:
+        """Whether some numbers of its keys of 8 bits are kept with 16."""
+        return self.config.kv_bits != FLOATS and any(_stands_out(layer) for layer in self.layers)
+
+    def _large(self, layer: Layer) -> int | None:
+        """Which: the 16 numbers side by side, which share a scale, with the largest bias or norm among them, and those
+        that are rotated together with them."""
+        if not self.large_keys:
+            return None
+        config, norm, bias = self.config, layer.key_norm, packed(layer.qkv).bias
+        heads, half = config.num_kv_heads, config.head_dim // 2
+        sizes = torch.zeros(heads, config.head_dim)
+        if bias is not None:
+            first = config.num_heads * config.head_dim
+            sizes += bias[first : first + sizes.numel()].view_as(sizes).float().abs()
+        if norm is not None:
+            sizes += norm.float().abs()
+        pairs = torch.nn.functional.pad(torch.maximum(sizes[:, :half], sizes[:, half:]), (0, -half % SCALED))
+        group = pairs.view(heads, -1, SCALED).amax(2).argmax(1, keepdim=True)  # [heads, 1]
+        first_half = SCALED * group + torch.arange(SCALED)
+        large = torch.cat([first_half, first_half + half], 1).int()
+        large[torch.cat([first_half, first_half], 1) >= half] = -1
+        self._places.append(large)
+        return large.data_ptr()
 
     def _norm(self, weight: Tensor | None) -> int | None:
         if weight is None:
             return None
         self._norms.append(weight.float().contiguous())
         return self._norms[-1].data_ptr()
+
+
+def _stands_out(layer: Layer) -> bool:
+    return layer.key_norm is not None or packed(layer.qkv).bias is not None
 
 
 def packed(linear: Any) -> Packed:

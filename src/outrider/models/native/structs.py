@@ -22,7 +22,7 @@ class Matrix(Structure):
 
 
 class JoinedMatrices(Structure):
-    _fields_ = (("parts", Matrix * 3), ("count", c_int64), ("outputs", c_int64))
+    _fields_ = (("parts", Matrix * 3), ("count", c_int64), ("outputs", c_int64), ("activations", c_int64))
 
 
 class LayerStruct(Structure):
@@ -35,6 +35,7 @@ class LayerStruct(Structure):
         ("mlp_norm", c_void_p),
         ("query_norm", c_void_p),
         ("key_norm", c_void_p),
+        ("large", c_void_p),
     )
 
 
@@ -59,6 +60,7 @@ class ShapeStruct(Structure):
         ("inner", c_int64),
         ("layers", c_int64),
         ("window", c_int64),
+        ("kv_bits", c_int64),
         ("eps", c_float),
     )
 
@@ -73,6 +75,8 @@ class Work(Structure):
         ("mixed", c_void_p),
         ("inner", c_void_p),
         ("scores", c_void_p),
+        ("wide", c_void_p),
+        ("asked", c_void_p),
         ("places", c_void_p),
         ("seen", c_void_p),
         ("runs", c_void_p),

@@ -113,6 +113,9 @@ class Fleet:
     def health(self) -> dict[str, Any]:
         """ "ok" when every model is ready; "degraded" while one is not."""
         models = {d.uid: {"status": d.status, "restarts": d.restarts, "reason": d.reason} for d in self.list()}
+        for each in self.list():
+            if each.spec.settings.rounded:
+                models[each.uid]["rounded"] = each.spec.settings.rounded
         ready = all(model["status"] == "ready" for model in models.values())
         status = "draining" if self.draining else "ok" if ready else "degraded"
         return {"status": status, "models": models}

@@ -31,7 +31,12 @@ class WorkerLimits:
     first_wait: float = 0.5  # before a dead worker is started again; doubled each time it dies soon after
     longest_wait: float = 30.0
     farewell: float = 6.0  # to end by itself where it keeps a history; it gives up a second before
+    cache_farewell: float = 31.0  # the same where it keeps prefixes
     steady: float = 60.0  # a worker that has lived this long starts again at once
+
+    def farewell_of(self, settings: Settings) -> float:
+        """How long it may take to end by itself; 0 where it writes nothing down."""
+        return self.cache_farewell if settings.cache_file else self.farewell if settings.history else 0.0
 
     def next_wait(self, last: float, lived: float) -> float:
         """Before a worker that has died is started again. `last`: the wait before, 0: there was none; `lived`: how long

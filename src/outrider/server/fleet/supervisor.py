@@ -358,7 +358,7 @@ class Worker:
     async def _load(self) -> None:
         self.status = "loading" if not self.restarts else "restarting"
         settings = self.spec.settings
-        farewell = self._limits.farewell if settings.history else 0.0
+        farewell = self._limits.farewell_of(settings)
         if self.restarts:  # one that cannot be read any more is lost, and the model is not
             settings = replace(settings, adapters=None)
         process = await Process.spawn(self.uid, settings_as_dict(settings), farewell, self.adapters.written())

@@ -36,6 +36,7 @@ from outrider.settings import from_mapping
 _logger = logging.getLogger("outrider.worker")
 BEAT = 1.0  # seconds between frames while there is nothing to send: each tells the load, and when a step last ended
 FAREWELL = 5.0  # seconds in which a backend may write down what it keeps: a history of 10^6 tokens takes 0.1
+CACHE_FAREWELL = 30.0  # the same where it keeps prefixes: 1 GiB takes some seconds on most disks
 TAKERS = 4  # threads that tokenize and check new requests: one that loads a draft model holds nobody up
 LOADERS = 2  # threads that read adapters: two, so that a slow disk does not hold up what lies on another
 # Characters of a request from which on one thread alone tokenises it: 50 ms of a core. Several such requests at once
@@ -69,9 +70,9 @@ class Sender(Protocol):
 class Session:
     """The requests of one worker."""
 
-    def __init__(self, link: Sender, backend: Backend, keeps: bool = False) -> None:
-        """`keeps`: the backend writes something down when it is closed."""
-        self._link, self._backend, self._keeps = link, backend, keeps
+    def __init__(self, link: Sender, backend: Backend, farewell: float = 0.0) -> None:
+        """`farewell`: seconds in which the backend may write down what it keeps; 0: it keeps nothing."""
+        self._link, self._backend, self._farewell = link, backend, farewell
         self._news: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
         self._streams: dict[int, Stream] = {}
         self._coming: set[int] = set()  # requests that are being taken in
@@ -86,12 +87,12 @@ class Session:
 
     def close(self) -> None:
         """The server is gone. What the backend keeps is written down, if that does not take long."""
-        if not self._keeps:
+        if not self._farewell:
             return
         closing = threading.Thread(target=self._backend.close, name="outrider-closer", daemon=True)
         with self._closing:  # another thread that comes here waits, and does not end the process meanwhile
             closing.start()
-            closing.join(FAREWELL)
+            closing.join(self._farewell)
 
     def hear(self, message: wire.Json) -> None:
         """One message of the server's; called by the reading thread."""
@@ -307,7 +308,7 @@ def main(fd: int) -> None:
             _logger.exception("the model could not be loaded")
         link.send({"failed": str(error) if isinstance(error, OutriderError) else one_line(error, named=True)})
         return
-    session = Session(link, backend, keeps=bool(settings.history))
+    session = Session(link, backend, CACHE_FAREWELL if settings.cache_file else FAREWELL * settings.keeps_files)
     opened.set_result(session)
     try:
         link.send({"ready": {**describe(backend), "lost_adapters": lost}})

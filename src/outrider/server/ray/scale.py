@@ -31,6 +31,8 @@ class Scale:
             raise OutriderError("on Ray a replica sees only the GPUs it is given; add --gpus-per-replica 1")
         if settings.history:
             raise OutriderError("on Ray every replica would write the history file; leave out history, or --ray")
+        if settings.cache_file:
+            raise OutriderError("on Ray every replica would write the cache file; leave out cache_file, or --ray")
         return cls(least, most, cpus or float(settings.threads or 1), gpus)
 
     def fitted(self, settings: Settings) -> Settings:

@@ -204,8 +204,8 @@ def write_until(
     first = info.talks
     while budget.spent < end or not info.tokens:
         begin, until = budget.spent, min(end, budget.spent + SHARD_SECONDS)
-        progress = _WritingProgress(info, 0, budget, end, show)
-        corpus = writer.some(first, progress.add, lambda until=until: budget.spent < until)  # type: ignore[misc]
+        progress = _WritingProgress(info, 0, budget, end, show, until)
+        corpus = writer.some(first, progress.add, progress.goes_on)
         if not len(corpus) and not info.tokens:
             end = max(end, budget.spent + 1.0)
         if budget.spent >= end:
@@ -232,15 +232,25 @@ def _complete(folder: CorpusFolder, info: CorpusInfo) -> CorpusInfo:
 class _WritingProgress:
     """Shows how far the writing is."""
 
-    def __init__(self, info: CorpusInfo, wanted: int, budget: TimeBudget, end: float, show: Show) -> None:
-        """`wanted`: tokens; 0: until `end`, in seconds of the run."""
+    def __init__(
+        self, info: CorpusInfo, wanted: int, budget: TimeBudget, end: float, show: Show, until: float = math.inf
+    ) -> None:
+        """`wanted`: tokens; 0: until `end`, in seconds of the run, in parts of which this one ends at `until`."""
+        self._until = until
         self._tokens, self._wanted, self._budget, self._end, self._show = info.tokens, wanted, budget, end, show
         self._before, self._begun = info.tokens, budget.spent
 
+    def goes_on(self) -> bool:
+        """Asked after every step: before the first conversation has ended, too, there is something to show."""
+        self._say()
+        return self._budget.spent < self._until
+
     def add(self, tokens: int) -> None:
-        if not tokens:
-            return
-        self._tokens += tokens
+        if tokens:
+            self._tokens += tokens
+            self._say()
+
+    def _say(self) -> None:
         speed = (self._tokens - self._before) / max(self._budget.spent - self._begun, 1e-9)
         what = f"the target writes: {self._tokens:,} tokens, {speed:,.0f}/s"
         if self._wanted:
