@@ -26,6 +26,10 @@ class ShownTexts(Protocol):
     name: str
     layers: tuple[int, ...]
 
+    def takes(self, seq: Sequence) -> bool:
+        """Whether kernels choose the tokens that its options ask for."""
+        ...
+
     def follows(self, seq: Sequence) -> bool:
         """Whether the target has shown all up to the last token."""
         ...
@@ -53,6 +57,9 @@ class HeadGuesser:
     def __init__(self, texts: ShownTexts, runner: DeviceRunner) -> None:
         self.name, self.layers, self._texts, self._runner = texts.name, texts.layers, texts, runner
         self._slots: list[int] = []  # of the sequences whose rounds begin
+
+    def takes(self, seq: Sequence) -> bool:
+        return self._texts.takes(seq)
 
     def follows(self, seq: Sequence) -> bool:
         return self._texts.follows(seq)

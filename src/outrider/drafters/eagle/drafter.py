@@ -153,9 +153,13 @@ class Eagle(Drafter):
     def guessers(self) -> tuple[RoundGuesser, ...]:
         return () if self._guesser is None else (self._guesser,)
 
+    def takes(self, seq: Sequence) -> bool:
+        """Whether rounds can draft for it: under its own noise, unless it asks for the likeliest tokens all the same."""
+        return seq.params.greedy or not self._options.greedy
+
     def follows(self, seq: Sequence) -> bool:
         """Whether rounds can begin: the target has shown all up to the last token."""
-        return self._ready(seq) and (seq.params.greedy or not self._options.greedy)
+        return self._ready(seq)
 
     def catch_up(self, seqs: Seq[Sequence], most: int) -> bool:
         """Take in what was shown, until no more than `most` rows wait; False: some text begins anew in the head."""

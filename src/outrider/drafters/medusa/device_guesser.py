@@ -43,8 +43,12 @@ class MedusaGuesser:
         self.name, self.layers, self._states = states.name, states.layers, states
         self._offers, self._tree, self._device = offers, tree, device
 
+    def takes(self, seq: Sequence) -> bool:
+        """What the target chooses under its noise is not known to kernels of torch."""
+        return seq.params.greedy
+
     def follows(self, seq: Sequence) -> bool:
-        return seq.params.greedy and self._states.follows(seq)
+        return self._states.follows(seq)
 
     def begin(self, seqs: Seq[Sequence], ahead: int, wide: int) -> bool:
         return True

@@ -86,6 +86,10 @@ class RoundGuesser(Protocol):
     reads_texts: bool  # whether its kernels read the tokens of the texts
     is_chain: bool  # whether its drafts are chains
 
+    def takes(self, seq: Sequence) -> bool:
+        """Whether it can guess for such a sequence at all."""
+        ...
+
     def follows(self, seq: Sequence) -> bool:
         """Whether it can guess for the sequence as it stands."""
         ...

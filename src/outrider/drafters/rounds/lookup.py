@@ -20,6 +20,9 @@ class LookupGuesser:
         """`sizes`: of the shortest and the longest match. `length`: tokens that are copied, at most."""
         self.name, self._target, self._sizes, self._length = name, target, sizes, length
 
+    def takes(self, seq: Sequence) -> bool:
+        return True
+
     def follows(self, seq: Sequence) -> bool:
         return True
 

@@ -35,7 +35,9 @@ class RoundWriter:
 
     def serves(self, seqs: Seq[Sequence], budget: int) -> bool:
         """Whether these sequences can be written once their prompts are read, with drafts of up to `budget` nodes."""
-        return budget >= self._loop.nodes and all(seq.plain for seq in seqs) and self._rounds(seqs) > 0
+        if budget < self._loop.nodes or not all(seq.plain for seq in seqs):
+            return False
+        return all(guesser.takes(seq) for guesser in self._loop.guessers for seq in seqs) and self._rounds(seqs) > 0
 
     def can(self, seqs: Seq[Sequence]) -> bool:
         """Whether they can be written now."""
