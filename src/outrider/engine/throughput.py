@@ -20,8 +20,8 @@ COUNTED_STEPS = 64
 # How many times as long as the lower quartile a step may count: a step that captures a graph takes far longer, and is
 # no measure of the steps to come.
 LONGEST_STEP = 1.5
-# Times as fast as plain steps that drafting has to be: measurements are noisy, and sequences that draft end apart, which
-# no step shows: at 16 sequences steps that were 3 % faster made whole requests 5 to 15 % slower (LOG, 2026-11-17).
+# Times as fast as plain steps that drafting has to be: measurements are noisy, and sequences that draft end apart,
+# which no step shows: at 16 sequences steps that were 3 % faster made whole requests slower (LOG, 2026-11-17).
 MARGIN = 1.07
 # Passes after which the slower way is tried again: at first, and at most, where it has never been the faster one.
 TRY_AGAIN, TRY_SELDOM = 64, 1024

@@ -154,7 +154,7 @@ class Eagle(Drafter):
         return () if self._guesser is None else (self._guesser,)
 
     def takes(self, seq: Sequence) -> bool:
-        """Whether rounds can draft for it: under its own noise, unless it asks for the likeliest tokens all the same."""
+        """Whether rounds can draft for it: under its own noise, where that is what the options ask for."""
         return seq.params.greedy or not self._options.greedy
 
     def follows(self, seq: Sequence) -> bool:
