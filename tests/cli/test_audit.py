@@ -120,7 +120,7 @@ def test_every_drafter_passes_under_a_grammar(llm):
         assert report.passed, report
         assert report.grammar == report.as_dict()["grammar"] == held.constraint.parameter
         drafted = {each.draft: each.checks[0].drafted for each in report.drafters}
-        assert (drafted["grammar"] > 0) is (held is not LETTERS)  # where nothing is forced it drafts nothing
+        assert drafted["grammar"] > 0 or held is LETTERS  # where nothing is forced there may be nothing to guess
         assert drafted["layer_skip"] > 0
 
 

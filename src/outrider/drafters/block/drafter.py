@@ -17,6 +17,7 @@ from outrider.drafters.block.runner import BlockRunner
 from outrider.drafters.confidence import StatedCalibration
 from outrider.drafters.eagle.drafter import NARROW, NEVER, STOP, Eagle
 from outrider.drafters.eagle.runner import HeadOutput, gathered
+from outrider.drafters.heads import files
 from outrider.drafters.heads.chooser import Chooser, offers_with_noise
 from outrider.drafters.heads.kinds import BLOCK
 from outrider.models.base import Readable
@@ -44,7 +45,7 @@ class BlockDrafter(Eagle):
         _check(options)
         head = context.head(BLOCK, options.head, False)
         if not isinstance(head, BlockHead):
-            raise OutriderError(f"{options.head} holds no block head; use the drafter that its kind is named after")
+            raise files.other_kind(head, options.head)
         self._start(head, context, options)
 
     def _start(self, head: BlockHead, context: BuildContext, options: Options) -> None:

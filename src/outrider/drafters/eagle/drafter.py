@@ -30,6 +30,7 @@ from outrider.drafters.eagle.runner import (
 )
 from outrider.drafters.eagle.torch_runner import DenseRunner
 from outrider.drafters.eagle.tree import grow
+from outrider.drafters.heads import files
 from outrider.drafters.heads.chooser import Chooser
 from outrider.drafters.heads.output import bits
 from outrider.drafters.ngram import Ngram
@@ -80,7 +81,7 @@ class Eagle(Drafter):
         _check(options)
         head = context.head("eagle", options.head, options.allow_pickle)
         if not isinstance(head, EagleHead):
-            raise OutriderError(f"{options.head} holds no EAGLE head; use the drafter that its kind is named after")
+            raise files.other_kind(head, options.head)
         self._begin(head, context, options)
 
     def _begin(self, head: EagleHead, context: BuildContext, options: Options) -> None:

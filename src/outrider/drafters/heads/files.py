@@ -38,6 +38,13 @@ _SAMPLE = (8, 16)  # tokens and numbers of the target's embedding that a file re
 _ALIKE = 0.9  # what their cosine must be; the same weights in 4 bits have 0.99
 
 
+def other_kind(head: Head, name: str) -> OutriderError:
+    """`name` holds this head, which is not of the kind that was asked for."""
+    kinds = ((MEDUSA, MedusaHead, "a Medusa head"), (BLOCK, BlockHead, "a block head"))
+    kind, said = next(((kind, said) for kind, made, said in kinds if isinstance(head, made)), (EAGLE, "an EAGLE head"))
+    return OutriderError(f"{name} holds {said}; write {kind}:head={name}")
+
+
 def find(kind: str, name: str, target: Readable, target_name: str, allow_pickle: bool = False) -> Head:
     """The head in the folder `name`; else the head that lies beside the target, or that is shipped for it."""
     if name:

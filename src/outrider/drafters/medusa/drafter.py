@@ -20,6 +20,7 @@ from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext, Drafter, Step
 from outrider.drafters.confidence import StatedCalibration
+from outrider.drafters.heads import files
 from outrider.drafters.heads.chooser import Chooser
 from outrider.drafters.heads.output import OutputMatrix, bits
 from outrider.drafters.medusa.head import MedusaHead, Paths
@@ -65,7 +66,7 @@ class Medusa(Drafter):
         _check(options)
         head = context.head("medusa", options.head, options.allow_pickle)
         if not isinstance(head, MedusaHead):
-            raise OutriderError(f"{options.head} holds an EAGLE head; write eagle:head={options.head}")
+            raise files.other_kind(head, options.head)
         self._begin(head, context, options)
 
     def _begin(self, head: MedusaHead, context: BuildContext, options: Options) -> None:
