@@ -23,7 +23,7 @@ from outrider.models.base import Feed, Model, Output, Outputs, Paged, SharesPref
 
 # Chunks of prompts that wait from which on they are read beside the tokens of the sequences that write already, and the
 # number of these from which on that is never done: passes with a prompt and many tokens come in many shapes, each of
-# which is captured as a graph of its own. Chosen by hand: 4 chunks take an H200 some 10 ms (LOG, 2026-11-17).
+# which is captured as a graph of its own (LOG, 2026-11-17). Chosen by hand, not tried.
 LONG_PROMPTS, MANY = 4, 64
 
 

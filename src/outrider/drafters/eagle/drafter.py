@@ -46,7 +46,7 @@ NEVER = -1e9  # the logarithm of probability 0, finite so that sums of it are no
 LENGTH = 5  # tokens of a chain where the options say nothing
 DEEPEST = 16  # levels of a tree, at most; it ends earlier where no deeper node can be among its best
 # Levels of a tree that a GPU grows without the host, which does not end early: with 8 levels a tree of 24 keeps 3 %
-# more than with 5, and takes 13 % longer (LOG, 2026-11-17).
+# more than with 5; by the time of its kernels it takes 13 % longer, which is an estimate (LOG, 2026-11-17).
 DEVICE_DEPTH = 5
 NODES = 64  # bits of a path there
 # Temperature of the head's law in trees. A greedy target always takes its likeliest token, so the head's likely tokens

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # needs Triton, as a target on a device does
 
 # (sequences up to which, rows of a pass that they and their drafts share). Kernels take 16, 32, 64 or 128 rows at once,
 # so a pass costs in steps: SmolLM2 on an H200 takes 0.75 ms for 32 rows, 1.0 for 64, 1.3 for 128 (docs/benchmarks/
-# gpu-h200), and a head keeps about 3.0, 2.6, 2.1 and 1.7 tokens of 15, 7, 3 nodes and 1.
+# gpu-h200). Chosen with estimates of what a head keeps (3.0, 2.6, 2.1, 1.7 tokens of 15, 7, 3 nodes, 1), not tried.
 ROW_BUDGETS = ((4, 32), (32, 64), (1 << 30, 128))
 
 
