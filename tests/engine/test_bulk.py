@@ -171,6 +171,8 @@ class Reading(Drafter):
     def observe(self, step):
         assert step.hidden is not None
         assert len(step.hidden) == len(step.tokens) + len(step.draft)
+        if step.verdict is not None:  # the tokens whose states these are: all but the newest
+            assert list(step.tokens) == step.seq.tokens[-1 - len(step.tokens) : -1]
         self.seen[step.seq.id] = self.seen.get(step.seq.id, 0) + len(step.tokens)
         if len(step.tokens) > 1 and step.seq.output[1:]:
             assert step.hidden[:, 0, 0].tolist() == step.seq.tokens[-len(step.tokens) :]
