@@ -4,9 +4,9 @@ PYTHONPATH=src python scripts/audit_matrix.py run DIR --model FOLDER -d none -d 
 python scripts/audit_matrix.py status DIR...
 
 Needs torch, triton and transformers. Every process keeps its model open and takes one job after the other: first the
-reference texts, then large batches, critical lengths and long contexts of every drafter, then small batches and single
-prompts, a share of the prompts of every drafter after the other. What has not begun when the time is up is left out,
-and `status` says how much of each comparison was made. Files in DIR: references.jsonl, variants.NN.jsonl (a line as
+reference texts, then critical lengths and long contexts of every drafter, then single prompts and small batches, which
+take longest, then large ones; every batch with every chunk. What has not begun when the time is up is left out, and
+`status` says how much of each comparison was made. Files in DIR: references.jsonl, variants.NN.jsonl (a line as
 soon as a variant is done), log.NN, jobs.jsonl.
 """
 
@@ -25,9 +25,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-# (batch from which on, shares of the prompts that are jobs of their own): a job takes well under a minute
-SHARES = ((64, 2), (16, 4), (4, 8), (1, 16))
-CHUNKED = 64  # batch from which on every chunk is tried: in smaller ones a variant of all prompts takes longer
+# (batch from which on, shares of the prompts that are jobs of their own): a job begins with a new drafter, which takes
+# seconds, and should still take no more than about a minute on a GPU that others share
+SHARES = ((64, 1), (16, 1), (4, 2), (1, 4))
 # states of a job; after FAILED comes why. A library may print something else to a worker's stdout
 WAITING, BEGUN, DONE, FAILED = "waiting", "begun", "done", "failed: "
 END = 5.0  # seconds before the time is up from which on no job begins
@@ -57,28 +57,15 @@ def references(chunks: Sequence[int], common: dict[str, Any], processes: int) ->
 def comparisons(
     drafts: Sequence[str], batches: Sequence[int], chunks: Sequence[int], common: dict[str, Any]
 ) -> Iterator[Job]:
-    """Large batches, which compare most in a second; critical lengths; some of every batch; then the rest, evenly."""
-    shares = [(batch, place, share_count(batch)) for batch in batches for place in range(share_count(batch))]
-    large = [share for share in shares if share[0] >= CHUNKED]
-    some = [share for share in shares if share[0] < CHUNKED and share[1] == 0]
-    rest = sorted((share for share in shares if share[0] < CHUNKED and share[1]), key=lambda s: (s[1] / s[2], -s[0]))
-    yield from in_shares(drafts, large, chunks, common)
+    """Critical lengths of every drafter, then batches of prompts, the small ones first."""
     for temperature, draft in product(common["temperatures"], drafts):
         lengths = {"groups": ["boundaries", "long"], "chunks": list(chunks), "temperatures": [temperature]}
         yield Job(draft, {**common, **lengths, "batches": [1], "share": [0, 1]})
-    yield from in_shares(drafts, [*some, *rest], chunks, common)
-
-
-def share_count(batch: int) -> int:
-    return next(count for least, count in SHARES if batch >= least)
-
-
-def in_shares(
-    drafts: Sequence[str], shares: Sequence[tuple[int, int, int]], chunks: Sequence[int], common: dict[str, Any]
-) -> Iterator[Job]:
-    for (batch, place, count), temperature, draft in product(shares, common["temperatures"], drafts):
-        own = {"groups": ["prompts"], "batches": [batch], "share": [place, count], "temperatures": [temperature]}
-        yield Job(draft, {**common, **own, "chunks": list(chunks) if batch >= CHUNKED else []})
+    for batch in sorted(batches):
+        count = next(shares for least, shares in SHARES if batch >= least)
+        for place, temperature, draft in product(range(count), common["temperatures"], drafts):
+            own = {"groups": ["prompts"], "batches": [batch], "share": [place, count], "temperatures": [temperature]}
+            yield Job(draft, {**common, **own, "chunks": list(chunks)})
 
 
 class Driver:

@@ -230,6 +230,19 @@ def test_batches_are_shuffled_and_filled():
     assert {group.params(n, 0.8, seed=5).seed for n in range(10)} == set(range(5, 15))
 
 
+@pytest.mark.parametrize(("batch", "shorter"), [(1, False), (4, True)])
+def test_alone_other_chunks_are_for_prompts_that_they_divide_otherwise(batch, shorter):
+    plan = replace(SMALL, batches=(batch,), chunks=(128, 512, 2048), groups=("prompts",), longest=None)
+    planner = Planner(plan, Sized(), Limits(chunk=512), on_gpu=True)
+    (group,) = planner.groups(["a", "b", "c"], [[1] * 128, [1] * 129, [1] * 513])
+    found = {
+        layout.chunk: sorted({index for call in group.calls(layout, seed=0) for index in call})
+        for layout in group.layouts
+    }
+    every = [0, 1, 2]
+    assert found == {512: every, 128: every if shorter else [1, 2], 2048: every if shorter else [2]}
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [

@@ -57,6 +57,7 @@ class Layout:
     batch: int  # prompts at once
     chunk: int  # prompt tokens that one step takes in
     again: bool = False  # whether the same call follows, with the prompts in the cache
+    least: int = 0  # tokens of the shortest prompt: alone a shorter one has the same passes in either chunk
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,10 @@ class PromptGroup:
 
     def calls(self, layout: Layout, seed: int) -> list[list[int]]:
         """The prompts of each call, in shuffled order. A batch larger than the group has prompts more than once."""
-        order = list(range(len(self.prompts)))
+        order = [place for place, prompt in enumerate(self.prompts) if len(prompt) >= layout.least]
         if layout.batch > 1:
             random.Random(f"{seed} {self.name} {layout.batch}").shuffle(order)
-        order = list(islice(cycle(order), max(len(order), layout.batch)))
+        order = list(islice(cycle(order), max(len(order), layout.batch if order else 0)))
         return [order[begin : begin + layout.batch] for begin in range(0, len(order), layout.batch)]
 
 
@@ -118,7 +119,9 @@ class Planner:
         """Every batch; the largest with every other chunk as well."""
         sizes = self._plan.batches
         usual = [Layout(size, self._chunk, self._again) for size in sizes]
-        return (*usual, *(Layout(max(sizes), chunk) for chunk in self._plan.chunks if chunk != self._chunk))
+        most = max(sizes)
+        others = ((chunk, min(chunk, self._chunk)) for chunk in self._plan.chunks if chunk != self._chunk)
+        return *usual, *(Layout(most, chunk, least=smaller + 1 if most == 1 else 0) for chunk, smaller in others)
 
     def _together(self, count: int) -> tuple[Layout, ...]:
         """Alone, and all together with every chunk."""
