@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from outrider.core.errors import OutriderError
 from outrider.models.export import to_transformers
 from outrider.models.gguf import GGUFFile
-from outrider.models.tokenizer import LONG, GGUFTokenizer, end_ids, from_folder, from_gguf
+from outrider.models.tokenizer import LONG, GGUFTokenizer, encode_all, end_ids, from_folder, from_gguf
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog doesn't mind: it's 1234567 to 89.",
@@ -213,6 +213,15 @@ def test_a_long_text_is_encoded_alike(
     text *= 1 + LONG // len(text)
     assert_equal(*byte_level_pair, text)
     assert_equal(*sentencepiece_pair, text)
+
+
+def test_many_texts_at_once_are_encoded_alike(byte_level_pair: tuple[Tokenizer, GGUFTokenizer]) -> None:
+    texts = ["a text", "", "another one, with <|im_start|> in it", "ümlaut " * 50]
+    theirs = PreTrainedTokenizerFast(tokenizer_object=byte_level_pair[0])
+    for tokenizer in (theirs, byte_level_pair[1]):
+        for special in (False, True):
+            each = [list(tokenizer.encode(text, add_special_tokens=special)) for text in texts]
+            assert encode_all(tokenizer, texts, add_special_tokens=special) == each
 
 
 def test_while_a_long_text_is_encoded_other_threads_run(byte_level_pair: tuple[Tokenizer, GGUFTokenizer]) -> None:

@@ -132,6 +132,11 @@ class GGUFTokenizer:
         ids = self._ids(text)
         return [*self._before, *ids, *self._after] if add_special_tokens else ids
 
+    def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Many texts at once, on all cores."""
+        found = [each.ids for each in self.backend_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [[*self._before, *ids, *self._after] for ids in found] if add_special_tokens else found
+
     def _ids(self, text: str) -> list[int]:
         if len(text) < LONG:
             return self.backend_tokenizer.encode(text, add_special_tokens=False).ids
@@ -164,6 +169,15 @@ class GGUFTokenizer:
     def _id(self, name: str) -> int | None:
         token = self.special_tokens_map.get(name)
         return None if token is None else self.backend_tokenizer.token_to_id(token)
+
+
+def encode_all(tokenizer: Tokenizer, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+    """Many texts at once, on all cores where the tokenizer can."""
+    if isinstance(tokenizer, GGUFTokenizer):
+        return tokenizer.encode_all(texts, add_special_tokens=add_special_tokens)
+    if getattr(tokenizer, "is_fast", False) and callable(tokenizer):
+        return list(tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"])
+    return [list(tokenizer.encode(text, add_special_tokens=add_special_tokens)) for text in texts]
 
 
 def from_gguf(metadata: Mapping[str, Any]) -> GGUFTokenizer | None:
