@@ -111,9 +111,12 @@ class SharesPrefixes(Wrapped):
     def forget_prefixes(self):
         self.known.clear()
 
-    def write(self, ids, last, dice, temperatures, steps, layers=()):
-        rows = [self._write(*each, steps) for each in zip(ids, last, dice, temperatures, strict=True)]
-        return WrittenTokens(torch.tensor(rows).T)
+    def write(self, ids, last, dice, temperatures, plan, wait, layers=()):
+        while steps := plan(0):
+            wait()
+            rows = [self._write(*each, steps) for each in zip(ids, last, dice, temperatures, strict=True)]
+            last = [row[-1] for row in rows]
+            yield WrittenTokens(torch.tensor(rows).T)
 
     def _write(self, id, token, dice, temperature, steps):
         written = []

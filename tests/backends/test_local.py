@@ -487,9 +487,13 @@ class Apart:
         """Sequences that it has memory for."""
         return set(self._model.seen)
 
-    def write(self, ids, last, dice, temperatures, steps, layers=()):
-        each = zip(ids, last, dice, temperatures, strict=True)
-        return WrittenTokens(torch.tensor([self._write(*one, steps) for one in each]).T)
+    def write(self, ids, last, dice, temperatures, plan, wait, layers=()):
+        while steps := plan(0):
+            wait()
+            each = zip(ids, last, dice, temperatures, strict=True)
+            rows = [self._write(*one, steps) for one in each]
+            last = [row[-1] for row in rows]
+            yield WrittenTokens(torch.tensor(rows).T)
 
     def _write(self, id, token, dice, temperature, steps):
         written = []

@@ -15,7 +15,7 @@ from outrider.core.dice import Dice
 from outrider.core.params import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext
-from outrider.drafters.rounds import base, writer
+from outrider.drafters.rounds import base, loop, writer
 from outrider.drafters.rounds.loop import DeviceLoop
 from outrider.engine.engine import Engine
 from outrider.engine.policy import DraftingPolicy
@@ -54,13 +54,14 @@ def plain(params, ends=frozenset()):
 
 @pytest.fixture
 def loops(monkeypatch):
-    """How many sequences each call of the device's loop has, and the nodes of their drafts in each round."""
+    """How many sequences each part of the device's loop has, and the nodes of their drafts in each round."""
     calls, run = [], DeviceLoop.run
 
-    def counted(self, seqs, rounds, wait):
-        found = run(self, seqs, rounds, wait)
-        calls.append((len(seqs), [[len(each.round(n).tokens) for n in range(rounds)] for each in found]))
-        return found
+    def counted(self, seqs, plan, wait):
+        for found in run(self, seqs, plan, wait):
+            nodes = [[len(each.round(n).tokens) for n in range(len(each.tokens))] for each in found]
+            calls.append((len(seqs), nodes))
+            yield found
 
     monkeypatch.setattr(DeviceLoop, "run", counted)
     return calls
@@ -172,9 +173,15 @@ def test_what_the_target_writes_by_itself_shows_the_states_of_single_passes():
         (output,) = model.forward([Feed(101, tokens[-1:])], layers)
         states.append(output.hidden[0])
         tokens.append(int(output.logits.argmax()))
-    written = model.write([102], tokens[:1], [None], [0.0], 3, layers)
-    assert written.tokens[:, 0].tolist() == tokens[1:]
-    assert torch.equal(written.hidden[:, 0], torch.stack(states))
+    # two parts: the second is under way when the first is read
+    plan = itertools.chain(
+        [2, 1], itertools.repeat(0)
+    )  # two parts, the second of which is under way when the first is read
+    parts = list(model.write([102], tokens[:1], [None], [0.0], lambda unread: next(plan), lambda: None, layers))
+    assert [len(part.tokens) for part in parts] == [2, 1]
+    assert torch.cat([part.tokens for part in parts])[:, 0].tolist() == tokens[1:]
+    assert torch.equal(torch.cat([part.hidden for part in parts])[:, 0], torch.stack(states))
+    assert model.length(102) == 6
     for id in (101, 102):
         model.free(id)
 
@@ -185,7 +192,84 @@ def test_a_head_goes_on_after_plain_writing(loops, monkeypatch):
     made.policy = DraftingPolicy()
     monkeypatch.setattr(made.policy.trial, "drafts", lambda seqs: next(ways))
     monkeypatch.setattr(made.policy.trial, "prefers_plain", lambda seqs: False)
-    monkeypatch.setattr(writer, "ROUNDS", 2)
+    monkeypatch.setattr(writer, "PART", 2)
     seqs = drain(made, sequences([SamplingParams(24)]))
     assert outputs(seqs) == outputs(plain([SamplingParams(24)]))
     assert len(loops) > 1
+
+
+class TestParts:
+    """While the host looks at some rounds the device is at the next ones."""
+
+    @pytest.fixture
+    def asked(self, monkeypatch):
+        """How many rounds were under way when more of them were asked for; parts of two rounds in a ring of three."""
+        found, rounds = [], DeviceLoop.rounds
+
+        def counted(self, seqs, wanted, unread=0):
+            found.append(unread)
+            return rounds(self, seqs, wanted, unread)
+
+        monkeypatch.setattr(DeviceLoop, "rounds", counted)
+        monkeypatch.setattr(writer, "PART", 2)
+        monkeypatch.setattr(loop, "MOST_ROUNDS", 3)
+        return found
+
+    @pytest.mark.parametrize("spec", ["eagle:head=it,length=2", "ngram:length=3"])
+    def test_parts_write_what_plain_decoding_writes(self, loops, asked, spec):
+        params = [SamplingParams(14), SamplingParams(9, 0.9, seed=5)]
+        seqs = drain(engine(spec), sequences(params))
+        assert outputs(seqs) == outputs(plain(params))
+        assert len(loops) > 2
+        assert 2 in asked
+        assert target().free_pages == target()._pages.count - 1
+
+    def test_an_end_while_the_next_rounds_are_under_way(self, loops, asked):
+        params = [SamplingParams(14)] * 2
+        one, two = plain(params)
+        end = one.tokens[one.prompt + 4]
+        seqs = sequences(params)
+        seqs[0].ends = frozenset({end})
+        drain(engine("eagle:head=it,length=2"), seqs)
+        cut = one.tokens.index(end, one.prompt) + 1
+        assert seqs[0].finish == "stop"
+        assert seqs[0].tokens == one.tokens[:cut]
+        assert seqs[1].tokens == two.tokens
+        assert 2 in asked
+        assert target().free_pages == target()._pages.count - 1
+
+    def test_a_cancel_while_rounds_are_under_way(self, loops, asked):
+        params = [SamplingParams(14)] * 2
+        one, two = plain(params)
+        made, seqs = engine("ngram:length=3"), sequences(params)
+
+        def cancel():
+            if len(seqs[0].output) > 3:
+                made.cancel(0)
+
+        made.meanwhile = cancel
+        drain(made, seqs)
+        assert seqs[0].finish == "cancelled"
+        assert seqs[0].tokens == one.tokens[: len(seqs[0].tokens)]
+        assert seqs[1].tokens == two.tokens
+        assert target().free_pages == target()._pages.count - 1
+
+    def test_a_step_ends_where_somebody_waits(self, loops, asked):
+        made = engine("ngram:length=3")
+        made.interrupted = lambda: True
+        (seq,) = drain(made, sequences([SamplingParams(12)]))
+        assert outputs([seq]) == outputs(plain([SamplingParams(12)]))
+        assert len(loops) > 1
+        assert set(asked) == {0}
+
+    def test_no_memory_for_more_rounds_ends_the_step(self, loops, asked, monkeypatch):
+        calls, reserve = [], target().reserve
+
+        def scarce(ids, count):
+            calls.append(count)
+            return reserve(ids, count) if len(calls) % 2 else None
+
+        monkeypatch.setattr(target(), "reserve", scarce)
+        (seq,) = drain(engine("ngram:length=3"), sequences([SamplingParams(12)]))
+        assert outputs([seq]) == outputs(plain([SamplingParams(12)]))
+        assert len(calls) > 2

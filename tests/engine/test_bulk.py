@@ -1,5 +1,6 @@
 """Many sequences that the target writes by itself, on a CPU: a model that costs nothing and has pages."""
 
+import collections
 import itertools
 
 import pytest
@@ -53,11 +54,20 @@ class PagedMarkov:
     def prepare(self, layers=()):
         """There are no graphs."""
 
-    def write(self, ids, last, dice, temperatures, steps, layers=()):
-        self.written.append(list(ids))
-        rows = [self._write(*each, steps) for each in zip(ids, last, dice, temperatures, strict=True)]
-        states = torch.tensor(rows).T[:, :, None, None] * torch.ones(len(layers), 1) if layers else None
-        return WrittenTokens(torch.tensor(rows).T, states)
+    def write(self, ids, last, dice, temperatures, plan, wait, layers=()):
+        parts = collections.deque()
+        while True:
+            while len(parts) < 2 and (steps := plan(sum(parts))):
+                self.written.append(list(ids))
+                parts.append(steps)
+            if not parts:
+                return
+            wait()
+            steps = parts.popleft()
+            rows = [self._write(*each, steps) for each in zip(ids, last, dice, temperatures, strict=True)]
+            last = [row[-1] for row in rows]
+            states = torch.tensor(rows).T[:, :, None, None] * torch.ones(len(layers), 1) if layers else None
+            yield WrittenTokens(torch.tensor(rows).T, states)
 
     def _write(self, id, last, dice, temperature, steps):
         tokens = [*self.markov.seen.get(id, []), last]
@@ -109,6 +119,28 @@ def test_a_large_batch_writes_what_each_writes_alone():
     assert model.committed == {seq.id: seq.tokens for seq in seqs}
     assert sorted(model.begun) == [seq.id for seq in seqs]
     assert (model.markov.seen, engine.scheduler.reserved) == ({}, 0)
+
+
+def test_parts_follow_each_other_until_somebody_ends_or_comes():
+    """Whoever ends with a part has its time before the next one, in which it is told its result."""
+    model, seqs, told = PagedMarkov(), [Sequence(id, [id, 1], SamplingParams(9 + 50 * id)) for id in range(2)], []
+    engine = Engine(model, Drafter(Drafter.Options(), None), Limits(4))
+    for seq in seqs:
+        engine.add(seq)
+    engine.step()
+    engine.meanwhile = lambda: told.extend(seq.stats.seconds["target"] for seq in seqs if seq.finish)
+    before = seqs[0].stats.seconds["target"]
+    assert engine.step() == [seqs[0]]  # 8 tokens, which end the first while the next 8 are under way
+    assert len(model.written) == 2
+    assert told
+    assert told[0] > before
+    engine.interrupted = lambda: True
+    engine.step()
+    assert len(model.written) == 3
+    engine.interrupted = lambda: False
+    assert engine.step() == [seqs[1]]
+    assert len(model.written) > 6
+    assert outputs(seqs) == outputs(map(alone, seqs))
 
 
 @pytest.mark.parametrize("options", [dict(top_k=2), dict(logprobs=1), dict(logit_bias={1: -9.0})], ids=str)

@@ -95,7 +95,7 @@ def test_rounds_write_what_plain_decoding_writes(spec, count, model, heads, plai
     run = engine(spec, model, heads)
     writer, calls = run.drafters[""].writer, []
     write = writer.write
-    writer.write = lambda seqs, wait: (calls.append(len(seqs)), write(seqs, wait))[1]
+    writer.write = lambda seqs, *more: (calls.append(len(seqs)), write(seqs, *more))[1]
     for _ in range(2):  # kernel by kernel and captured; prompts fresh and cached
         seqs = sequences(count, SPECS[spec])
         drain(run, seqs)

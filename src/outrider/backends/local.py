@@ -88,6 +88,7 @@ class Local(Reader):
         self._grammars = Grammars(self._vocabulary)
         if engine.overlaps:
             engine.meanwhile = lambda: self._deliver(engine.scheduler.running)
+            engine.interrupted = lambda: not self._inbox.empty()
         self._adapters = AdapterLoader(adapters or AdapterStore(engine.model, 0))
         self._unused: list[_LocalJob] = []  # requests that failed in a pass, which may still use what they hold
         self._lock, self._building, self._counting = threading.Lock(), threading.Lock(), threading.Lock()
@@ -101,8 +102,8 @@ class Local(Reader):
         """The engine takes them in between two steps, so the same call has the same passes each time."""
         jobs: list[_LocalJob] = []
         try:
-            for request in requests:
-                jobs.append(self._checked(request))
+            for request, prompt in zip(requests, self._prompts(requests), strict=True):
+                jobs.append(self._checked(request, prompt))
             ready = [job for job in jobs if self._adapt(job)]
             self._hand_in(ready)
         except BaseException:
@@ -155,7 +156,7 @@ class Local(Reader):
             self._adapters.cancel(job.wait)
         self._inbox.put((job,))
 
-    def _checked(self, request: Request) -> _LocalJob:
+    def _checked(self, request: Request, prompt: list[int]) -> _LocalJob:
         """The request as a job, which keeps its drafter until it ends."""
         drafter = self._hold(request.draft)
         try:
@@ -163,7 +164,7 @@ class Local(Reader):
                 raise OutriderError("a prediction was given, but only the drafter prediction reads it; choose that one")
             if request.adapter:
                 self._adapters.store.check(request.adapter)
-            return self._job(request)
+            return self._job(request, prompt)
         except BaseException:
             self._let_go(request.draft)
             raise
@@ -176,9 +177,8 @@ class Local(Reader):
                 self._start()
                 self._inbox.put(jobs)
 
-    def _job(self, request: Request) -> _LocalJob:
+    def _job(self, request: Request, prompt: list[int]) -> _LocalJob:
         params = self._resolve(request.params)
-        prompt = self._prompt(request)
         expected = () if request.prediction is None else tuple(self.encode(request.prediction, special=False))
         writers = [self._writer(request) for _ in range(params.n)]
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._ends)

@@ -5,7 +5,7 @@ To add a method, write one file with a class like those beside this one, and one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -171,10 +171,13 @@ class Drafter:
         """Whether it can `write` such sequences now."""
         return self.writer is not None and self.writer.can(seqs)
 
-    def write(self, seqs: Seq[Sequence], wait: Callable[[], None]) -> list[JudgedSteps] | None:
-        """Several steps of each sequence on the target's device, without the host: drafts, passes and verdicts. The
-        target's cache then has what was kept. `wait` is called while the device works. None: not now."""
-        return None if self.writer is None else self.writer.write(seqs, wait)
+    def write(
+        self, seqs: Seq[Sequence], wait: Callable[[], None], going: Callable[[], bool]
+    ) -> Iterator[list[JudgedSteps]]:
+        """Several steps of each sequence on the target's device, without the host: drafts, passes and verdicts, part
+        after part. The target's cache then has what was kept. `wait` is called while the device works, `going` before
+        another part is begun: whether there may be one. No part: not now."""
+        return iter(()) if self.writer is None else self.writer.write(seqs, wait, going)
 
     def observe(self, step: Step) -> None:
         """Learn what the target made of a draft. The draft may be others' as well, and cut: what it guessed itself, a

@@ -15,7 +15,7 @@ from outrider.core.sequence import Scope, Sequence
 from outrider.drafters.base import BuildContext, Drafter, RetokenizedModel, Step
 from outrider.drafters.confidence import judged_chain
 from outrider.drafters.retokenize import Translation
-from outrider.models.base import Feed, Model, Paged, SharesPrefixes
+from outrider.models.base import Feed, Model, Paged, SharesPrefixes, one_part
 
 CHUNK = 512  # tokens of a prompt that one pass takes in, as many as the target's by default
 
@@ -71,12 +71,13 @@ class ModelDrafter(Drafter):
         behind = [replace(feed, tokens=feed.tokens[:-1]) for feed in feeds if len(feed.tokens) > 1]
         if behind:
             self._model.forward(behind)
-        written = model.write(
+        (written,) = model.write(
             [feed.id for feed in feeds],
             [feed.tokens[-1] for feed in feeds],
             [None if writer.guesses else writer.seq.dice for writer in writers],
             [writer.seq.params.temperature for writer in writers],
-            max(writer.length for writer in writers),
+            one_part(max(writer.length for writer in writers)),
+            lambda: None,
         )
         for writer, tokens in zip(writers, written.tokens.T.tolist(), strict=True):
             writer.tokens += tokens[: writer.length]

@@ -1,8 +1,9 @@
-"""Bulk writing: the target writes several tokens of every sequence by itself before the host looks."""
+"""Bulk writing: the target writes several tokens of every sequence by itself before the host looks, and goes on while
+it does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
 
 from outrider.core.sequence import Sequence
 from outrider.engine.drafting import DrafterPool
@@ -13,6 +14,9 @@ from outrider.models.base import Model, Paged, WrittenTokens
 # stream is delivered as many tokens at a time, 8 of a small model in less than 10 ms, and in a batch of a thousand
 # nobody reads along (LOG, 2026-11-15 and 2026-11-17). Other numbers were not tried.
 TOKENS = ((1024, 32), (64, 16), (1, 8))
+# Such parts after which the engine looks around again where nobody has come or ended meanwhile: requests that wait for
+# memory, and whether drafting pays by now, can wait for some 40 ms.
+PARTS = 6
 
 
 def possible(running: Seq[Sequence], pool: DrafterPool, drafting: bool) -> bool:
@@ -28,22 +32,36 @@ def unread(running: Seq[Sequence], length: Callable[[int], int]) -> list[Sequenc
 
 
 def write(
-    running: Seq[Sequence], model: Model, paged: Paged, layers: Seq[int], wait: Callable[[], None]
-) -> WrittenTokens:
-    """Write and commit; `wait` is called while the device works. `model` and `paged` are the same one. `layers`: whose
-    states are wanted."""
-    tokens_each = next(tokens for least, tokens in TOKENS if len(running) >= least)
-    written = paged.write(
+    running: Seq[Sequence],
+    model: Model,
+    paged: Paged,
+    layers: Seq[int],
+    wait: Callable[[], None],
+    going: Callable[[], bool],
+) -> Iterator[WrittenTokens]:
+    """Write and commit, part after part; `wait` is called while the device works, `going` before another part is begun:
+    whether there may be one. `model` and `paged` are the same one. `layers`: whose states are wanted."""
+    tokens_each, begun = next(tokens for least, tokens in TOKENS if len(running) >= least), 0
+
+    def plan(unread: int) -> int:
+        nonlocal begun
+        if begun and (begun >= PARTS or not going()):
+            return 0
+        begun += 1
+        return max(0, min(tokens_each, max(seq.left for seq in running) - unread))
+
+    for written in paged.write(
         [seq.id for seq in running],
         [seq.tokens[-1] for seq in running],
         [None if seq.params.greedy else seq.dice for seq in running],
         [seq.params.temperature for seq in running],
-        min(tokens_each, max(seq.left for seq in running)),
+        plan,
+        wait,
         layers,
-    )
-    wait()
-    for seq, tokens in zip(running, written.tokens.T.tolist(), strict=True):
-        commit_plain(seq, tokens)
-        model.crop(seq.id, len(seq.tokens) - 1)
-        paged.seen(seq.id, seq.tokens, seq.scope)
-    return written
+    ):
+        for seq, tokens in zip(running, written.tokens.T.tolist(), strict=True):
+            if seq.finish is None:
+                commit_plain(seq, tokens)
+                model.crop(seq.id, len(seq.tokens) - 1)
+                paged.seen(seq.id, seq.tokens, seq.scope)
+        yield written

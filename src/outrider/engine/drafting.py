@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -194,9 +194,13 @@ class DrafterPool:
         """Whether it can write now, all prompts being read."""
         return bool(self._guarded(drafter, seqs, lambda: drafter.writes(seqs)))
 
-    def write(self, drafter: Drafter, seqs: Seq[Sequence], wait: Callable[[], None]) -> list[JudgedSteps] | None:
-        """What it writes; None if it cannot, or fails."""
-        return self._guarded(drafter, seqs, lambda: drafter.write(seqs, wait))
+    def write(
+        self, drafter: Drafter, seqs: Seq[Sequence], wait: Callable[[], None], going: Callable[[], bool]
+    ) -> Iterator[list[JudgedSteps]]:
+        """What it writes, part after part, until it cannot or fails."""
+        parts = self._guarded(drafter, seqs, lambda: drafter.write(seqs, wait, going)) or iter(())
+        while (part := self._guarded(drafter, seqs, lambda: next(parts, None))) is not None:
+            yield part
 
     def _guarded(self, drafter: Drafter, seqs: Seq[Sequence], asked: Callable[[], T]) -> T | None:
         """None if it fails."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence as Seq
 from time import perf_counter, thread_time
 
+from torch import Tensor
+
 from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import one_line
 from outrider.core.sequence import Sequence
 from outrider.core.stats import Stats
 from outrider.core.verify import Verdict
-from outrider.drafters.base import Drafter, Step
+from outrider.drafters.base import Drafter, JudgedSteps, Step
 from outrider.engine import bulk, judge
 from outrider.engine.drafting import DrafterPool
 from outrider.engine.policy import DraftingPolicy
@@ -42,6 +44,7 @@ class Engine:
         self._passing = False
         self.stats = Stats()  # of every sequence that has ended
         self.meanwhile: Callable[[], None] | None = None  # called while a pass runs, where the host only waits for it
+        self.interrupted: Callable[[], bool] = lambda: False  # whether somebody waits for the step to end
 
     @property
     def drafters(self) -> dict[str, Drafter]:
@@ -122,40 +125,60 @@ class Engine:
         """Several tokens of each that the target writes by itself. Who reads its states is shown them, unless plain
         writing was found to be faster anyway: states of a large batch take much memory."""
         begin, layers = perf_counter(), self._pool.layers(running)
-        if layers and self.policy is not None and self.policy.trial.prefers_plain(len(running)):
+        if layers and self._prefers_plain(len(running)):
             self._pool.rest(running)
             layers = []
-        written = bulk.write(running, self.model, paged, layers, self._wait)
-        seconds, steps = perf_counter() - begin, len(written.tokens)
-        if written.hidden is not None:
-            for seq, hidden in zip(running, written.hidden.unbind(1), strict=True):
-                if seq.finish is None:
-                    fed, verdict = seq.tokens[-1 - steps : -1], Verdict((), seq.tokens[-1])
-                    self._pool.observe(Step(seq, fed, EMPTY, verdict, hidden), layers, drafting=False)
-        if self.policy is not None and not written.first:
-            self.policy.cost.learn(len(running), seconds / steps)
-        _share([("target", seconds)], running)
+        seqs, steps, first, share = list(running), 0, False, _PartShare(running)
+        settled = not self._measures_drafting(seqs) or self._prefers_plain(len(seqs))
+        for written in bulk.write(seqs, self.model, paged, layers, self._wait, self._going(seqs, settled)):
+            steps, first = steps + len(written.tokens), first or written.first
+            if written.hidden is not None:
+                self._show(seqs, written.hidden, layers)
+            share()
+        if self.policy is not None and not first:
+            self.policy.cost.learn(len(seqs), (perf_counter() - begin) / steps)
         return self.sweep()
+
+    def _show(self, seqs: Seq[Sequence], hidden: Tensor, layers: Seq[int]) -> None:
+        """The states [steps, sequences, layers, hidden] of tokens that the target wrote by itself."""
+        steps = len(hidden)
+        for seq, own in zip(seqs, hidden.unbind(1), strict=True):
+            if seq.finish is None:
+                fed, verdict = seq.tokens[-1 - steps : -1], Verdict((), seq.tokens[-1])
+                self._pool.observe(Step(seq, fed, EMPTY, verdict, own), layers, drafting=False)
+
+    def _going(self, seqs: Seq[Sequence], settled: bool) -> Callable[[], bool]:
+        """Whether a step without the host may go on: nobody has ended, and nobody waits for its end. `settled`: not
+        while it is to be found out whether the other way is faster."""
+        return lambda: settled and not self.interrupted() and all(seq.finish is None for seq in seqs)
+
+    def _prefers_plain(self, seqs: int) -> bool:
+        return self.policy is not None and self.policy.trial.prefers_plain(seqs)
 
     def _write(self, drafter: Drafter, running: Seq[Sequence]) -> bool:
         """Several steps that the drafter and the target take without the host; False: they could not."""
-        begin = perf_counter()
-        judged = self._pool.write(drafter, running, self._wait)
-        if judged is None:
-            return False
-        for seq, steps in zip(running, judged, strict=True):
-            judge.commit_steps(seq, steps, drafter.name)
-            seq.stats.unmeasured += steps.drafts
-            self.model.crop(seq.id, len(seq.tokens) - 1)
-            if self._prefixes is not None:
-                self._prefixes.seen(seq.id, seq.tokens, seq.scope)
-        _share([("target", perf_counter() - begin)], running)
-        return True
+        wrote, seqs, share = False, list(running), _PartShare(running)
+        settled = self.policy is None or self.policy.trial.prefers_drafts(len(seqs))
+        for part in self._pool.write(drafter, seqs, self._wait, self._going(seqs, settled)):
+            wrote = True
+            for seq, steps in zip(seqs, part, strict=True):
+                if seq.finish is None:
+                    self._commit(seq, steps, drafter.name)
+            share()
+        return wrote
+
+    def _commit(self, seq: Sequence, steps: JudgedSteps, drafter: str) -> None:
+        """Steps that the device has judged; what comes after the end of the sequence is not kept."""
+        judge.commit_steps(seq, steps, drafter)
+        seq.stats.unmeasured += steps.drafts
+        self.model.crop(seq.id, len(seq.tokens) - 1)
+        if self._prefixes is not None:
+            self._prefixes.seen(seq.id, seq.tokens, seq.scope)
 
     def _take_prefixes(self, model: SharesPrefixes, running: Seq[Sequence]) -> None:
         """A sequence whose prompt is not run yet takes what others have run of it by now, as far as its drafter has
         read that too; all of it where nobody would draft anyway."""
-        plain = self._paged is not None and self.policy is not None and self.policy.trial.prefers_plain(len(running))
+        plain = self._paged is not None and self._prefers_plain(len(running))
         for seq in running:
             if plain and not seq.output:
                 seq.stats.cached += model.begin(seq.id, seq.tokens, seq.scope)
@@ -285,3 +308,17 @@ def _share(phases: Seq[tuple[str, float]], seqs: Seq[Sequence]) -> None:
     for phase, seconds in phases:
         for seq in seqs:
             seq.stats.spend(phase, seconds / len(seqs))
+
+
+class _PartShare:
+    """The time of a step that comes in parts: a sequence that ends with one of them is told its result before the step
+    is over."""
+
+    def __init__(self, seqs: Seq[Sequence]) -> None:
+        self._going, self._since = list(seqs), perf_counter()
+
+    def __call__(self) -> None:
+        """A part is over."""
+        now = perf_counter()
+        _share([("target", now - self._since)], self._going)
+        self._going, self._since = [seq for seq in self._going if seq.finish is None], now

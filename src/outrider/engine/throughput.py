@@ -9,7 +9,6 @@ The constants were chosen with a simulation (LOG, 2026-11-15, midnight); they ar
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections import deque
 from statistics import median
 
@@ -17,8 +16,8 @@ from statistics import median
 FIRST_PASSES = 16
 # Steps with drafts that count: drafts bring many tokens in few steps, so fewer say too little.
 COUNTED_STEPS = 64
-# How many times as long as the lower quartile a step may count: a step that captures a graph takes far longer, and is
-# no measure of the steps to come.
+# How many times as long a pass as the lower quartile a step may count: a step that captures a graph takes far longer,
+# and is no measure of the steps to come.
 LONGEST_STEP = 1.5
 # Times as fast as plain steps that drafting has to be: measurements are noisy, and sequences that draft end apart,
 # which no step shows: at 16 sequences steps that were 3 % faster made whole requests slower (LOG, 2026-11-17).
@@ -40,6 +39,10 @@ class ThroughputTrial:
     def prefers_plain(self, seqs: int) -> bool:
         """Whether both ways were tried, and plain steps were faster."""
         return self._size(seqs).prefers_plain
+
+    def prefers_drafts(self, seqs: int) -> bool:
+        """Whether both ways were tried, and drafting was faster."""
+        return self._size(seqs).prefers_drafts
 
     def learn(self, seqs: int, drafted: bool, tokens: int, seconds: float, passes: int = 1) -> None:
         """What a step wrote, which may be several passes of the target."""
@@ -69,7 +72,15 @@ class _BatchSize:
 
     @property
     def prefers_plain(self) -> bool:
-        return all(way.passes >= FIRST_PASSES for way in self.ways.values()) and not self._faster
+        return self._tried and not self._faster
+
+    @property
+    def prefers_drafts(self) -> bool:
+        return self._tried and self._faster
+
+    @property
+    def _tried(self) -> bool:
+        return all(way.passes >= FIRST_PASSES for way in self.ways.values())
 
     @property
     def _faster(self) -> bool:
@@ -78,28 +89,26 @@ class _BatchSize:
 
     def learn(self, drafted: bool, tokens: int, seconds: float, passes: int) -> None:
         way = self.ways[drafted]
-        way.learn(tokens, seconds)
+        way.learn(tokens, seconds, passes)
         way.passes += passes
         self._since += passes
 
 
 class _DraftedSteps:
-    """Drafts bring many tokens in few steps, so no median of speeds tells. Steps take about as long as each other, but
+    """Drafts bring many tokens in few steps, so no median of speeds tells. Passes take about as long as each other, but
     for steps that meet a new shape of pass, of which there may be many at first."""
 
     def __init__(self) -> None:
-        self._tokens: deque[int] = deque(maxlen=COUNTED_STEPS)
-        self._seconds: deque[float] = deque(maxlen=COUNTED_STEPS)
+        self._steps: deque[tuple[int, float, int]] = deque(maxlen=COUNTED_STEPS)  # tokens, seconds, passes
         self.speed = 0.0  # tokens per second
         self.passes = 0
 
-    def learn(self, tokens: int, seconds: float) -> None:
-        self._tokens.append(tokens)
-        self._seconds.append(seconds)
-        steps = sorted(self._seconds)
-        most = LONGEST_STEP * steps[len(steps) // 4]
-        usual = bisect(steps, most)
-        self.speed = sum(self._tokens) / (sum(steps[:usual]) + most * (len(steps) - usual))
+    def learn(self, tokens: int, seconds: float, passes: int) -> None:
+        self._steps.append((tokens, seconds, passes))
+        each = sorted(took / count for _, took, count in self._steps)
+        most = LONGEST_STEP * each[len(each) // 4]
+        seconds = sum(min(took, most * count) for _, took, count in self._steps)
+        self.speed = sum(tokens for tokens, _, _ in self._steps) / seconds
 
 
 class _PlainSteps:
@@ -110,6 +119,6 @@ class _PlainSteps:
         self.speed = 0.0  # tokens per second
         self.passes = 0
 
-    def learn(self, tokens: int, seconds: float) -> None:
+    def learn(self, tokens: int, seconds: float, passes: int) -> None:
         self._last.append(tokens / seconds)
         self.speed = median(self._last)

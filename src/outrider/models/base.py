@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -156,9 +157,15 @@ class SharesPrefixes(Protocol):
 class WrittenTokens:
     """What a model wrote by itself."""
 
-    tokens: Tensor  # [steps, sequences]
+    tokens: Tensor  # [steps, sequences], on the host
     hidden: Tensor | None = None  # [steps, sequences, layers, hidden]: the states that each token was chosen from
     first: bool = False  # whether it took longer than it will again
+
+
+def one_part(steps: int) -> Callable[[int], int]:
+    """A plan of `Paged.write`: as many tokens, and no more."""
+    plan = chain([steps], repeat(0))
+    return lambda unread: next(plan)
 
 
 @runtime_checkable
@@ -175,10 +182,13 @@ class Paged(SharesPrefixes, Protocol):
         last: Sequence[int],
         dice: Sequence[Dice | None],
         temperatures: Sequence[float],
-        steps: int,
+        plan: Callable[[int], int],
+        wait: Callable[[], None],
         layers: Sequence[int] = (),
-    ) -> WrittenTokens:
-        """Each sequence writes `steps` tokens after its `last` one, without the host. `layers`: as of `forward`."""
+    ) -> Iterator[WrittenTokens]:
+        """Each sequence writes some tokens after its `last` one, without the host, part after part: the caller looks at
+        one part while the device is at the next. `plan` says how many tokens the next part has, where some are not read
+        yet; 0: no more. `wait` is called while the device works. `layers`: as of `forward`."""
         ...
 
 

@@ -71,6 +71,9 @@ class HeadGuesser:
         self._slots = slots or []
         return slots is not None
 
+    def go_on(self, seqs: Seq[Sequence], ahead: int) -> bool:
+        return self._runner.reserve([seq.id for seq in seqs], ahead + self._runner.ahead) is not None
+
     def guesses(self, sequences: int, budget: int) -> HeadGuesses:
         return HeadGuesses(self._runner, sequences, fitting(self._runner.shape, budget), self)
 

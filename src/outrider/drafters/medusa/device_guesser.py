@@ -53,6 +53,9 @@ class MedusaGuesser:
     def begin(self, seqs: Seq[Sequence], ahead: int, wide: int) -> bool:
         return True
 
+    def go_on(self, seqs: Seq[Sequence], ahead: int) -> bool:
+        return True
+
     def guesses(self, sequences: int, budget: int) -> MedusaGuesses:
         return MedusaGuesses(self._states, self._offers, self._tree[:budget], sequences, self._device)
 

@@ -1,12 +1,13 @@
 """Rounds without the host: what a drafter has to have so that it can draft in them.
 
 In a round the drafters of a batch guess, the target runs their guesses, and the device walks down each draft along the
-tokens that the target chose. The host launches some rounds, and reads all their tokens at once.
+tokens that the target chose. The host launches a part of the rounds, and reads all its tokens at once while the device
+is at the next part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -98,12 +99,17 @@ class RoundGuesser(Protocol):
         """Make ready for rounds that write up to `ahead` tokens, `wide` at a time; False: there is no memory."""
         ...
 
+    def go_on(self, seqs: Seq[Sequence], ahead: int) -> bool:
+        """Make ready for more rounds while some are under way: up to `ahead` tokens in all, counted from the last part
+        that the host has read; False: there is no memory."""
+        ...
+
     def guesses(self, sequences: int, budget: int) -> Guesses | None:
         """Its drafts of up to `budget` nodes for a number of sequences; None: it has none for as many."""
         ...
 
     def end(self, seqs: Seq[Sequence], rounds: Seq[LoopedRounds]) -> None:
-        """The rounds are over."""
+        """A part of the rounds is over."""
         ...
 
 
@@ -126,7 +132,9 @@ class WritesRounds(Protocol):
 
     def can(self, seqs: Seq[Sequence]) -> bool: ...
 
-    def write(self, seqs: Seq[Sequence], wait: Callable[[], None]) -> list[JudgedSteps] | None: ...
+    def write(
+        self, seqs: Seq[Sequence], wait: Callable[[], None], going: Callable[[], bool]
+    ) -> Iterator[list[JudgedSteps]]: ...
 
 
 @dataclass(frozen=True, eq=False)

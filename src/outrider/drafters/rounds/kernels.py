@@ -125,15 +125,15 @@ def _enter_draft(
     tl.store(positions_ptr + seq * (1 + most) + row, (length + depth + 1).to(tl.int64), mask=inside)
 
 
-@triton.jit(do_not_specialize=["places", "count", "padding", "most", "wide"])
+@triton.jit(do_not_specialize=["places", "count", "padding", "most", "wide", "rounds"])
 def _judge(
     chosen_ptr, found_ptr, texts_ptr, kept_ptr, written_ptr, places, pages_ptr, pages_stride, pairs_ptr, out_ptr,
-    count, padding, most, wide,
+    count, padding, most, wide, rounds,
     PAGED: tl.constexpr, NP: tl.constexpr, FP: tl.constexpr,
 ):  # fmt: skip
     """Walk down each draft along the tokens that the target chose. What is kept goes into `kept` and to the end of its
     text, which the guessers read, and with the draft into `out` [rounds, sequences, 1 + 2 wide + HEADER + 3 most],
-    which the host reads; `pairs` says what has to move in the target's cache."""
+    a ring that the host reads; `pairs` says what has to move in the target's cache."""
     seq, node = tl.program_id(0), tl.arange(0, NP)
     slot = tl.load(texts_ptr + _SLOT * count + seq)
     length = tl.load(texts_ptr + _LENGTH * count + seq)
@@ -146,7 +146,7 @@ def _judge(
     parents = tl.load(draft + _HEADER + most + node, mask=inside, other=-2)
     record = kept_ptr + seq * (1 + 2 * wide)
     size = 1 + 2 * wide + _HEADER + 3 * most
-    out = out_ptr + (turn * count + seq) * size
+    out = out_ptr + ((turn % rounds) * count + seq) * size
     text = written_ptr + seq.to(tl.int64) * places + length + 1
     pages = pages_ptr + slot.to(tl.int64) * pages_stride
     at, taken, own = -1, 0, 0
@@ -243,7 +243,7 @@ def judge(
     count, nodes, wide = len(found), (found.shape[1] - DRAFT_HEADER) // 3, (kept.shape[1] - 1) // 2
     _judge[(count,)](
         chosen, found, texts, kept, written, written.stride(0), pages, pages.stride(0), pairs, out, count, padding,
-        nodes, wide, page, POWER, 4 * POWER, num_warps=1,
+        nodes, wide, len(out), page, POWER, 4 * POWER, num_warps=1,
     )  # fmt: skip
 
 

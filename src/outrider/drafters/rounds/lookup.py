@@ -29,6 +29,9 @@ class LookupGuesser:
     def begin(self, seqs: Seq[Sequence], ahead: int, wide: int) -> bool:
         return True
 
+    def go_on(self, seqs: Seq[Sequence], ahead: int) -> bool:
+        return True
+
     def guesses(self, sequences: int, budget: int) -> LookupGuesses:
         return LookupGuesses(self._target, sequences, min(self._length, budget), self._sizes)
 

@@ -1,14 +1,17 @@
 """Rounds on a GPU: drafters guess, the target runs the guesses and judges them, round after round, without the host.
 
-A round is one graph. The host launches some rounds and reads all their tokens at once. So a text may be written past
-its end: what comes after the end is never committed, and its memory is the sequence's own.
+A round is one graph. The host launches a part of the rounds and reads all its tokens at once, while the device is at
+the next part. So a text may be written past its end: what comes after the end is never committed, and its memory is the
+sequence's own until the last part is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence as Seq
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle
 
 import numpy as np
 import torch
@@ -25,11 +28,12 @@ from outrider.drafters.rounds.base import (
     node_budget,
 )
 from outrider.drafters.rounds.kernels import DRAFT_HEADER, RoundField
-from outrider.models.cuda.graphs import Capture, event, pinned, reach
+from outrider.models.cuda.graphs import Capture, NoEvent, event, pinned, reach
 from outrider.models.cuda.model import PAGE, CudaLlama
 
 MOST_ROWS = 1024  # of a pass: the memory for all their logits stays small
-MOST_ROUNDS = 16  # that the host may wait for
+MOST_ROUNDS = 16  # of a part
+IN_FLIGHT = 2  # parts: the host looks at one while the device is at the other
 WARM_ROUNDS = 2  # rounds after which a graph is captured
 # Tokens of the texts of a batch: graphs for up to as many are there from the beginning, and serve shorter ones too.
 PREPARED = (512, 1024)
@@ -45,11 +49,22 @@ class _Looped:
     found: Tensor  # [sequences, HEADER + 3 nodes] the drafts
     sent: Tensor  # what the host writes before the first round: texts, kept
     staging: Tensor
-    out: Tensor  # [rounds, sequences, 1 + 2 wide + HEADER + 3 nodes]
-    read: Tensor  # the same on the host
+    out: Tensor  # [rounds, sequences, 1 + 2 wide + HEADER + 3 nodes], a ring
+    read: list[Tensor]  # the same on the host, of each part in flight
     resident: list[tuple[int, int]] = field(default_factory=list)  # whose tokens the tables have: id, how many
     launched: int = 0
     graph: torch.cuda.CUDAGraph | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Rounds that are under way."""
+
+    rounds: int
+    rows: list[int]  # of the ring
+    read: Tensor
+    states: Tensor | None  # after the last of them
+    done: torch.cuda.Event | NoEvent
 
 
 class DeviceLoop:
@@ -59,24 +74,52 @@ class DeviceLoop:
         self.layers = next((guesser.layers for guesser in guessers if guesser.layers), ())
         self._made: dict[Hashable, _Looped] = {}
         self._guesses: dict[int, list[Guesses]] = {}  # by the number of sequences
-        self._capture, self._done = Capture(), event(target.device)
+        self._capture, self._done = Capture(), [event(target.device) for _ in range(IN_FLIGHT)]
 
     @property
     def nodes(self) -> int:
         """Of the largest draft of one sequence."""
         return sum(each.size.nodes for each in self._of(1))
 
-    def rounds(self, seqs: Seq[Sequence], wanted: int) -> int:
-        """How many rounds of these sequences fit into the context, at most `wanted`; 0: they are too many."""
+    def rounds(self, seqs: Seq[Sequence], wanted: int, unread: int = 0) -> int:
+        """How many rounds of these sequences fit into the context after those that are not read yet, at most `wanted`;
+        0: they are too many."""
         count = _places(len(seqs))
         if self._rows(count) > MOST_ROWS:
             return 0
-        left = self._target.context - max(len(seq.tokens) for seq in seqs) - self._ahead(self._of(count), 0)
-        return max(0, min(wanted, left // _wide(self._of(count))))
+        left = self._target.context - max(len(seq.tokens) for seq in seqs) - self._ahead(self._of(count), unread)
+        return max(0, min(wanted, MOST_ROUNDS, left // _wide(self._of(count))))
+
+    def run(
+        self, seqs: Seq[Sequence], plan: Callable[[int], int], wait: Callable[[], None]
+    ) -> Iterator[list[LoopedRounds]]:
+        """Rounds of each, part after part; none: there is no memory for as many. `plan` says how many the next part has
+        where some are not read yet; 0: no more now. `wait` is called while the device works. A sequence that has ended
+        is no longer looked at."""
+        parts: deque[_Part] = deque()
+        loop, begun, places = None, 0, cycle(range(IN_FLIGHT))
+        while True:
+            while len(parts) < IN_FLIGHT:
+                unread = sum(part.rounds for part in parts)
+                rounds = plan(unread)
+                if not rounds:
+                    break
+                if loop is None:
+                    loop = self._begin(seqs, rounds)
+                elif not self._goes_on(loop, seqs, unread + rounds):
+                    break
+                if loop is None:
+                    return
+                parts.append(self._launch_part(loop, begun, rounds, next(places)))
+                begun += rounds
+            if loop is None or not parts:
+                return
+            wait()
+            yield self._read_part(loop, seqs, parts.popleft())
 
     @torch.inference_mode()
-    def run(self, seqs: Seq[Sequence], rounds: int, wait: Callable[[], None]) -> list[LoopedRounds] | None:
-        """Some rounds of each; None: there is no memory for as many. `wait` is called while the device works."""
+    def _begin(self, seqs: Seq[Sequence], rounds: int) -> _Looped | None:
+        """Make ready; None: there is no memory."""
         count = _places(len(seqs))
         of = self._of(count)
         ids, ahead, wide = [seq.id for seq in seqs], self._ahead(of, rounds), _wide(of)
@@ -86,16 +129,34 @@ class DeviceLoop:
         sampled = any(not seq.params.greedy for seq in seqs)
         loop = self._looped(count, max(len(seq.tokens) for seq in seqs) + ahead, sampled)
         self._send(loop, seqs, slots)
+        return loop
+
+    @torch.inference_mode()
+    def _goes_on(self, loop: _Looped, seqs: Seq[Sequence], rounds: int) -> bool:
+        """Make ready for more rounds, `rounds` of them after those that are read; False: they do not fit."""
+        ahead = self._ahead(loop.guesses, rounds)
+        if max(len(seq.tokens) for seq in seqs) + ahead > loop.tables.longest:
+            return False
+        slots = self._target.reserve([seq.id for seq in seqs], ahead)
+        return slots is not None and all(guesser.go_on(seqs, ahead) for guesser in self.guessers)
+
+    @torch.inference_mode()
+    def _launch_part(self, loop: _Looped, begun: int, rounds: int, place: int) -> _Part:
         for _ in range(rounds):
             self._launch(loop)
-        loop.read[:rounds].copy_(loop.out[:rounds], non_blocking=True)
+        read, done = loop.read[place], self._done[place]
+        read.copy_(loop.out, non_blocking=True)
         states = loop.tables.target.hidden.clone() if self.layers else None
-        self._done.record()
-        wait()
-        self._done.synchronize()
-        read = self._read(loop, seqs, rounds, states)
-        for guesser in self.guessers:
-            guesser.end(seqs, read)
+        done.record()
+        return _Part(rounds, [turn % MOST_ROUNDS for turn in range(begun, begun + rounds)], read, states, done)
+
+    @torch.inference_mode()
+    def _read_part(self, loop: _Looped, seqs: Seq[Sequence], part: _Part) -> list[LoopedRounds]:
+        part.done.synchronize()
+        read = self._read(loop, seqs, part)
+        going = [(seq, own) for seq, own in zip(seqs, read, strict=True) if seq.finish is None]
+        for guesser in self.guessers if going else ():
+            guesser.end([seq for seq, _ in going], [own for _, own in going])
         return read
 
     @torch.inference_mode()
@@ -152,7 +213,8 @@ class DeviceLoop:
             longest,
         )
         found = torch.zeros(count, size, dtype=torch.int32, device=device)
-        staging, read = pinned(sum(sizes), device), pinned(out.numel(), device).view(out.shape)
+        staging = pinned(sum(sizes), device)
+        read = [pinned(out.numel(), device).view(out.shape) for _ in range(IN_FLIGHT)]
         return _Looped(of, tables, depth, found, sent, staging, out, read)
 
     def _send(self, loop: _Looped, seqs: Seq[Sequence], slots: Seq[int]) -> None:
@@ -212,9 +274,9 @@ class DeviceLoop:
         )  # fmt: skip
         target.move()
 
-    def _read(self, loop: _Looped, seqs: Seq[Sequence], rounds: int, states: Tensor | None) -> list[LoopedRounds]:
+    def _read(self, loop: _Looped, seqs: Seq[Sequence], part: _Part) -> list[LoopedRounds]:
         wide, nodes = loop.tables.wide, loop.tables.nodes
-        found = loop.read[:rounds, : len(seqs)].numpy().copy()  # the device writes into the memory again
+        found = part.read.numpy()[part.rows, : len(seqs)]  # a copy: the device writes into the memory again
         drafts = found[:, :, 1 + 2 * wide :]
         depths = by_depth(drafts, nodes, loop.depth)
         counts, firsts = drafts[:, :, 0].sum(0).tolist(), drafts[:, :, 1].sum(0).tolist()
@@ -228,14 +290,15 @@ class DeviceLoop:
                 for path, kept, limit in zip(rows, tokens, first, strict=True)
             ]
             total = sum(map(len, tokens))
-            self._target.written(seq.id, total)
+            if seq.finish is None:
+                self._target.written(seq.id, total)
             if loop.resident:
                 loop.resident[place] = seq.id, len(seq.tokens) + total
             by_source = dict(zip(names, (firsts[place], counts[place] - firsts[place]), strict=False))
             begin = place * (1 + nodes)
             last = [begin + row for row in rows[-1][: len(tokens[-1])]]
             one, drafted = partial(_one, own, wide, nodes, names), int(np.count_nonzero(own[:, 1 + 2 * wide]))
-            every.append(LoopedRounds(tokens, sources, drafted, depths[place], by_source, states, last, one))
+            every.append(LoopedRounds(tokens, sources, drafted, depths[place], by_source, part.states, last, one))
         return every
 
 

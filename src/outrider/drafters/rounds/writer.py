@@ -4,7 +4,7 @@ engine is told of them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,9 +17,12 @@ from outrider.models.base import Model, Paged
 if TYPE_CHECKING:  # needs Triton, as a target on a device does
     from outrider.drafters.rounds.loop import DeviceLoop
 
-# Drafts that a GPU writes and judges before the host looks, at most. The device waits while the host commits them, 0.2
-# ms a round of one sequence and 0.5 of 16 with 8 rounds (LOG, 2026-11-17); a stream comes in pieces of some 20 ms.
-ROUNDS = 16
+# Rounds of a part, which the host reads at once: committing them takes the host 0.2 ms a round of one sequence (LOG,
+# 2026-11-17) while the device is at the next part, and a stream comes in pieces of some 10 ms.
+PART = 8
+# Rounds after which the engine looks around again where nobody has come or ended meanwhile: requests that wait for
+# memory, and whether drafting still pays, can wait for some 60 ms.
+LONGEST = 48
 FIRST_RATE = 2.0  # tokens that a round writes of a sequence, before any was seen
 LEARNING = 0.2  # weight of the newest rounds in their average
 # Numbers of sequences whose rounds have their graphs from the beginning, so that no request waits for kernels to be
@@ -43,20 +46,31 @@ class RoundWriter:
         """Whether they can be written now."""
         return all(guesser.follows(seq) for guesser in self._loop.guessers for seq in seqs)
 
-    def write(self, seqs: Seq[Sequence], wait: Callable[[], None]) -> list[JudgedSteps] | None:
-        """Some steps of each; None: not now."""
-        count = self._rounds(seqs)
-        rounds = self._loop.run(seqs, count, wait)
-        if rounds is None:
-            return None
-        written = sum(len(tokens) for own in rounds for tokens in own.tokens)
-        self._rate += LEARNING * (written / (count * len(seqs)) - self._rate)
-        return list(map(_judged, rounds))
+    def write(
+        self, seqs: Seq[Sequence], wait: Callable[[], None], going: Callable[[], bool]
+    ) -> Iterator[list[JudgedSteps]]:
+        """Steps of each, part after part; no part: not now."""
+        begun = 0
 
-    def _rounds(self, seqs: Seq[Sequence]) -> int:
-        """Rounds that the host does not look at: not many more than the sequences still need."""
-        needed = math.ceil(max(seq.left for seq in seqs) / self._rate)
-        return self._loop.rounds(seqs, max(1, min(ROUNDS, needed)))
+        def plan(unread: int) -> int:
+            nonlocal begun
+            most = LONGEST - begun if not begun or going() else 0
+            rounds = min(most, self._rounds(seqs, unread)) if most > 0 else 0
+            begun += rounds
+            return rounds
+
+        for part in self._loop.run(seqs, plan, wait):
+            rounds = [own for own, seq in zip(part, seqs, strict=True) if seq.finish is None]
+            if rounds:
+                written = sum(len(tokens) for own in rounds for tokens in own.tokens)
+                rate = written / sum(len(own.tokens) for own in rounds)
+                self._rate += LEARNING * (rate - self._rate)
+            yield list(map(_judged, part))
+
+    def _rounds(self, seqs: Seq[Sequence], unread: int = 0) -> int:
+        """Rounds of the next part, where some are not read yet: not many more than the sequences still need."""
+        needed = math.ceil(max(seq.left for seq in seqs) / self._rate) - unread
+        return self._loop.rounds(seqs, min(PART, needed), unread) if needed > 0 else 0
 
 
 def _judged(rounds: LoopedRounds) -> JudgedSteps:

@@ -5,7 +5,8 @@ The same kernels run without a device under Triton's interpreter, which is how C
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain
@@ -27,6 +28,7 @@ from outrider.models.cuda.graphs import GIB, ROWS, SHORTEST, DevicePass, Passes,
 from outrider.models.cuda.looped import LoopedPass
 from outrider.models.cuda.pages import DeviceTable, PageTable
 from outrider.models.cuda.product import Around, linear, norm_scales, widest_in_parts
+from outrider.models.cuda.writing import IN_FLIGHT, HostCopies, Writing, WrittenPart, step_of
 from outrider.models.linear import Dense
 from outrider.models.llama_weights import LlamaConfig, ReadableWeights, Weights
 
@@ -107,6 +109,7 @@ class CudaLlama(ReadableWeights):
         self._angles = cos[:, :half].contiguous().to(device), sin[:, half:].contiguous().to(device)
         self._best_tokens = pinned(FEW_ROWS, device, torch.int64)  # of the last pass, on the host
         self._sent, self._done = event(device), event(device)
+        self._written_parts = HostCopies(device)
 
     def length(self, id: int) -> int:
         return self._pages.length(id)
@@ -188,43 +191,72 @@ class CudaLlama(ReadableWeights):
         if judged is not None and run.logits is None:
             self._output(run, judged).argmax(-1)
 
-    @torch.inference_mode()
     def write(self, ids: Sequence[int], last: Sequence[int], dice: Sequence[Dice | None], temperatures: Sequence[float],
-              steps: int, layers: Sequence[int] = ()) -> WrittenTokens:  # fmt: skip
-        """Each sequence writes `steps` tokens after its `last` one, without the host.
+              plan: Callable[[int], int], wait: Callable[[], None], layers: Sequence[int] = (),
+              ) -> Iterator[WrittenTokens]:  # fmt: skip
+        """Each sequence writes some tokens after its `last` one, without the host, part after part.
 
-        Afterwards the cache has seen all but the newest token of each. No dice: the likeliest token.
+        After each part the cache has seen all but the newest token of each. No dice: the likeliest token.
         """
+        parts: deque[WrittenPart] = deque()
+        writing: Writing | None = None
+        while True:
+            while len(parts) < IN_FLIGHT:
+                unread = sum(part.steps for part in parts)
+                steps = plan(unread)
+                if not steps or (writing is not None and not self._can_write(writing, unread + steps)):
+                    break
+                writing = writing or self._begin_writing(ids, last, dice, temperatures, steps, layers)
+                parts.append(self._write_part(writing, steps))
+            if not parts:
+                return
+            wait()
+            part = parts.popleft()
+            part.done.synchronize()
+            for id in ids:
+                self.written(id, part.steps)
+            yield WrittenTokens(part.tokens.clone(), part.hidden, part.first)
+
+    @torch.inference_mode()
+    def _begin_writing(self, ids: Sequence[int], last: Sequence[int], dice: Sequence[Dice | None],
+                       temperatures: Sequence[float], steps: int, layers: Sequence[int]) -> Writing:  # fmt: skip
         self._move()
-        count = len(ids)
         begin = [self._pages.length(id) for id in ids]
         feeds = [Feed(id, (token,)) for id, token in zip(ids, last, strict=True)]
         batch = Batch(feeds, self._pages, self.config.num_heads // self.config.num_kv_heads, ahead=steps - 1)
-        longest = max(begin, default=0) + steps
-        run = self._passes.of(shape_of(batch, longest, layers, self.context))
-        first = self._passes.is_first(run)
+        for id, length in zip(ids, begin, strict=True):
+            self._pages.crop(id, length)  # what is written counts when it is read
+        shape = shape_of(batch, max(begin, default=0) + steps, layers, self.context)
+        run = self._passes.of(shape)
         self._send(run, batch)
         keys = torch.tensor([_signed(one.key) if one else 0 for one in dice], device=self.device)
         heat = torch.tensor([t if one else 0.0 for one, t in zip(dice, temperatures, strict=True)], device=self.device)
-        positions = torch.tensor([place + 1 for place in begin], device=self.device)  # of the token to be written
+        positions = torch.tensor([place + 1 for place in begin], device=self.device)
+        return Writing(tuple(ids), run, shape.longest, keys, heat, positions, step_of(run, len(ids)))
+
+    def _can_write(self, writing: Writing, ahead: int) -> bool:
+        """Whether there is memory for as many tokens after those that are read, and the pass is made for such texts."""
+        longest = max(self._pages.length(id) for id in writing.ids) + ahead
+        return longest <= writing.longest and self.reserve(writing.ids, ahead) is not None
+
+    @torch.inference_mode()
+    def _write_part(self, writing: Writing, steps: int) -> WrittenPart:
+        run, count = writing.run, len(writing.ids)
+        first = self._passes.is_first(run)
         written = torch.empty(steps, count, dtype=torch.int64, device=self.device)
-        advance = torch.zeros_like(run.meta)
-        advance[[Field.POSITION, Field.PLACE, Field.BASE, Field.END], :count] = 1
         every = torch.arange(count, device=self.device)
         hidden = None if run.hidden is None else run.hidden.new_empty(steps, count, *run.hidden.shape[1:])
         for step in range(steps):
+            if writing.newest is not None:
+                writing.advance()
             self._passes.run(run, self._compute)
             if hidden is not None and run.hidden is not None:
                 hidden[step].copy_(run.hidden[:count])
             logits = run.logits[:count] if run.logits is not None else self._output(run, every)
-            kernels.choose(logits, keys, positions, heat, written[step])
-            if step + 1 < steps:
-                run.meta += advance
-                run.meta[Field.TOKEN, :count] = written[step]
-                positions += 1
-        for id in ids:
-            self.written(id, steps - 1)
-        return WrittenTokens(written, hidden, first)
+            kernels.choose(logits, writing.keys, writing.positions, writing.heat, written[step])
+            writing.newest = written[step]
+        tokens, done = self._written_parts.next(written)
+        return WrittenPart(tokens, hidden, first, done)
 
     def looped(
         self, sequences: int, nodes: int, moves: int, longest: int, layers: Sequence[int], sampled: bool

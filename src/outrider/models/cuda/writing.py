@@ -1,0 +1,78 @@
+"""Tokens that the target writes by itself on a GPU, in parts: while the host reads one the device is at the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import cycle
+
+import torch
+from torch import Tensor
+
+from outrider.models.cuda.batch import Field
+from outrider.models.cuda.graphs import DevicePass, NoEvent, event, pinned
+
+IN_FLIGHT = 2  # parts
+
+
+@dataclass(eq=False)
+class Writing:
+    """Some sequences, and where they stand on the device."""
+
+    ids: tuple[int, ...]
+    run: DevicePass
+    longest: int  # tokens of a text that the pass is made for
+    keys: Tensor  # [sequences] int64: of the dice
+    heat: Tensor  # [sequences] temperatures; 0: the likeliest token
+    positions: Tensor  # [sequences] int64: of the token to be written
+    step: Tensor  # what a token adds to the table of the pass
+    newest: Tensor | None = None  # [sequences] int64: the tokens written last
+
+    def advance(self) -> None:
+        """The newest tokens are fed next."""
+        assert self.newest is not None
+        self.run.meta += self.step
+        self.run.meta[Field.TOKEN, : len(self.ids)] = self.newest
+        self.positions += 1
+
+
+def step_of(run: DevicePass, count: int) -> Tensor:
+    """Each of `count` sequences is one further at its next token."""
+    step = torch.zeros_like(run.meta)
+    step[[Field.POSITION, Field.PLACE, Field.BASE, Field.END], :count] = 1
+    return step
+
+
+@dataclass(frozen=True, eq=False)
+class WrittenPart:
+    tokens: Tensor  # [steps, sequences] on the host, once it is `done`
+    hidden: Tensor | None
+    first: bool
+    done: torch.cuda.Event | NoEvent
+
+    @property
+    def steps(self) -> int:
+        return len(self.tokens)
+
+
+class HostCopies:
+    """Places on the host for the parts in flight, by turns."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._places = cycle([_HostPlace(torch.empty(0, dtype=torch.int64), event(device)) for _ in range(IN_FLIGHT)])
+
+    def next(self, written: Tensor) -> tuple[Tensor, torch.cuda.Event | NoEvent]:
+        """A copy that is there when the event is over."""
+        place = next(self._places)
+        if len(place.memory) < written.numel():
+            place.memory = pinned(written.numel(), self._device, torch.int64)
+        copy = place.memory[: written.numel()].view(written.shape)
+        copy.copy_(written, non_blocking=True)
+        place.done.record()
+        return copy, place.done
+
+
+@dataclass(eq=False)
+class _HostPlace:
+    memory: Tensor
+    done: torch.cuda.Event | NoEvent
