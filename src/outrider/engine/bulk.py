@@ -17,8 +17,6 @@ TOKENS = ((1024, 32), (64, 16), (1, 8))
 
 def possible(running: Seq[Sequence], pool: DrafterPool, drafting: bool) -> bool:
     """Whether the target can write all of them by itself: nobody drafts for them now."""
-    if any(seq.adapter is not None for seq in running):
-        return False
     return all(seq.plain and not (drafting and pool.drafts(seq)) for seq in running)
 
 
@@ -40,6 +38,7 @@ def write(
         [seq.params.temperature for seq in running],
         min(tokens_each, max(seq.left for seq in running)),
         layers,
+        [seq.adapter for seq in running] if any(seq.adapter for seq in running) else (),
     )
     wait()
     for seq, tokens in zip(running, written.tokens.T.tolist(), strict=True):

@@ -117,8 +117,12 @@ class TakesAdapters(Protocol):
     @property
     def adapter_base(self) -> AdapterBase: ...
 
+    def reserve_adapters(self, budget: int) -> int:
+        """Adapters that are ready at once will take up to `budget` bytes; what they may take in fact."""
+        ...
+
     def adapter_bytes(self, adapter: Adapter) -> int:
-        """What it takes when it is ready."""
+        """What it takes when it is ready; refuses an adapter that fits the model and cannot be run here."""
         ...
 
     def adapt(self, adapter: Adapter, key: str) -> ReadyAdapter:
@@ -177,8 +181,10 @@ class Paged(SharesPrefixes, Protocol):
         temperatures: Sequence[float],
         steps: int,
         layers: Sequence[int] = (),
+        adapters: Sequence[ReadyAdapter | None] = (),
     ) -> WrittenTokens:
-        """Each sequence writes `steps` tokens after its `last` one, without the host. `layers`: as of `forward`."""
+        """Each sequence writes `steps` tokens after its `last` one, without the host. `layers`: as of `forward`.
+        `adapters`: one for each sequence; (): none has one."""
         ...
 
 
