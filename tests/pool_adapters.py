@@ -12,11 +12,15 @@ from outrider.models.stack import Layer, TorchStack
 MATRICES = tuple(FIELDS)
 
 
-def weights(layers=1, vocab=60, hidden=32, inner=40, heads=4, kv=2, d=16, dtype=torch.float32, device="cpu", context=256):
-    made = torch.Generator().manual_seed(0)
+def weights(
+    layers=1, vocab=60, hidden=32, inner=40, heads=4, kv=2, d=16, dtype=torch.float32, device="cpu", context=256
+):
+    made = torch.Generator(device).manual_seed(0)
 
     def rand(*sizes):
-        return (torch.randn(*sizes, generator=made) * 0.3).to(device, dtype)
+        """Rows keep about the size of what they are made from; a vector is small beside 1."""
+        size = sizes[-1] ** -0.5 if len(sizes) > 1 else 0.1
+        return (torch.randn(*sizes, generator=made, device=device) * size).to(dtype)
 
     def layer():
         return Layer(
@@ -33,7 +37,8 @@ def weights(layers=1, vocab=60, hidden=32, inner=40, heads=4, kv=2, d=16, dtype=
     config = LlamaConfig(hidden, heads, kv, d, 1e-5, None, vocab_size=vocab, num_layers=layers, context=context)
     rope = Rope(1.0 / 10_000 ** (torch.arange(0, d, 2).float() / d))
     stack = TorchStack(config, [layer() for _ in range(layers)])
-    return config, Weights(Dense(rand(vocab, hidden)), stack, 1 + rand(hidden), Dense(rand(vocab, hidden)), rope)
+    embedding, head = Dense(hidden**0.5 * rand(vocab, hidden)), Dense(8 * rand(vocab, hidden))
+    return config, Weights(embedding, stack, 1 + rand(hidden), head, rope)
 
 
 def lora(model, rank, seed, only=None, ends=(), strength=0.5):

@@ -53,7 +53,7 @@ class PagedMarkov:
     def prepare(self, layers=()):
         """There are no graphs."""
 
-    def write(self, ids, last, dice, temperatures, steps, layers=()):
+    def write(self, ids, last, dice, temperatures, steps, layers=(), adapters=()):
         self.written.append(list(ids))
         rows = [self._write(*each, steps) for each in zip(ids, last, dice, temperatures, strict=True)]
         states = torch.tensor(rows).T[:, :, None, None] * torch.ones(len(layers), 1) if layers else None

@@ -27,9 +27,9 @@ RANKS = (1, 8, 64, 16)
 class Pair:
     """A model in plain torch and in these kernels, with the same adapters."""
 
-    def __init__(self, ranks=RANKS, memory=1 << 22, **sizes):
+    def __init__(self, ranks=RANKS, units=8, **sizes):
         self.plain, self.ours = Llama(*weights(**sizes)), CudaLlama(*weights(**sizes), 1 << 20)
-        self.ours.reserve_adapters(memory)
+        self.ours.reserve_adapters(units * self.ours.adapter_bytes(lora(self.ours, 1, 0)))
         self.rng = random.Random(1)
         self.ready = [(None, None)]
         for seed, rank in enumerate(ranks):
@@ -74,7 +74,7 @@ def test_rows_of_different_adapters_and_of_none_in_one_pass_equal_plain_torch():
 
 
 def test_a_prompt_with_an_adapter_comes_in_any_chunks():
-    pair = Pair(ranks=(8,))
+    pair = Pair(ranks=(8,), units=1)
     prompt = pair.text(70)
     whole = pair.run([(1, prompt, NONE, 1)])[0]
     pair.run([(2, prompt[:66], NONE, 1), (3, pair.text(5), NONE, 0)])
@@ -84,7 +84,7 @@ def test_a_prompt_with_an_adapter_comes_in_any_chunks():
 @pytest.mark.parametrize("name", MATRICES)
 def test_each_matrix_has_its_own_part(name):
     """Outputs of queries, keys and values may share a strip: their boundaries are no multiples of one."""
-    pair = Pair(ranks=(), heads=3, kv=1, d=12, hidden=24)
+    pair = Pair(ranks=(), units=1, heads=3, kv=1, d=12, hidden=24)
     pair.add(lora(pair.ours, 3, 5, only=name), "own")
     base = pair.run([(1, [1, 2, 3], NONE, 0)])[0]
     assert not torch.allclose(pair.run([(2, [1, 2, 3], NONE, 1)])[0], base, atol=1e-3)
@@ -100,9 +100,7 @@ def test_a_row_without_an_adapter_has_the_bits_of_a_pass_without_any():
 
 def test_an_adapter_that_leaves_makes_place_and_leaves_nothing_behind():
     """Its units are used again: by an adapter of a smaller rank, whose rest is zero."""
-    pair = Pair(ranks=())
-    unit = pair.ours.adapter_bytes(lora(pair.ours, 16, 0))
-    pair.ours.reserve_adapters(4 * unit)
+    pair = Pair(ranks=(), units=4)
     pair.add(lora(pair.ours, 64, 1), "large")
     tokens = pair.text(3)
     pair.run([(1, tokens, NONE, 1)])
@@ -140,7 +138,9 @@ def test_the_target_writes_by_itself_what_it_would_write_step_by_step():
     pair = Pair(layers=2)
     model, prompts = pair.ours, [pair.text(4 + n) for n in range(5)]
     owns = [pair.ready[n % 4][1] for n in range(5)]
-    model.forward([Feed(n, prompt[:-1], adapter=own) for n, (prompt, own) in enumerate(zip(prompts, owns, strict=True))])
+    model.forward(
+        [Feed(n, prompt[:-1], adapter=own) for n, (prompt, own) in enumerate(zip(prompts, owns, strict=True))]
+    )
     written = model.write(range(5), [prompt[-1] for prompt in prompts], [None] * 5, [0.0] * 5, 4, adapters=owns)
     for n, (prompt, own) in enumerate(zip(prompts, owns, strict=True)):
         tokens = list(prompt)

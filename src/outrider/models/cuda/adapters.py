@@ -1,4 +1,4 @@
-"""Adapters on a GPU: a pool of units that adapters are placed in, and the tables of a pass that say whose rows are whose.
+"""Adapters on a GPU: a pool of units that adapters are placed in, and tables that say which rows of a pass are whose.
 
 The pool never moves and the tables are tensors, so a graph that was captured once serves whichever adapters come and
 go: nothing is captured again.

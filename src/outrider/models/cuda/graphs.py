@@ -141,6 +141,11 @@ class Passes:
                 self._passes[shape] = found
         return found
 
+    @property
+    def captured(self) -> int:
+        """Graphs that there are."""
+        return sum(one.graph is not None for one in self._passes.values())
+
     def is_first(self, one: DevicePass) -> bool:
         """Whether the pass will run without its graph, or capture it: that takes longer than it will again."""
         return one.graph is None and self._captures(one)

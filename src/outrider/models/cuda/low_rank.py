@@ -80,6 +80,7 @@ def _multiply_inner(
     live = lane < size
     rows = tl.load(order_ptr + start + lane, mask=live, other=0).to(tl.int64)
     begin_after(SOON)
+    nearly_done(SOON)  # x is there: the product may begin, and waits for this kernel before it reads inner values
     for number in range(first, first + held):
         unit = tl.load(units_ptr + _HEADER + number).to(tl.int64)
         place = tl.load(units_ptr + _HEADER + 2 * most + number)
@@ -93,7 +94,6 @@ def _multiply_inner(
             total = tl.dot(x, a.T, total, input_precision="ieee")
         to = inner_ptr + (((part * count + rows) * MATRICES + matrix) * _PLACES + place)[:, None] * _UNIT
         tl.store(to + value[None, :], total, mask=live[:, None])
-    nearly_done(SOON)
 
 
 @triton.jit

@@ -123,6 +123,11 @@ class CudaLlama(ReadableWeights):
         self._best_tokens = pinned(FEW_ROWS, device, torch.int64)  # of the last pass, on the host
         self._sent, self._done = event(device), event(device)
 
+    @property
+    def captured(self) -> int:
+        """Graphs of passes that there are, for measurement."""
+        return self._passes.captured
+
     def length(self, id: int) -> int:
         return self._pages.length(id)
 

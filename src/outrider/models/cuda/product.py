@@ -77,7 +77,9 @@ def _few(
     gain, and each strip's sum of its squares; the product that reads these (STRIPS > 0) multiplies with the norm's
     scale at the end.
     SPLIT programs share a strip, each a part of K; the last to be done adds the parts up, always in the same order.
-    MATRICES > 0: with what the rows' adapters add.
+    MATRICES > 0: with what the rows' adapters add. The kernel before, which computes their inner values, lets this one
+    begin when x is there (`multiply_inner`), and is waited for where they are read. So nothing waits before x is read,
+    and x is read past the first cache, which knows nothing of other kernels' writes until then.
     """
     rows = tl.arange(0, ROWS)
     strip, share = tl.program_id(0), tl.program_id(1)
@@ -89,10 +91,14 @@ def _few(
     in_strip, in_rows = (first < size)[:, None], (rows < count)[None, :]
     a = tl.zeros([BN, ROWS], tl.float32)
     b = tl.zeros([BN, ROWS], tl.float32)
-    begin_after(SOON)
+    if MATRICES == 0:
+        begin_after(SOON)
     for k in range(begin, tl.minimum(begin + PART, K), BK):
         fits = k + inner < K
-        x = tl.load(x_rows + k, mask=in_rows & fits[:, None], other=0.0)  # [BK, ROWS]
+        if MATRICES == 0:
+            x = tl.load(x_rows + k, mask=in_rows & fits[:, None], other=0.0)  # [BK, ROWS]
+        else:
+            x = tl.load(x_rows + k, mask=in_rows & fits[:, None], other=0.0, cache_modifier=".cg")
         w = tl.load(w_first + k, mask=in_strip & fits[None, :], other=0.0, eviction_policy="evict_first")
         a = tl.dot(w, x, a, input_precision="ieee")
         if GATE:
@@ -111,6 +117,8 @@ def _few(
         a = tl.zeros([BN, ROWS], tl.float32)
         for part in tl.static_range(SPLIT):
             a += tl.load(mine + part * (BN * ROWS), cache_modifier=".cg")
+    if MATRICES > 0:
+        begin_after(SOON)
     if STRIPS > 0:
         total = tl.zeros([ROWS], squares_ptr.dtype.element_ty)
         for other in range(STRIPS):
@@ -129,8 +137,8 @@ def _few(
         owner = tl.load(owner_ptr + rows, mask=rows < count, other=0)
         whole = size * 2 if GATE else size
         delta = added(
-            tl.zeros([BN, ROWS], tl.float32), inner_ptr, b_ptr, units_ptr, most, count, rows, owner, first, first < size,
-            strip * BN, whole, 0, MATRICES, FIRST_END, SECOND_END, PARTS, WIDE, BN, False,
+            tl.zeros([BN, ROWS], tl.float32), inner_ptr, b_ptr, units_ptr, most, count, rows, owner, first,
+            first < size, strip * BN, whole, 0, MATRICES, FIRST_END, SECOND_END, PARTS, WIDE, BN, False,
         )  # fmt: skip
         has = tl.broadcast_to((owner > 0)[None, :], [BN, ROWS])
         if STRIPS > 0 or SCALED:
