@@ -111,7 +111,7 @@ class SharesPrefixes(Wrapped):
     def forget_prefixes(self):
         self.known.clear()
 
-    def write(self, ids, last, dice, temperatures, plan, wait, layers=()):
+    def write(self, ids, last, dice, temperatures, plan, wait, layers=(), adapters=()):
         while steps := plan(0):
             wait()
             rows = [self._write(*each, steps) for each in zip(ids, last, dice, temperatures, strict=True)]

@@ -487,7 +487,7 @@ class Apart:
         """Sequences that it has memory for."""
         return set(self._model.seen)
 
-    def write(self, ids, last, dice, temperatures, plan, wait, layers=()):
+    def write(self, ids, last, dice, temperatures, plan, wait, layers=(), adapters=()):
         while steps := plan(0):
             wait()
             each = zip(ids, last, dice, temperatures, strict=True)

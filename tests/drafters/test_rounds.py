@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 from eagle_forms import FORMS
+from pool_adapters import lora
 from tiny import VOCAB, eagle_head, family, medusa_head, outputs, plainly, prompts
 
 from outrider import drafters
@@ -109,6 +110,39 @@ def test_rounds_write_what_plain_decoding_writes(loops, spec):
         kept = sum(token.drafter is not None for token in seq.output)
         assert seq.stats.accepted == kept == sum(seq.stats.accepted_by_drafter.values())
         assert seq.stats.drafted == sum(seq.stats.drafted_by_drafter.values())
+
+
+@functools.cache
+def adapters():
+    """Of two ranks on the target, and the same of the plain model; the last of each is none."""
+    made = [lora(target(), rank, seed, strength=2.0) for rank, seed in ((3, 1), (20, 2))]
+    target().reserve_adapters(sum(map(target().adapter_bytes, made)))
+    own, other = (
+        [model.adapt(each, str(n)) for n, each in enumerate(made)] for model in (target(), family("llama")[1])
+    )
+    return [*own, None], [*other, None]
+
+
+@pytest.mark.parametrize("spec", [*list(GUESSERS)[:2], "none"])
+def test_sequences_with_adapters_are_written_without_the_host_too(loops, spec):
+    """Two adapters and none in one batch, in rounds or by the target alone; each writes what it writes plainly."""
+    params = [SamplingParams(8), SamplingParams(6), SamplingParams(7)]
+    wanted = []
+    for seq, own in zip(sequences(params), adapters()[1], strict=True):
+        wanted.append(plainly(family("llama")[1], seq.tokens, seq.params, adapter=own, dice=Dice(seq.id)))
+    assert outputs(wanted) != outputs(plain(params)), "the adapters change nothing"
+    seqs = sequences(params)
+    for seq, own in zip(seqs, adapters()[0], strict=True):
+        seq.adapter = own
+    made, passes = engine(spec), []
+    made.model.on_pass = lambda: passes.append(1)  # before and after each pass that the host asks for
+    try:
+        drain(made, seqs)
+    finally:
+        made.model.on_pass = None
+    assert outputs(seqs) == outputs(wanted)
+    assert bool(loops) == (spec != "none")
+    assert len(passes) <= 2 * 3, "the host looked at every token"
 
 
 def test_a_batch_has_smaller_drafts(monkeypatch, loops):

@@ -54,7 +54,7 @@ class PagedMarkov:
     def prepare(self, layers=()):
         """There are no graphs."""
 
-    def write(self, ids, last, dice, temperatures, plan, wait, layers=()):
+    def write(self, ids, last, dice, temperatures, plan, wait, layers=(), adapters=()):
         parts = collections.deque()
         while True:
             while len(parts) < 2 and (steps := plan(sum(parts))):

@@ -64,8 +64,7 @@ class ModelDrafter(Drafter):
 
     def _can_write(self, writer: _ModelDraft) -> bool:
         """Whether the draft model can write this chain by itself, without a look at the logits in between."""
-        adapted = self.takes_adapters and writer.seq.adapter is not None
-        return self._model.vocab_size == self._vocab and writer.seq.plain and not adapted
+        return self._model.vocab_size == self._vocab and writer.seq.plain
 
     def _write(self, model: Paged, writers: Seq[_ModelDraft], feeds: Seq[Feed]) -> None:
         behind = [replace(feed, tokens=feed.tokens[:-1]) for feed in feeds if len(feed.tokens) > 1]
@@ -78,6 +77,7 @@ class ModelDrafter(Drafter):
             [writer.seq.params.temperature for writer in writers],
             one_part(max(writer.length for writer in writers)),
             lambda: None,
+            adapters=[feed.adapter for feed in feeds],
         )
         for writer, tokens in zip(writers, written.tokens.T.tolist(), strict=True):
             writer.tokens += tokens[: writer.length]

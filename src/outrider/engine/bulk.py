@@ -21,8 +21,6 @@ PARTS = 6
 
 def possible(running: Seq[Sequence], pool: DrafterPool, drafting: bool) -> bool:
     """Whether the target can write all of them by itself: nobody drafts for them now."""
-    if any(seq.adapter is not None for seq in running):
-        return False
     return all(seq.plain and not (drafting and pool.drafts(seq)) for seq in running)
 
 
@@ -58,6 +56,7 @@ def write(
         plan,
         wait,
         layers,
+        [seq.adapter for seq in running] if any(seq.adapter for seq in running) else (),
     ):
         for seq, tokens in zip(running, written.tokens.T.tolist(), strict=True):
             if seq.finish is None:

@@ -182,8 +182,8 @@ class DrafterPool:
 
     def writer(self, seqs: Seq[Sequence], budget: int) -> Drafter | None:
         """The drafter of all these sequences, if it can write them together with the target and without the host. Not
-        where the caller has told what to expect, with an adapter, or where one of its members has failed."""
-        if not seqs or any(seq.prediction or seq.adapter is not None or seq.id in self._left_out for seq in seqs):
+        where the caller has told what to expect, or where one of its members has failed."""
+        if not seqs or any(seq.prediction or seq.id in self._left_out for seq in seqs):
             return None
         drafter = self.drafters[seqs[0].draft]
         if drafter.writer is None or any(self.drafters[seq.draft] is not drafter for seq in seqs):

@@ -118,8 +118,12 @@ class TakesAdapters(Protocol):
     @property
     def adapter_base(self) -> AdapterBase: ...
 
+    def reserve_adapters(self, budget: int) -> int:
+        """Adapters that are ready at once will take up to `budget` bytes; what they may take in fact."""
+        ...
+
     def adapter_bytes(self, adapter: Adapter) -> int:
-        """What it takes when it is ready."""
+        """What it takes when it is ready; refuses an adapter that fits the model and cannot be run here."""
         ...
 
     def adapt(self, adapter: Adapter, key: str) -> ReadyAdapter:
@@ -185,10 +189,12 @@ class Paged(SharesPrefixes, Protocol):
         plan: Callable[[int], int],
         wait: Callable[[], None],
         layers: Sequence[int] = (),
+        adapters: Sequence[ReadyAdapter | None] = (),
     ) -> Iterator[WrittenTokens]:
         """Each sequence writes some tokens after its `last` one, without the host, part after part: the caller looks at
         one part while the device is at the next. `plan` says how many tokens the next part has, where some are not read
-        yet; 0: no more. `wait` is called while the device works. `layers`: as of `forward`."""
+        yet; 0: no more. `wait` is called while the device works. `layers`: as of `forward`. `adapters`:
+        one for each sequence; (): none has one."""
         ...
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from outrider.core.adapter import ReadyAdapter
 from outrider.core.sequence import Scope
 from outrider.models.adapters import dense
-from outrider.models.adapters.adapter import Adapter, AdapterBase, shapes
+from outrider.models.adapters.adapter import Adapter
 from outrider.models.base import Feed, Output
 from outrider.models.cache import Cache, Slot
 from outrider.models.llama_weights import LlamaConfig, ReadableWeights, Weights
@@ -80,12 +79,8 @@ class Llama(ReadableWeights):
 
     adapter_slots: int | None = None
 
-    @functools.cached_property
-    def adapter_base(self) -> AdapterBase:
-        config = self.config
-        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        sizes = (config.hidden_size, queries, keys, self.anatomy.intermediate_size)
-        return AdapterBase(shapes(*sizes, config.vocab_size, config.num_layers), config.num_heads, config.num_kv_heads)
+    def reserve_adapters(self, budget: int) -> int:
+        return budget
 
     def adapter_bytes(self, adapter: Adapter) -> int:
         return adapter.nbytes * self.dtype.itemsize // 4

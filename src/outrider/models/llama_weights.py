@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.models.adapters.adapter import AdapterBase, shapes
 from outrider.models.base import Anatomy
 from outrider.models.linear import Embedding, Linear
 from outrider.models.native.packed import Packed
@@ -56,6 +58,13 @@ class ReadableWeights:
     @property
     def anatomy(self) -> Anatomy:
         return anatomy(self.config, self.weights)
+
+    @functools.cached_property
+    def adapter_base(self) -> AdapterBase:
+        config = self.config
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        sizes = (config.hidden_size, queries, keys, self.anatomy.intermediate_size)
+        return AdapterBase(shapes(*sizes, config.vocab_size, config.num_layers), config.num_heads, config.num_kv_heads)
 
     @property
     def packed(self) -> bool:

@@ -126,8 +126,8 @@ class DeviceLoop:
         slots = self._target.reserve(ids, ahead)
         if slots is None or not all(guesser.begin(seqs, ahead, wide) for guesser in self.guessers):
             return None
-        sampled = any(not seq.params.greedy for seq in seqs)
-        loop = self._looped(count, max(len(seq.tokens) for seq in seqs) + ahead, sampled)
+        sampled, adapted = any(not seq.params.greedy for seq in seqs), any(seq.adapter for seq in seqs)
+        loop = self._looped(count, max(len(seq.tokens) for seq in seqs) + ahead, sampled, adapted)
         self._send(loop, seqs, slots)
         return loop
 
@@ -191,13 +191,13 @@ class DeviceLoop:
         """Places of the target's cache that the rounds of a sequence may take."""
         return rounds * _wide(of) + sum(each.size.nodes for each in of) + 1
 
-    def _looped(self, count: int, longest: int, sampled: bool) -> _Looped:
-        key = count, reach(max(longest, PREPARED[0]), self._target.context), sampled
+    def _looped(self, count: int, longest: int, sampled: bool, adapted: bool = False) -> _Looped:
+        key = count, reach(max(longest, PREPARED[0]), self._target.context), sampled, adapted
         if key not in self._made:
             self._made[key] = self._make(*key)
         return self._made[key]
 
-    def _make(self, count: int, longest: int, sampled: bool) -> _Looped:
+    def _make(self, count: int, longest: int, sampled: bool, adapted: bool) -> _Looped:
         of, device = self._of(count), self._target.device
         nodes, depth, wide = sum(each.size.nodes for each in of), max(each.size.depth for each in of), _wide(of)
         sizes = [len(RoundField) * count, (1 + 2 * wide) * count]
@@ -206,7 +206,7 @@ class DeviceLoop:
         size = DRAFT_HEADER + 3 * nodes
         out = torch.zeros(MOST_ROUNDS, count, 1 + 2 * wide + size, dtype=torch.int32, device=device)
         tables = RoundTables(
-            self._target.looped(count, nodes, wide - 1, longest, self.layers, sampled),
+            self._target.looped(count, nodes, wide - 1, longest, self.layers, sampled, adapted),
             texts.view(len(RoundField), count),
             kept.view(count, 1 + 2 * wide),
             torch.zeros(count, longest + wide, dtype=torch.int32, device=device),
@@ -227,6 +227,7 @@ class DeviceLoop:
         table[RoundField.LENGTH, some] = [len(seq.tokens) - 1 for seq in seqs]
         table[RoundField.LAST, some] = [seq.tokens[-1] for seq in seqs]
         loop.sent.copy_(loop.staging, non_blocking=True)
+        loop.tables.target.send_adapters([seq.adapter for seq in seqs])
         if any(guesser.reads_texts for guesser in self.guessers):
             self._send_texts(loop, seqs)
         for guesses in loop.guesses:

@@ -46,7 +46,8 @@ class _Resident:
 class AdapterStore:
     def __init__(self, model: Model, budget: int) -> None:
         """`budget`: bytes of all adapters that are in memory."""
-        self._model, self._budget = model, budget
+        self._model = model
+        self._budget = model.reserve_adapters(budget) if isinstance(model, TakesAdapters) else budget
         self._names: dict[str, _Registered] = {}
         self._resident: OrderedDict[str, _Resident] = OrderedDict()  # by key, longest unused first
         self._reserved = 0  # bytes of adapters that are being made ready

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.models.cuda.batch import SMALL_TILE, Field
-from outrider.models.cuda.product import PROCESSORS, begin_after, early, nearly_done
+from outrider.models.cuda.launch import begin_after, early, nearly_done
+from outrider.models.cuda.product import PROCESSORS
 
 PARTS_BYTES = 128 << 20  # memory for the sums of chunks that have programs of their own
 LARGE_WARPS = 8  # of a program with a large tile; measured on an H200 (docs/LOG.md)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from outrider.core.errors import OutriderError
 from outrider.models.cuda import kernels
+from outrider.models.cuda.adapters import AdapterPool, PassAdapters
 from outrider.models.cuda.attention import Attention, PartSums, chunk_keys
 from outrider.models.cuda.batch import FEW_ROWS, NODES, Batch, Field
 from outrider.models.cuda.product import Workspace
@@ -41,15 +42,16 @@ class Shape:
     longest: int  # sequence
     tile: int  # query rows times heads that a program of the attention takes
     layers: tuple[int, ...] = ()  # hidden states that are kept
+    adapted: bool = False  # whether rows may have adapters
 
 
-def shape_of(batch: Batch, longest: int, layers: Sequence[int], context: int) -> Shape:
+def shape_of(batch: Batch, longest: int, layers: Sequence[int], context: int, adapted: bool = False) -> Shape:
     """The shape that serves a pass over sequences of up to `longest` tokens."""
     rows = batch.rows
     fitting = ROWS[bisect_left(ROWS, rows)] if rows <= MOST_ROWS else -(-rows // LARGE) * LARGE
     packed = -(-fitting // PACKED)
     blocks = packed if fitting > FEW_ROWS and len(batch.spans) <= packed else fitting
-    return Shape(fitting, blocks, reach(longest, context), batch.tile, tuple(layers))
+    return Shape(fitting, blocks, reach(longest, context), batch.tile, tuple(layers), adapted)
 
 
 def reach(longest: int, context: int) -> int:
@@ -97,6 +99,7 @@ class DevicePass:
     work: Workspace
     attention: Attention
     layers: tuple[int, ...]
+    adapters: PassAdapters | None = None  # of its rows; None: none has one
     used: bool = False
     graph: torch.cuda.CUDAGraph | None = None
 
@@ -110,15 +113,23 @@ class Passes:
     pass ends before the next begins."""
 
     def __init__(
-        self, config: LlamaConfig, widest: int, dtype: torch.dtype, device: torch.device, graphs: bool
+        self,
+        config: LlamaConfig,
+        widest: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        graphs: bool,
+        pool: AdapterPool,
     ) -> None:
-        """`widest`: outputs of the largest matrix that is summed in parts. `graphs`: False runs kernel by kernel."""
+        """`widest`: outputs of the largest matrix that is summed in parts. `graphs`: False runs kernel by kernel.
+        `pool`: of the adapters that rows may have."""
         self._config, self._widest, self._dtype, self._device = config, widest, dtype, device
         self._graphs = graphs and device.type == "cuda"
         self._passes: dict[Shape, DevicePass] = {}
         self._buffers = Buffers(config, MOST_ROWS, widest, dtype, device)
         self._parts = PartSums(config.num_heads, config.head_dim, device)
         self._staging = pinned(len(Field) * MOST_ROWS, device)
+        self._pool, self._inner, self._adapter_staging = pool, torch.empty(0), torch.empty(0)
         self._capture = Capture()
 
     def of(self, shape: Shape) -> DevicePass:
@@ -129,6 +140,11 @@ class Passes:
             if shape.rows <= MOST_ROWS:
                 self._passes[shape] = found
         return found
+
+    @property
+    def captured(self) -> int:
+        """Graphs that there are."""
+        return sum(one.graph is not None for one in self._passes.values())
 
     def is_first(self, one: DevicePass) -> bool:
         """Whether the pass will run without its graph, or capture it: that takes longer than it will again."""
@@ -172,7 +188,19 @@ class Passes:
             buffers.work,
             Attention(rows, shape.blocks, shape.tile, shape.longest, chunk, shared, self._parts),
             shape.layers,
+            self._adapters(rows) if shape.adapted else None,
         )
+
+    def _adapters(self, rows: int) -> PassAdapters:
+        """Inner values of passes of up to MOST_ROWS rows share their memory."""
+        pool, most = self._pool, max(rows, MOST_ROWS)
+        if rows > MOST_ROWS or not len(self._inner):
+            inner = torch.empty(most * pool.inner_values, dtype=torch.float32, device=self._device)
+            if rows > MOST_ROWS:
+                return PassAdapters(pool, rows, inner, pinned(PassAdapters.size(pool, rows), self._device))
+            self._inner = inner
+            self._adapter_staging = pinned(PassAdapters.size(pool, MOST_ROWS), self._device)
+        return PassAdapters(pool, rows, self._inner, self._adapter_staging)
 
     @contextmanager
     def _fitting(self, rows: int) -> Iterator[None]:

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.models.cuda.batch import FEW_ROWS, Field
-from outrider.models.cuda.product import Workspace, begin_after, early, nearly_done, pair_sum
+from outrider.models.cuda.launch import begin_after, early, nearly_done
+from outrider.models.cuda.product import Workspace, pair_sum
 
 BEST = 4096  # logits that one program looks through
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from outrider.core.adapter import ReadyAdapter
 from outrider.models.cuda import kernels
 from outrider.models.cuda.graphs import DevicePass
 
@@ -27,6 +28,12 @@ class LoopedPass:
     block: int  # rows of one sequence that the attention takes at once
     begins: Tensor  # [sequences + 1] int32: where each sequence's pairs begin
     pairs: Tensor  # [sequences, moves, 2] int32: places of nodes that are kept, and where they go
+
+    def send_adapters(self, adapters: Sequence[ReadyAdapter | None]) -> None:
+        """Of the sequences, in their places. The device has read what was sent before."""
+        if self.run.adapters is not None:
+            each = self.run.rows // (len(self.begins) - 1)
+            self.run.adapters.send(adapters, [each] * len(adapters))
 
     @property
     def table(self) -> Tensor:

@@ -15,17 +15,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.core.adapter import ReadyAdapter
 from outrider.core.dice import Dice
 from outrider.core.errors import OutriderError
 from outrider.core.params import SamplingParams
 from outrider.core.sampling import warp_batch
 from outrider.core.sequence import Scope
+from outrider.models.adapters.adapter import Adapter
 from outrider.models.base import Feed, Output, Outputs, WrittenTokens
 from outrider.models.cuda import kernels
+from outrider.models.cuda.adapters import AdapterPool
 from outrider.models.cuda.attention import LONG, chunk_keys
 from outrider.models.cuda.batch import FEW_ROWS, NODES, SMALL_TILE, Batch, Field
 from outrider.models.cuda.graphs import GIB, ROWS, SHORTEST, DevicePass, Passes, Shape, event, pinned, reach, shape_of
 from outrider.models.cuda.looped import LoopedPass
+from outrider.models.cuda.low_rank import LowRankSum
 from outrider.models.cuda.pages import DeviceTable, PageTable
 from outrider.models.cuda.product import Around, linear, norm_scales, widest_in_parts
 from outrider.models.cuda.writing import IN_FLIGHT, HostCopies, Writing, WrittenPart, step_of
@@ -44,7 +48,17 @@ PREPARED_ROWS, PREPARED_LENGTHS = 20, (256, 512, 1024)
 class CudaLlama(ReadableWeights):
     """`graphs`: False runs every kernel by itself, for debugging and comparison."""
 
-    def __init__(self, config: LlamaConfig, weights: Weights, memory: int, graphs: bool = True) -> None:
+    adapter_slots: int | None = None
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        weights: Weights,
+        memory: int,
+        graphs: bool = True,
+        adapters: AdapterPool | None = None,
+    ) -> None:
+        """`adapters`: of the model whose first layers these are."""
         self.config, self.weights, self._memory, self._graphs = config, weights, memory, graphs
         self.vocab_size, self.num_layers, self.context = config.vocab_size, config.num_layers, config.context
         self.dtype, self.device = weights.norm.dtype, weights.norm.device
@@ -54,6 +68,7 @@ class CudaLlama(ReadableWeights):
         self._last: tuple[DevicePass, Tensor | None] | None = (
             None  # the last pass, and its rows whose logits came after it
         )
+        self._adapters = adapters or AdapterPool(self.adapter_base, self.num_layers, self.dtype, self.device)
         count = memory // (PAGE * self.bytes_per_token)
         if count < 2:
             raise OutriderError(
@@ -97,7 +112,7 @@ class CudaLlama(ReadableWeights):
             # zeros: what lies past the end of a sequence is multiplied by 0, and 0 * nan is nan
             self._cache = torch.zeros(shape, dtype=self.dtype, device=device)
             self._table = DeviceTable(self._pages, device)
-            self._passes = Passes(config, widest, self.dtype, device, self._graphs)
+            self._passes = Passes(config, widest, self.dtype, device, self._graphs, self._adapters)
         except torch.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info(device)
             raise OutriderError(
@@ -110,6 +125,11 @@ class CudaLlama(ReadableWeights):
         self._best_tokens = pinned(FEW_ROWS, device, torch.int64)  # of the last pass, on the host
         self._sent, self._done = event(device), event(device)
         self._written_parts = HostCopies(device)
+
+    @property
+    def captured(self) -> int:
+        """Graphs of passes that there are, for measurement."""
+        return self._passes.captured
 
     def length(self, id: int) -> int:
         return self._pages.length(id)
@@ -137,31 +157,52 @@ class CudaLlama(ReadableWeights):
     def first(self, layers: int) -> CudaLlama:
         weights = replace(self.weights, stack=self.weights.stack.first(layers))
         memory = self._memory * layers // self.num_layers  # for as many tokens
-        return CudaLlama(replace(self.config, num_layers=layers), weights, memory, self._graphs)
+        return CudaLlama(replace(self.config, num_layers=layers), weights, memory, self._graphs, self._adapters)
+
+    def reserve_adapters(self, budget: int) -> int:
+        return self._adapters.reserve(budget)
+
+    def adapter_bytes(self, adapter: Adapter) -> int:
+        return self._adapters.bytes_of(adapter)
+
+    def adapt(self, adapter: Adapter, key: str) -> ReadyAdapter:
+        return self._adapters.place(adapter, key)
+
+    def release(self, ready: ReadyAdapter) -> None:
+        self._adapters.release(ready.weights)
 
     @torch.inference_mode()
     def prepare(self, layers: Sequence[int] = ()) -> None:
-        """Capture the graphs of small passes now, so that no request waits for them. `layers`: as of `forward`."""
+        """Capture the graphs of small passes now, so that no request waits for them. `layers`: as of `forward`. Those
+        with adapters too, where there are some already."""
         group = self.config.num_heads // self.config.num_kv_heads
         tile = max(SMALL_TILE, 1 << (group - 1).bit_length())
         for longest in (size for size in PREPARED_LENGTHS if size <= self.context):
             for rows in (rows for rows in ROWS if rows <= PREPARED_ROWS):
-                run = self._passes.of(Shape(rows, rows, longest, tile, tuple(layers)))
-                self._sent.synchronize()
-                run.fields[:] = 0
-                run.fields[Field.SLOT] = self._pages.padding
-                run.meta.copy_(run.staging, non_blocking=True)
-                self._sent.record()
-                while self._passes.is_first(run):
-                    self._passes.run(run, self._compute)
+                for adapted in (False, True)[: 1 + self._adapters.used]:
+                    self._capture(Shape(rows, rows, longest, tile, tuple(layers), adapted))
+
+    def _capture(self, shape: Shape) -> None:
+        """A pass in which no row belongs to a sequence, until it has its graph."""
+        run = self._passes.of(shape)
+        self._sent.synchronize()
+        run.fields[:] = 0
+        run.fields[Field.SLOT] = self._pages.padding
+        run.meta.copy_(run.staging, non_blocking=True)
+        if run.adapters is not None:
+            run.adapters.send((), ())
+        self._sent.record()
+        while self._passes.is_first(run):
+            self._passes.run(run, self._compute)
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], layers: Sequence[int] = ()) -> Sequence[Output]:
         self._move()
         batch = Batch(feeds, self._pages, self.config.num_heads // self.config.num_kv_heads)
-        run = self._passes.of(shape_of(batch, batch.longest, layers, self.context))
+        adapters = [feed.adapter for feed in feeds]
+        run = self._passes.of(shape_of(batch, batch.longest, layers, self.context, any(adapters)))
         first = self._passes.is_first(run)
-        self._send(run, batch)
+        self._send(run, batch, adapters)
         self._mark()
         self._passes.run(run, self._compute)
         hidden = None if run.hidden is None else run.hidden[: batch.rows].clone()
@@ -193,10 +234,11 @@ class CudaLlama(ReadableWeights):
 
     def write(self, ids: Sequence[int], last: Sequence[int], dice: Sequence[Dice | None], temperatures: Sequence[float],
               plan: Callable[[int], int], wait: Callable[[], None], layers: Sequence[int] = (),
-              ) -> Iterator[WrittenTokens]:  # fmt: skip
+              adapters: Sequence[ReadyAdapter | None] = ()) -> Iterator[WrittenTokens]:  # fmt: skip
         """Each sequence writes some tokens after its `last` one, without the host, part after part.
 
-        After each part the cache has seen all but the newest token of each. No dice: the likeliest token.
+        After each part the cache has seen all but the newest token of each. No dice: the likeliest token. `adapters`:
+        one for each; (): none has one.
         """
         parts: deque[WrittenPart] = deque()
         writing: Writing | None = None
@@ -206,7 +248,7 @@ class CudaLlama(ReadableWeights):
                 steps = plan(unread)
                 if not steps or (writing is not None and not self._can_write(writing, unread + steps)):
                     break
-                writing = writing or self._begin_writing(ids, last, dice, temperatures, steps, layers)
+                writing = writing or self._begin_writing(ids, last, dice, temperatures, steps, layers, adapters)
                 parts.append(self._write_part(writing, steps))
             if not parts:
                 return
@@ -219,16 +261,17 @@ class CudaLlama(ReadableWeights):
 
     @torch.inference_mode()
     def _begin_writing(self, ids: Sequence[int], last: Sequence[int], dice: Sequence[Dice | None],
-                       temperatures: Sequence[float], steps: int, layers: Sequence[int]) -> Writing:  # fmt: skip
+                       temperatures: Sequence[float], steps: int, layers: Sequence[int],
+                       adapters: Sequence[ReadyAdapter | None]) -> Writing:  # fmt: skip
         self._move()
         begin = [self._pages.length(id) for id in ids]
         feeds = [Feed(id, (token,)) for id, token in zip(ids, last, strict=True)]
         batch = Batch(feeds, self._pages, self.config.num_heads // self.config.num_kv_heads, ahead=steps - 1)
         for id, length in zip(ids, begin, strict=True):
             self._pages.crop(id, length)  # what is written counts when it is read
-        shape = shape_of(batch, max(begin, default=0) + steps, layers, self.context)
+        shape = shape_of(batch, max(begin, default=0) + steps, layers, self.context, any(adapters))
         run = self._passes.of(shape)
-        self._send(run, batch)
+        self._send(run, batch, adapters)
         keys = torch.tensor([_signed(one.key) if one else 0 for one in dice], device=self.device)
         heat = torch.tensor([t if one else 0.0 for one, t in zip(dice, temperatures, strict=True)], device=self.device)
         positions = torch.tensor([place + 1 for place in begin], device=self.device)
@@ -259,14 +302,21 @@ class CudaLlama(ReadableWeights):
         return WrittenPart(tokens, hidden, first, done)
 
     def looped(
-        self, sequences: int, nodes: int, moves: int, longest: int, layers: Sequence[int], sampled: bool
+        self,
+        sequences: int,
+        nodes: int,
+        moves: int,
+        longest: int,
+        layers: Sequence[int],
+        sampled: bool,
+        adapted: bool = False,
     ) -> LoopedPass:
         """A pass over 1 + `nodes` rows of each of some sequences of up to `longest` tokens, whose table the device
-        writes. `moves`: nodes of a sequence that can be kept."""
+        writes. `moves`: nodes of a sequence that can be kept. `adapted`: whether sequences have adapters."""
         rows, device = sequences * (1 + nodes), self.device
         group = self.config.num_heads // self.config.num_kv_heads
         tile = max(SMALL_TILE, 1 << (group - 1).bit_length())
-        run = self._passes.of(Shape(rows, rows, reach(longest, self.context), tile, tuple(layers)))
+        run = self._passes.of(Shape(rows, rows, reach(longest, self.context), tile, tuple(layers), adapted))
         every = torch.arange(rows, device=device)
 
         def compute() -> Tensor:
@@ -312,11 +362,13 @@ class CudaLlama(ReadableWeights):
         if self.on_pass is not None:
             self.on_pass()
 
-    def _send(self, run: DevicePass, batch: Batch) -> None:
-        """The table of the pass and the page tables that changed, once the device has read those before."""
+    def _send(self, run: DevicePass, batch: Batch, adapters: Sequence[ReadyAdapter | None]) -> None:
+        """The tables of the pass and the page tables that changed, once the device has read those before."""
         self._sent.synchronize()
         batch.write(run.fields, self._pages.padding)
         run.meta.copy_(run.staging, non_blocking=True)
+        if run.adapters is not None:
+            run.adapters.send(adapters, np.diff(batch.begins).tolist())
         self._table.send()
         self._sent.record()
 
@@ -354,12 +406,18 @@ class CudaLlama(ReadableWeights):
         following = self._layers[index + 1].attention_norm if index + 1 < self.num_layers else self.weights.norm
         qkv, output, gate_up, down = _dense(layer.qkv), _dense(layer.output), _dense(layer.gate_up), _dense(layer.down)
         joined = torch.empty(rows, qkv.weight.shape[0], dtype=x.dtype, device=x.device)
-        linear(work.next[:rows], qkv.weight, qkv.bias, joined, work, Around(eps=eps))
+
+        def added(field: str) -> LowRankSum | None:
+            return None if run.adapters is None else run.adapters.sum(index, field)
+
+        linear(work.next[:rows], qkv.weight, qkv.bias, joined, work, Around(eps=eps, adapters=added("qkv")))
         self._attend(index, run, joined, q, mixed)
-        linear(mixed.view(rows, -1), output.weight, output.bias, x, work, Around(gain=layer.mlp_norm))
+        after = Around(gain=layer.mlp_norm, adapters=added("output"))
+        linear(mixed.view(rows, -1), output.weight, output.bias, x, work, after)
         inner = torch.empty(rows, down.weight.shape[1], dtype=x.dtype, device=x.device)
-        linear(work.next[:rows], gate_up.weight, None, inner, work, Around(eps=eps, gate=True))
-        linear(inner, down.weight, None, x, work, Around(gain=following))
+        gated = Around(eps=eps, gate=True, adapters=added("gate_up"))
+        linear(work.next[:rows], gate_up.weight, None, inner, work, gated)
+        linear(inner, down.weight, None, x, work, Around(gain=following, adapters=added("down")))
 
     def _attend(self, index: int, run: DevicePass, joined: Tensor, q: Tensor, mixed: Tensor) -> None:
         layer, (keys, values) = self._layers[index], self._cache[index]

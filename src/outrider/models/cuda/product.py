@@ -19,28 +19,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from outrider.models.cuda.batch import FEW_ROWS
+from outrider.models.cuda.launch import begin_after, early, nearly_done
+from outrider.models.cuda.low_rank import LowRankSum, added, low_rank_arguments, multiply_inner
 
 STRIP_ROWS = 256  # up to which a strip of a matrix whose sums have several parts is read once for all rows
 SHARED = 220_000  # bytes of fast memory that one program may take: 227 KiB on Hopper, less what the compiler adds
 PROCESSORS = 132  # of an H200; a tile is chosen so that most of them have one
-
-
-@triton.jit
-def begin_after(SOON: tl.constexpr):
-    """Wait until the kernel before has written all that it writes."""
-    if SOON:
-        gdc_wait()
-
-
-@triton.jit
-def nearly_done(SOON: tl.constexpr):
-    """Let the next kernel be set up."""
-    if SOON:
-        gdc_launch_dependents()
 
 
 @triton.jit
@@ -78,9 +65,10 @@ def _scale_of(total, eps, K: tl.constexpr):
 @triton.jit(do_not_specialize=["count"])
 def _few(
     x_ptr, w_ptr, bias_ptr, squares_ptr, scale_ptr, out_ptr, gain_ptr, next_ptr, part_ptr, done_ptr,
-    count, size, eps, squares_stride,
+    inner_ptr, b_ptr, units_ptr, owner_ptr, count, size, eps, squares_stride, most,
     STRIPS: tl.constexpr, SCALED: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
     SPLIT: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
+    MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr,
     SOON: tl.constexpr,
 ):  # fmt: skip
     """out [R, size] = x w^T + bias for a strip of BN outputs. GATE: silu(first half) * second half.
@@ -89,6 +77,9 @@ def _few(
     gain, and each strip's sum of its squares; the product that reads these (STRIPS > 0) multiplies with the norm's
     scale at the end.
     SPLIT programs share a strip, each a part of K; the last to be done adds the parts up, always in the same order.
+    MATRICES > 0: with what the rows' adapters add. The kernel before, which computes their inner values, lets this one
+    begin when x is there (`multiply_inner`), and is waited for where they are read. So nothing waits before x is read,
+    and x is read past the first cache, which knows nothing of other kernels' writes until then.
     """
     rows = tl.arange(0, ROWS)
     strip, share = tl.program_id(0), tl.program_id(1)
@@ -100,10 +91,14 @@ def _few(
     in_strip, in_rows = (first < size)[:, None], (rows < count)[None, :]
     a = tl.zeros([BN, ROWS], tl.float32)
     b = tl.zeros([BN, ROWS], tl.float32)
-    begin_after(SOON)
+    if MATRICES == 0:
+        begin_after(SOON)
     for k in range(begin, tl.minimum(begin + PART, K), BK):
         fits = k + inner < K
-        x = tl.load(x_rows + k, mask=in_rows & fits[:, None], other=0.0)  # [BK, ROWS]
+        if MATRICES == 0:
+            x = tl.load(x_rows + k, mask=in_rows & fits[:, None], other=0.0)  # [BK, ROWS]
+        else:
+            x = tl.load(x_rows + k, mask=in_rows & fits[:, None], other=0.0, cache_modifier=".cg")
         w = tl.load(w_first + k, mask=in_strip & fits[None, :], other=0.0, eviction_policy="evict_first")
         a = tl.dot(w, x, a, input_precision="ieee")
         if GATE:
@@ -122,6 +117,8 @@ def _few(
         a = tl.zeros([BN, ROWS], tl.float32)
         for part in tl.static_range(SPLIT):
             a += tl.load(mine + part * (BN * ROWS), cache_modifier=".cg")
+    if MATRICES > 0:
+        begin_after(SOON)
     if STRIPS > 0:
         total = tl.zeros([ROWS], squares_ptr.dtype.element_ty)
         for other in range(STRIPS):
@@ -136,6 +133,27 @@ def _few(
         a, b = _scaled(a, scale, bias), b * scale
     elif BIAS:
         a += bias
+    if MATRICES > 0:
+        owner = tl.load(owner_ptr + rows, mask=rows < count, other=0)
+        whole = size * 2 if GATE else size
+        delta = added(
+            tl.zeros([BN, ROWS], tl.float32), inner_ptr, b_ptr, units_ptr, most, count, rows, owner, first,
+            first < size, strip * BN, whole, 0, MATRICES, FIRST_END, SECOND_END, PARTS, WIDE, BN, False,
+        )  # fmt: skip
+        has = tl.broadcast_to((owner > 0)[None, :], [BN, ROWS])
+        if STRIPS > 0 or SCALED:
+            a = tl.where(has, _scaled(delta, scale, a), a)
+        else:
+            a = tl.where(has, a + delta, a)
+        if GATE:
+            delta = added(
+                tl.zeros([BN, ROWS], tl.float32), inner_ptr, b_ptr, units_ptr, most, count, rows, owner, first + size,
+                first < size, strip * BN, whole, 1, MATRICES, FIRST_END, SECOND_END, PARTS, WIDE, BN, False,
+            )  # fmt: skip
+            if STRIPS > 0 or SCALED:
+                b = tl.where(has, _scaled(delta, scale, b), b)
+            else:
+                b = tl.where(has, b + delta, b)
     if GATE:
         a = _gated(a, b)
     inside = in_strip & in_rows
@@ -154,10 +172,13 @@ def _few(
 
 @triton.jit(do_not_specialize=["count"])
 def _many(
-    x_ptr, w_ptr, bias_ptr, squares_ptr, scale_ptr, out_ptr, gain_ptr, next_ptr, count, size, squares_stride,
+    x_ptr, w_ptr, bias_ptr, squares_ptr, scale_ptr, out_ptr, gain_ptr, next_ptr,
+    inner_ptr, b_ptr, units_ptr, owner_ptr, count, size, squares_stride, most,
     SCALED: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr,
     K: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr,
-    GROUP: tl.constexpr, COPIED: tl.constexpr, SOON: tl.constexpr,
+    GROUP: tl.constexpr, COPIED: tl.constexpr,
+    MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr,
+    SOON: tl.constexpr,
 ):  # fmt: skip
     """The same for a tile of BM rows and BN outputs. WIDTH: of a strip of `_few`, whose sums of squares these are.
 
@@ -209,6 +230,27 @@ def _many(
         a, b = _scaled(a, scale, bias), b * scale
     elif BIAS:
         a += bias
+    if MATRICES > 0:
+        owner = tl.load(owner_ptr + rows, mask=rows < count, other=0)
+        whole = size * 2 if GATE else size
+        delta = added(
+            tl.zeros([BM, BN], tl.float32), inner_ptr, b_ptr, units_ptr, most, count, rows, owner, first, first < size,
+            column0, whole, 0, MATRICES, FIRST_END, SECOND_END, PARTS, WIDE, BN, True,
+        )  # fmt: skip
+        has = tl.broadcast_to((owner > 0)[:, None], [BM, BN])
+        if SCALED:
+            a = tl.where(has, _scaled(delta, scale, a), a)
+        else:
+            a = tl.where(has, a + delta, a)
+        if GATE:
+            delta = added(
+                tl.zeros([BM, BN], tl.float32), inner_ptr, b_ptr, units_ptr, most, count, rows, owner, first + size,
+                first < size, column0, whole, 1, MATRICES, FIRST_END, SECOND_END, PARTS, WIDE, BN, True,
+            )  # fmt: skip
+            if SCALED:
+                b = tl.where(has, _scaled(delta, scale, b), b)
+            else:
+                b = tl.where(has, b + delta, b)
     if GATE:
         a = _gated(a, b)
     inside = in_rows & in_strip
@@ -347,12 +389,6 @@ class Workspace:
         self.strips = 1  # of `squares` that were written last
 
 
-@functools.cache
-def early(device: torch.device) -> bool:
-    """Whether a kernel may be set up while the one before ends, and tiles be copied by an engine: Hopper and later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 @dataclass(frozen=True, eq=False)
 class Around:
     """What a product does beside multiplying."""
@@ -361,6 +397,7 @@ class Around:
     gain: Tensor | None = None  # add to `out`, and write what the norm with this gain reads next
     eps: float | None = None  # x is the workspace's `next`, to be normed
     scale: Tensor | None = None  # [rows] float32: the same with the scales of the norm given
+    adapters: LowRankSum | None = None  # of the rows: what they add
 
 
 PLAIN = Around()
@@ -371,6 +408,8 @@ def linear(
 ) -> None:
     """out [rows, n] from x [rows, k]."""
     rows, size = x.shape[0], weight.shape[0] // 2 if around.gate else weight.shape[0]
+    if around.adapters is not None:
+        multiply_inner(x, around.adapters)
     in_strips = rows <= (STRIP_ROWS if tiling(size, weight.shape[1], around.gate).split > 1 else FEW_ROWS)
     (_linear_few if in_strips else _linear_many)(x, weight, bias, out, work, around, size)
     if around.gain is not None:
@@ -388,11 +427,12 @@ def _linear_few(
         part = cut.part(inner)
         block, warps = next(b for b in (128, 64, 32, 16) if part % b == 0), 8
     stage = block * (cut.width * (2 if around.gate else 1) + padded) * x.element_size()
+    low = low_rank_arguments(around.adapters, inner, padded)
     _few[(triton.cdiv(size, cut.width), cut.split)](
         x, weight, bias, work.squares, around.scale, out, around.gain, work.next, work.part, work.done,
-        rows, size, around.eps or 0.0, work.squares.stride(0),
+        *low.tensors, rows, size, around.eps or 0.0, work.squares.stride(0), low.most,
         0 if around.eps is None else work.strips, around.scale is not None, around.gate, around.gain is not None,
-        bias is not None, cut.split, inner, cut.part(inner), block, cut.width, padded, soon,
+        bias is not None, cut.split, inner, cut.part(inner), block, cut.width, padded, *low.sizes, soon,
         num_warps=warps, num_stages=max(1, min(cut.stages, SHARED // stage)), launch_pdl=soon,
     )  # fmt: skip
 
@@ -410,12 +450,14 @@ def _linear_many(
     if around.eps is not None:
         scale = norm_scales(work, rows, inner, around.eps)
     copied = _copies(x, weight, inner, block)
+    low = low_rank_arguments(around.adapters, inner, tile.rows)
     _many[(triton.cdiv(rows, tile.rows) * triton.cdiv(size, tile.outputs),)](
         TensorDescriptor.from_tensor(x, [tile.rows, block]) if copied else x,
         TensorDescriptor.from_tensor(weight, [tile.outputs, block]) if copied else weight,
-        bias, work.squares, scale, out, around.gain, work.next, rows, size, work.squares.stride(0),
+        bias, work.squares, scale, out, around.gain, work.next, *low.tensors, rows, size, work.squares.stride(0),
+        low.most,
         scale is not None, around.gate, around.gain is not None, bias is not None, cut.split,
-        inner, part, block, tile.rows, tile.outputs, cut.width, 8, copied, soon,
+        inner, part, block, tile.rows, tile.outputs, cut.width, 8, copied, *low.sizes, soon,
         num_warps=tile.warps, num_stages=tile.stages, launch_pdl=soon,
     )  # fmt: skip
 

@@ -1,0 +1,218 @@
+"""What adapters cost on a GPU, and that a text is the same alone and in company.
+
+PYTHONPATH=src python scripts/adapter_gpu.py --model FOLDER --prompts turns.jsonl > adapters.jsonl
+
+Random adapters of one rank on all seven matrices of every layer. `pass`: a pass of so many rows, each of a sequence of
+its own, with adapters in turns and with none; medians of CUDA events. `chat`: batches of prompts x tokens with none and
+with the adapters, in turns, prompts in the cache; the ratio of a round is tokens/s with adapters over tokens/s with
+none. `texts`: each sequence of the batch alone against itself in it, greedy; then the batch with drafters. `loading`:
+an adapter that comes and leaves while the graphs stay. JSON lines. Needs torch, triton, transformers and safetensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from outrider import LLM, SamplingParams
+from outrider.core.draft import Draft
+from outrider.models.base import Feed
+
+CONTEXT = 150  # tokens of each sequence before the passes that are timed
+AGAIN = 20  # passes of one timing
+ROWS = (1, 4, 16, 64)
+PROMPT = 2048  # rows of the pass that is a prompt
+WARM = 2  # calls before the first that counts: a shape that comes a second time is captured as a graph
+
+
+def say(what: str, **values: Any) -> None:
+    print(json.dumps({"what": what, **values}), flush=True)
+
+
+def write_adapter(folder: Path, shapes: Any, rank: int, seed: int, strength: float) -> str:
+    """A PEFT folder; random values, `strength` times as large as what a product of its size gives."""
+    made, tensors = torch.Generator("cuda").manual_seed(seed), {}
+    for name, (outputs, inputs) in shapes.items():
+        if name.startswith("model.layers."):
+            a = torch.randn(rank, inputs, generator=made, device="cuda") / inputs**0.5
+            b = torch.randn(outputs, rank, generator=made, device="cuda") * strength / rank**0.5
+            tensors[f"base_model.model.{name}.lora_A.weight"] = a.to("cpu", torch.bfloat16)
+            tensors[f"base_model.model.{name}.lora_B.weight"] = b.to("cpu", torch.bfloat16)
+    folder.mkdir(parents=True)
+    safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
+    return str(folder)
+
+
+def chats(path: str | None, count: int) -> list[list[dict[str, str]]]:
+    if path is None:
+        texts = [f"Tell me something about the number {n}." for n in range(count)]
+    else:
+        texts = [json.loads(line)["turns"][0] for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    return [[{"role": "user", "content": texts[n * len(texts) // count % len(texts)]}] for n in range(count)]
+
+
+def milliseconds(model: Any, feeds: list[Feed]) -> float:
+    """A pass over these feeds, which the cache forgets; the device works without the host in between."""
+    held = [(feed.id, model.length(feed.id)) for feed in feeds]
+    for _ in range(3):
+        model.forward(feeds)
+        for id, length in held:
+            model.crop(id, length)
+    took = []
+    for _ in range(3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(AGAIN):
+            model.again()
+        end.record()
+        end.synchronize()
+        took.append(begin.elapsed_time(end) / AGAIN)
+    return statistics.median(took)
+
+
+def time_passes(model: Any, ready: list[Any]) -> None:
+    text = [(7 * place) % 1000 + 5 for place in range(CONTEXT)]
+    for rows in ROWS:
+        found = {}
+        for kind, own in (("none", [None]), ("one", ready[:1]), ("all", ready)):
+            ids = range(rows)
+            model.forward([Feed(id, text, adapter=own[id % len(own)]) for id in ids])
+            found[kind] = milliseconds(model, [Feed(id, [8], adapter=own[id % len(own)]) for id in ids])
+            for id in ids:
+                model.free(id)
+        say("pass", rows=rows, **found, ratio_one=found["none"] / found["one"], ratio_all=found["none"] / found["all"])
+    tree = Draft(tuple(range(20, 35)), (-1, -1, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11))
+    for name, tokens, draft in (("tree of 15", [8], tree), (f"prompt of {PROMPT}", (text * 20)[:PROMPT], Draft(()))):
+        none, one = (milliseconds(model, [Feed(0, tokens, draft, own)]) for own in (None, ready[0]))
+        model.free(0)
+        say("pass", rows=name, none=none, one=one, ratio_one=none / one)
+
+
+class Batch:
+    def __init__(self, llm: LLM, given: argparse.Namespace, names: list[str]) -> None:
+        self.llm, self.chats = llm, chats(given.prompts, given.batch)
+        self.own = [names[n % len(names)] for n in range(given.batch)]
+        self.params = SamplingParams(max_tokens=given.tokens, ignore_eos=True)
+
+    def run(self, adapted: bool, draft: str = "none") -> tuple[float, list[list[int]]]:
+        """Tokens/s, and the texts."""
+        adapter: Any = self.own if adapted else ""
+        begin = time.perf_counter()
+        results = self.llm.chat(self.chats, self.params, draft=draft, adapter=adapter, progress=False)
+        seconds = time.perf_counter() - begin
+        texts = [list(result.token_ids) for result in results]
+        return sum(map(len, texts)) / seconds, texts
+
+    def alone(self, count: int) -> list[list[int]]:
+        """The first `count` of its texts, each by itself."""
+        pairs = list(zip(self.chats, self.own, strict=True))[:count]
+        return [
+            list(self.llm.chat(chat, self.params, draft="none", adapter=own, progress=False).token_ids)
+            for chat, own in pairs
+        ]
+
+
+def differing(one: list[list[int]], two: list[list[int]]) -> int:
+    return sum(first != second for first, second in zip(one, two, strict=False))
+
+
+def measure(batch: Batch, given: argparse.Namespace) -> list[list[int]]:
+    for _ in range(WARM):
+        for adapted in (False, True):
+            batch.run(adapted)
+    ratios, speeds = [], []
+    for number in range(given.rounds):
+        found = {adapted: batch.run(adapted) for adapted in ((False, True) if number % 2 else (True, False))}
+        ratios.append(found[True][0] / found[False][0])
+        speeds.append((found[False][0], found[True][0]))
+    none, own = (statistics.median(each) for each in zip(*speeds, strict=True))
+    changed = differing(found[False][1], found[True][1])
+    say("chat", batch=given.batch, none=none, adapters=own, ratio=statistics.median(ratios), ratios=ratios,
+        asked=0.85, texts_changed_by_adapters=changed)  # fmt: skip
+    return found[True][1]
+
+
+def compare(batch: Batch, wanted: list[list[int]], given: argparse.Namespace) -> None:
+    begin = time.perf_counter()
+    alone = batch.alone(given.alone)
+    seconds = time.perf_counter() - begin
+    say("texts", kind="alone against in company", texts=len(alone), differ=differing(alone, wanted), seconds=seconds)
+    for draft in given.draft:
+        speed, found = batch.run(True, draft)
+        say("texts", kind=f"with {draft}", texts=len(found), differ=differing(found, wanted), tokens_per_second=speed)
+
+
+def load_and_leave(llm: LLM, model: Any, folder: str) -> None:
+    """`model`: the target, whose graphs are counted."""
+    before = model.captured
+    begin = time.perf_counter()
+    llm.load_adapter("new", folder)
+    seconds = time.perf_counter() - begin
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    first = llm.generate("The sea", params, adapter="new").token_ids
+    llm.unload_adapter("new")
+    llm.load_adapter("new", folder)
+    again = llm.generate("The sea", params, adapter="new").token_ids
+    say("loading", seconds=seconds, same=first == again, captured_before=before, captured_after=model.captured)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--model", required=True)
+    made.add_argument("--prompts", help="a .jsonl file in Spec-Bench form; default: short ones of our own")
+    made.add_argument("--batch", type=int, default=64)
+    made.add_argument("--adapters", type=int, default=16)
+    made.add_argument("--rank", type=int, default=16)
+    made.add_argument("--strength", type=float, default=0.1)
+    made.add_argument("--tokens", type=int, default=128)
+    made.add_argument("--rounds", type=int, default=3)
+    made.add_argument("--alone", type=int, default=32, help="texts that are also written alone")
+    made.add_argument(
+        "--draft", "-d", action="append", default=[], help="repeatable: drafters that write the batch too"
+    )
+    made.add_argument("--cache-memory", type=float, default=8.0)
+    made.add_argument("--adapter-memory", type=float, default=1.0)
+    made.add_argument("--dtype", default="bfloat16")
+    return made
+
+
+def main() -> int:
+    given = parser().parse_args()
+    begin = time.perf_counter()
+    where = {"device": "cuda", "dtype": given.dtype, "cache_memory": given.cache_memory, "max_batch": given.batch}
+    with LLM(given.model, draft="none", adapter_memory=given.adapter_memory, **where) as llm, \
+            tempfile.TemporaryDirectory() as folder:  # fmt: skip
+        model: Any = llm.engine.model
+        names = [f"a{n}" for n in range(given.adapters)]
+        for seed, name in enumerate([*names, "other"]):
+            write_adapter(Path(folder) / name, model.adapter_base.shapes, given.rank, seed, given.strength)
+        for name in names:
+            llm.load_adapter(name, Path(folder) / name)
+        say("ready", seconds=time.perf_counter() - begin, device=torch.cuda.get_device_name(), torch=torch.__version__)
+        batch = Batch(llm, given, names)
+        wanted = measure(batch, given)
+        compare(batch, wanted, given)
+        load_and_leave(llm, model, str(Path(folder) / "other"))
+        own = [model.adapt(_read(model, Path(folder) / name), f"again {name}") for name in names]
+        time_passes(model, own)
+        say("end", seconds=time.perf_counter() - begin)
+    return 0
+
+
+def _read(model: Any, path: Path) -> Any:
+    from outrider.models.adapters import files
+
+    return files.read(path, model.adapter_base)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,30 @@
+"""How the kernels of a pass follow each other: each is set up while the one before it ends."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def begin_after(SOON: tl.constexpr):
+    """Wait until the kernel before has written all that it writes."""
+    if SOON:
+        gdc_wait()
+
+
+@triton.jit
+def nearly_done(SOON: tl.constexpr):
+    """Let the next kernel be set up."""
+    if SOON:
+        gdc_launch_dependents()
+
+
+@functools.cache
+def early(device: torch.device) -> bool:
+    """Whether a kernel may be set up while the one before ends, and tiles be copied by an engine: Hopper and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
