@@ -227,7 +227,7 @@ class _AttendBlocks(torch.autograd.Function):
         of_q, of_text, of_values = [], torch.zeros_like(text), torch.zeros_like(values)
         for slot, (rows, slopes, mixed) in enumerate(zip(q, above, out, strict=True)):
             slopes, rows, mixed = (placed(each, where, text) for each in (slopes, rows, mixed))
-            sums = placed(total[:, :, slot, None], where, text).squeeze(-1).contiguous()
+            sums = placed(total.select(2, slot).unsqueeze(-1), where, text).squeeze(-1).contiguous()
             with _repeatable():
                 parts = flash(
                     slopes, rows, text, values, mixed, sums, *ctx.rest[:4], 0.0, True, *ctx.rest[4:], scale=ctx.scale
