@@ -26,7 +26,6 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parents[1]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-ROUNDS = 3  # of the speeds
 WARM = 4  # prompts of a first round that does not count, where the batch is 1
 
 
@@ -174,7 +173,7 @@ def speeds(running: list[Engine], given: argparse.Namespace, say: Any) -> None:
     ]
     for batch in given.batches:
         rounds: dict[str, list[float]] = {}
-        for number in range(ROUNDS + 1):  # the first one warms up
+        for number in range(given.rounds + 1):  # the first one warms up
             for engine, draft in ways if number % 2 else ways[::-1]:
                 said = engine.ask("speed", draft, batch, given.single if number else WARM)
                 name = f"{engine.name} {draft}" if engine.name == "outrider" else engine.name
@@ -195,6 +194,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--head", default="", help="an EAGLE head that vLLM loads")
     made.add_argument("--texts", type=int, default=96, help="prompts whose texts are compared")
     made.add_argument("--tokens", type=int, default=128)
+    made.add_argument("--rounds", type=int, default=3, help="of the speeds")
     made.add_argument("--single", type=int, default=24, help="prompts, one after the other, where the batch is 1")
     made.add_argument(
         "--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4, 16, 64, 256]

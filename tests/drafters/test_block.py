@@ -17,6 +17,7 @@ from outrider.drafters.block.runner import BlockRunner
 from outrider.drafters.heads import files
 from outrider.drafters.heads.chooser import Chooser, offers_with_noise
 from outrider.train import block
+from outrider.train.objective import AnswerTokens
 
 FORMS = {
     "own": {},
@@ -40,17 +41,19 @@ def made(model, form):
 
 @torch.no_grad()
 def learned_logits(head, batch):
-    """[slots, b, t, draft vocabulary]: as the loss computes them."""
-    slots, embedded = block._slots(head, batch, head.config.block)
-    state = slots.new_zeros(*slots.shape[1:3], head.config.rank)
+    """[slots, b, t, draft vocabulary]: as the loss computes them, after the token at each place."""
+    texts, rows = batch.tokens.shape
+    every = AnswerTokens(torch.arange(texts * rows), torch.arange(texts * rows) % rows)
+    slots, embedded = block._slots(head, batch, every, head.config.block)
+    state = slots.new_zeros(slots.shape[1], head.config.rank)
     found = []
     for j, slot in enumerate(slots):
         if head.config.rank:
-            token = block.shifted(head.markov_head.reduced(embedded), 1 + j)
+            token = head.markov_head.reduced(embedded.roll(-j, 0))
             g, state = head.markov_head.step(state, token, slot)
             slot = slot + head.markov_head.lift(g)
         found.append(slot @ block.output_matrix(head, batch.output).T)
-    return torch.stack(found)
+    return torch.stack(found).unflatten(1, (texts, rows))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -64,7 +67,7 @@ def test_the_runner_says_what_the_loss_compares(model, form):
         tokens = [text[before + 1 : place + 1] for text in texts]
         ahead = runner.extend([1, 2], tokens, batch.hidden[:, before:place].flatten(0, 1))
         for slot in range(head.config.block):
-            torch.testing.assert_close(ahead.logits, wanted[slot, :, place - 1], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(ahead.logits, wanted[slot, :, place], rtol=1e-4, atol=1e-4)
             drafted = torch.tensor([text[place + 1 + slot] for text in texts])
             if slot + 1 < head.config.block:
                 ahead = runner.step([1, 2], drafted, ahead.states, torch.zeros(2, slot, dtype=torch.long))

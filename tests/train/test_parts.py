@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import family
+from tiny import block_head, family
 from torch import nn
 
 from outrider.core.errors import OutriderError
 from outrider.core.stats import Stats
 from outrider.drafters.base import BuildContext, Drafter
+from outrider.drafters.heads import files
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Feed
@@ -36,7 +37,7 @@ from outrider.train.data.writer import ConversationRunner
 from outrider.train.draft_model import DraftNet, spread
 from outrider.train.loop import LossLog
 from outrider.train.optimiser import Optimiser, rate
-from outrider.train.results import figures
+from outrider.train.results import Evaluator, figures
 from outrider.train.run import reserved
 from outrider.train.teacher import Teacher
 
@@ -303,6 +304,16 @@ def test_a_step_moves_by_its_share_of_the_peak():
         assert not none.any()
 
 
+def test_a_single_row_moves_by_its_own_size():
+    """It is no matrix: a gradient that has faded moves it little, as Adam does."""
+    module = nn.Linear(6, 1, bias=False)
+    optimiser = Optimiser(module, 0.02, 0.001)
+    before = module.weight.detach().clone()
+    module(torch.ones(3, 6)).sum().backward()
+    optimiser.step(1.0)
+    assert torch.allclose(before - module.weight, torch.tensor(0.001), rtol=1e-3)
+
+
 def test_the_optimiser_goes_on_where_it_was():
     def new():
         torch.manual_seed(0)
@@ -355,6 +366,14 @@ def test_tokens_per_pass_with_and_without_the_passes_of_prompts():
         assert shown[kind]["tokens_per_pass"] == 2.6
         assert shown[kind]["with_prompts"] == round(34 / 18, 3)
         assert shown[kind]["passes"] == passes
+
+
+def test_a_head_is_measured_with_the_whole_of_every_text(loaded, tmp_path):
+    """As many prompts as Spec-Bench's half has, at once: none is begun anew in the head for want of memory."""
+    torch.manual_seed(0)
+    files.write(block_head(loaded.model), tmp_path, loaded.model, "tiny", dtype=torch.float32)
+    drafter = Evaluator(loaded, ChatFormat.of(loaded.tokenizer), WHERE, 512)._drafter(f"block:head={tmp_path}")
+    assert drafter._places >= 240 * 2048
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path):

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from outrider.cli import main, screen
-from outrider.train import held_out, progress, run, texts
+from outrider.train import held_out, loop, progress, run, texts
 from outrider.train.checkpoint import TrainingState
 from outrider.train.data.batches import GrowingOrder
 from outrider.train.data.conversations import WrittenText
 from outrider.train.data.corpus import FOLDER, Corpus
+from outrider.train.job import TimeBudget
 from outrider.train.loop import LossLog
 from outrider.train.progress import HISTORY, Progress, advice
 from outrider.train.texts import writing_seconds
@@ -206,3 +207,35 @@ def _metadata(path):
 
     with safe_open(str(path), framework="pt") as file:
         return file.metadata()
+
+
+class TestPlan:
+    """A run by time has as many steps as fit, however fast they turn out to be."""
+
+    def learned(self, monkeypatch, seconds_of_step, limit=400.0):
+        """The steps that were made, how many were planned at last, and the share of the rate at the last one."""
+        clock = SimpleNamespace(now=0.0)
+        monkeypatch.setattr(loop.time, "monotonic", lambda: clock.now)
+        state, shares = TrainingState(), []
+        state.warm = 1
+        found = loop.TrainingLoop.__new__(loop.TrainingLoop)
+        found._device, found.seconds, found._by_time = CPU, 0.0, False
+        found._order = SimpleNamespace(batch=lambda step: None)
+
+        def step(batch, state, log):
+            clock.now += seconds_of_step(state.step)
+            shares.append(loop.rate(state.step, state.warm, state.planned))
+            state.step += 1
+
+        found._step = step
+        budget = TimeBudget(limit / 60.0, 0.0)
+        list(found.run(state, None, budget, 0.0, 0.0))
+        return state.step, state.planned, shares[-1]
+
+    @pytest.mark.parametrize("later", [0.05, 0.1, 0.2], ids=["faster", "as planned", "slower"])
+    def test_the_rate_has_fallen_when_the_time_is_over(self, monkeypatch, later):
+        steps, planned, share = self.learned(monkeypatch, lambda step: 0.1 if step < 1000 else later)
+        assert steps == planned
+        assert share < 0.05
+        whole = 1000 + 300.0 / later
+        assert 0.85 * whole < steps <= whole + 1

@@ -16,7 +16,7 @@ from outrider import LLM, SamplingParams
 from outrider.cli import main
 from outrider.drafters.heads import files as heads
 from outrider.models.load import LoadOptions, load
-from outrider.train import checkpoint, medusa, results
+from outrider.train import checkpoint, medusa, results, run
 from outrider.train.data.batches import TextBatch
 from outrider.train.data.corpus import FOLDER
 from outrider.train.step import GradientStep
@@ -167,6 +167,23 @@ def test_a_full_disk_leaves_the_old_checkpoint(calm_folder, prompt_file, tmp_pat
     assert 0 < checkpoint.begin(out, resume=True).step < len(uninterrupted[0])
     assert resume(out) == 0
     assert log(out) == uninterrupted[0]
+
+
+def test_stopped_while_it_measures_the_table_so_far_is_there(calm_folder, prompt_file, tmp_path, monkeypatch):
+    """A rented machine may have to go: SIGTERM ends the table after the way that it is at."""
+    out, measure = tmp_path / "head", results.Evaluator.measure
+
+    def stopped(self, spec, prompts, max_tokens, *more):
+        if max_tokens == run.TABLE_TOKENS:
+            assert provenance(out)["figures"]["tokens_per_pass"] == {}
+            os.kill(os.getpid(), signal.SIGTERM)
+        return measure(self, spec, prompts, max_tokens, *more)
+
+    monkeypatch.setattr(results.Evaluator, "measure", stopped)
+    assert train("block", calm_folder, out, "--tokens", 600, "--epochs", 2, "--prompts", prompt_file) == 130
+    assert list(provenance(out)["figures"]["tokens_per_pass"]) == ["chain 5"]
+    assert "chain 5 |" in (out / f"{results.TABLE}.md").read_text().splitlines()[0]
+    assert provenance(out)["interrupted"] is True
 
 
 def test_too_little_memory_ends_with_one_line(calm_folder, prompt_file, tmp_path, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""A block head as it is trained: how it begins, and its loss over all slots of a block after every place of a text."""
+"""A block head as it is trained: how it begins, and its loss over all slots of blocks after the tokens of answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torch import Tensor
 from outrider.core.errors import OutriderError
 from outrider.drafters.block.head import BlockAttention, BlockConfig, BlockHead, BlockLayer, Sequential
 from outrider.models.base import Readable
-from outrider.train.eagle import attention_values, residual_size, rotations, shifted, turned
+from outrider.models.rope import swap_halves
+from outrider.train.eagle import attention_values, residual_size, rotations, turned
+from outrider.train.forward import placed
 from outrider.train.objective import AnswerTokens, Figures, Laws, TeacherBatch, distances
 from outrider.train.widths import inner_size, kept_inner
 
@@ -103,13 +105,14 @@ def _copy_layer(layer: BlockLayer, target: Readable, prefix: str, residual: floa
 
 
 def loss(head: BlockHead, batch: TeacherBatch, steps: int = 0) -> tuple[Tensor, Figures]:
-    """Distillation of every slot (`steps`: of the first few) of the blocks after all places of the text.
+    """Distillation of every slot (`steps`: of the first few) of the blocks after all tokens of answers, which are where
+    drafts begin.
 
     The figures are those of EAGLE, and `sure`: the cross-entropy of the stated confidence."""
     answers, ids = batch.answers(), None if head.writes_all else head.draft_ids
     laws, output = Laws.of(batch, answers, ids), output_matrix(head, batch.output)
     count = max(1, min(steps or head.config.block, head.config.block, batch.tokens.shape[1] - 2))
-    slots, embedded = _slots(head, batch, count)
+    slots, embedded = _slots(head, batch, answers, count)
     return _slot_losses(head, batch, answers, laws, output, slots, embedded)
 
 
@@ -118,39 +121,62 @@ def output_matrix(head: BlockHead, target: Tensor) -> Tensor:
     return target if head.writes_all else target[head.draft_ids]
 
 
-def _slots(head: BlockHead, batch: TeacherBatch, count: int) -> tuple[Tensor, Tensor]:
-    """[slots, b, t, hidden]: after the layers and the norm, of the block whose last token stands at place t + 1; and
-    the embeddings of the tokens [b, t, hidden]."""
-    joined, rows = head.joined(batch.hidden), batch.tokens.shape[1]
-    embedded = F.embedding(batch.tokens, batch.embedding)
-    last = torch.cat([embedded[:, 1:], torch.zeros_like(embedded[:, :1])], 1)
-    x = head.begin(joined, last, batch.embedding[head.config.mask_token], count)
+def _slots(head: BlockHead, batch: TeacherBatch, last: AnswerTokens, count: int) -> tuple[Tensor, Tensor]:
+    """[slots, n, hidden]: after the layers and the norm, of the blocks after the tokens `last`; and the embeddings of
+    all tokens [b * t, hidden]. The first token of a text has no state before it, and no block that means anything."""
+    joined, (texts, rows) = head.joined(batch.hidden), batch.tokens.shape
+    embedded = F.embedding(batch.tokens, batch.embedding).flatten(0, 1)
+    newest = (last.places - 1).clamp(min=0)
+    x = head.begin(
+        joined.flatten(0, 1).index_select(0, newest),
+        embedded.index_select(0, last.places),
+        batch.embedding[head.config.mask_token],
+        count,
+    )
+    where = newest.where(last.within > 0, texts * rows)
     turns = rotations(head, rows + count + 1, joined.device)
+    slots = torch.arange(count, device=joined.device).unsqueeze(1)
+    own = turns[:, last.within + slots]  # [2, slots, n, head_dim]
     for layer in head.decoder:
-        x = x + _attend(head.config, layer.self_attn, layer.input_layernorm(x), joined, turns)
+        x = x + _attend(head.config, layer.self_attn, layer.input_layernorm(x), joined, where, turns[:, :rows], own)
         x = x + layer.mlp(layer.post_attention_layernorm(x))
     return head.norm(x), embedded
 
 
-def _attend(config: BlockConfig, attention: BlockAttention, x: Tensor, joined: Tensor, turns: Tensor) -> Tensor:
-    """Slot j of place s sees the states up to s, and the slots of its own block: all, or those up to itself."""
-    n, rows = x.shape[0], x.shape[2]
-    q, (k, v) = attention.queries(x), attention.keys_values(x)
-    context = _spread(config, *attention.keys_values(joined), turns[:, :rows])
-    own = [_spread(config, k[j], v[j], turns[:, 1 + j : 1 + j + rows]) for j in range(n)]
-    values = []
-    for j in range(n):
-        query = turned(q[j].transpose(1, 2), turns[:, 1 + j : 1 + j + rows])
-        past = [context, *own[: j + 1 if config.causal else n]]
-        values.append(attention_values(query, past, config.head_dim**-0.5).transpose(1, 2).flatten(2))
-    return attention.o_proj(torch.stack(values))
-
-
-def _spread(config: BlockConfig, k: Tensor, v: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
-    """[b, t, kv_heads, head_dim] -> [b, heads, t, head_dim], keys rotated."""
+def _attend(
+    config: BlockConfig, attention: BlockAttention, x: Tensor, joined: Tensor, where: Tensor, turns: Tensor, own: Tensor
+) -> Tensor:
+    """x [slots, n, hidden]. Slot j of the block at `where` sees the text's states up to there, and the slots of its own
+    block: all, or those up to itself. turns, own: of the text's places and of the slots."""
     groups = config.num_heads // config.num_kv_heads
-    k, v = turned(k.transpose(1, 2), turns), v.transpose(1, 2)
-    return k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    q, (k, v) = attention.queries(x), attention.keys_values(x)  # [slots, n, heads, head_dim]
+    cos, sin = own.to(q.dtype).unsqueeze(3)
+    q, k = (each * cos + swap_halves(each) * sin for each in (q, k))
+    k, v = (each.repeat_interleave(groups, 2) for each in (k, v))
+    text, values = attention.keys_values(joined)
+    text, values = turned(text.transpose(1, 2), turns), values.transpose(1, 2)
+    text, values = (each.repeat_interleave(groups, 1) for each in (text, values))
+    mixed = block_attention(q, k, v, text, values, where, config.head_dim**-0.5, config.causal)
+    return attention.o_proj(mixed.flatten(2))
+
+
+def block_attention(
+    q: Tensor, k: Tensor, v: Tensor, text: Tensor, values: Tensor, where: Tensor, scale: float, causal: bool
+) -> Tensor:
+    """Values [slots, n, heads, head_dim] of the queries q with keys k and values v of their own blocks, and the keys
+    and values of the texts, [b, heads, t, head_dim]. where [n]: the newest place that a block sees, b * t: none."""
+    if q.is_cuda and q.dtype != torch.float32:
+        from outrider.train.kernels import attend_blocks  # needs triton
+
+        return attend_blocks(q, k, v, text, values, where, scale, causal)
+    context, kept = (text, values), where.clamp(max=text.shape[0] * text.shape[2] - 1)
+    own = [(placed(key, where, text), placed(value, where, text)) for key, value in zip(k, v, strict=True)]
+    mixed = []
+    for j, slot in enumerate(q):
+        past = [context, *(own[: j + 1] if causal else own)]
+        found = attention_values(placed(slot, where, text), past, scale)
+        mixed.append(found.transpose(1, 2).flatten(0, 1).index_select(0, kept))
+    return torch.stack(mixed)
 
 
 def _slot_losses(
@@ -159,34 +185,32 @@ def _slot_losses(
 ) -> tuple[Tensor, Figures]:  # fmt: skip
     """The sequential part goes along the text; each slot is compared with the target's law of its token."""
     before = head.markov_head.reduced(embedded) if head.config.rank else None
-    state = slots.new_zeros(*slots.shape[1:3], head.config.rank)
+    state = slots.new_zeros(slots.shape[1], head.config.rank)
     total, unsure = slots.new_zeros(()), slots.new_zeros(())
     figures: Figures = {}
     for j, slot in enumerate(slots):
-        own, token = slot, None if before is None else shifted(before, 1 + j)
-        if token is not None:
+        own, token = slot, None
+        if before is not None:
+            token = before.index_select(0, (answers.places + j).clamp(max=len(before) - 1))
             g, state = head.markov_head.step(state, token, slot)
             own = slot + head.markov_head.lift(g)
-        places, counts = answers.before(2 + j)
-        rows = own.flatten(0, 1).index_select(0, places)
-        part, kept, hit = distances(rows, output, laws, counts, VARIATION / ENTROPY)
+        rows, counts = answers.blocks_before(1 + j)
+        part, kept, hit = distances(own.index_select(0, rows), output, laws, counts, VARIATION / ENTROPY)
         weight = counts / counts.sum().clamp(min=1)
         figures[f"keep{j + 1}"], figures[f"hit{j + 1}"] = (kept * weight).sum(), (hit * weight).sum()
         total = total + ENTROPY * math.exp(-j / FADING) * part
-        unsure = unsure + _unsure(head, slot, token, places, kept, weight)
+        unsure = unsure + _unsure(head, slot, token, rows, kept, weight)
     figures["sure"] = unsure.detach() / len(slots)
     figures["loss"] = total.detach()
     return total + unsure / len(slots), figures
 
 
-def _unsure(
-    head: BlockHead, slot: Tensor, token: Tensor | None, places: Tensor, kept: Tensor, weight: Tensor
-) -> Tensor:
+def _unsure(head: BlockHead, slot: Tensor, token: Tensor | None, rows: Tensor, kept: Tensor, weight: Tensor) -> Tensor:
     """The cross-entropy of the stated confidence with what rejection keeps. It changes nothing but the confidence."""
     if not head.config.confidence:
         return weight.new_zeros(())
-    rows = slot.detach().flatten(0, 1).index_select(0, places)
-    tokens = None if token is None else token.detach().flatten(0, 1).index_select(0, places)
-    logits = head.confidence_head(rows, None if tokens is None else tokens.to(rows.dtype)).float()
+    states = slot.detach().index_select(0, rows)
+    tokens = None if token is None else token.detach().index_select(0, rows).to(states.dtype)
+    logits = head.confidence_head(states, tokens).float()
     each = F.binary_cross_entropy_with_logits(logits, kept.clamp(0.0, 1.0), reduction="none")
     return (each * weight).sum()

@@ -90,3 +90,11 @@ def _fused_attend(joined: Tensor, config: StackConfig, turns: tuple[Tensor, Tens
     q, k, v = parts.split([heads, kv_heads, kv_heads], 1)
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
     return mixed.transpose(1, 2).reshape(b * t, heads * config.head_dim)
+
+
+def placed(rows: Tensor, where: Tensor, text: Tensor) -> Tensor:
+    """[n, heads, size] -> [b, heads, t, size] for texts [b, heads, t, ...]: each row at its place `where` [n] of the
+    flattened batch, 0 elsewhere; place b * t is left out."""
+    texts, places = text.shape[0], text.shape[2]
+    full = rows.new_zeros(texts * places + 1, *rows.shape[1:]).index_copy(0, where, rows)
+    return full[:-1].unflatten(0, (texts, places)).transpose(1, 2)

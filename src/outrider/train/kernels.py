@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from outrider.train.forward import placed
+
 BLOCK = 2048  # logits that a program holds at once
 
 
@@ -190,3 +192,80 @@ def _repeatable() -> Iterator[None]:
 def attend(q: Tensor, past: Sequence[tuple[Tensor, Tensor]], scale: float) -> Tensor:
     """[b, heads, t, head_dim]: place s sees the places up to s of past[0], and place s of all others."""
     return _Attend.apply(scale, q, *(part for pair in past for part in pair))
+
+
+class _AttendBlocks(torch.autograd.Function):
+    """Flash attention over the texts, a slot at a time and with a row for every place, joined with the few keys of the
+    blocks themselves as in `_Attend`. Places where no block begins have queries and gradients of 0."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, text: Tensor, values: Tensor, where: Tensor, scale: float,
+        causal: bool,
+    ) -> Tensor:  # fmt: skip
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        outs, totals, rest = [], [], []
+        kept = where.clamp(max=text.shape[0] * text.shape[2] - 1)
+        for slot in q:
+            out, total, *rest = flash(placed(slot, where, text), text, values, 0.0, True, False, scale=scale)
+            outs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, kept))
+            totals.append(total.transpose(1, 2).flatten(0, 1).index_select(0, kept))
+        first = torch.stack(totals).permute(1, 2, 0)  # [n, heads, slots]
+        with torch.autocast(q.device.type, enabled=False):
+            weights, total = _own_weights(q, k, first, scale, causal)
+            mixed = torch.stack(outs).float() * _by_slot(torch.exp(first - total)).unsqueeze(-1)
+            out = (mixed + (weights @ _by_block(v)).permute(2, 0, 1, 3)).to(q.dtype)
+        ctx.scale, ctx.rest = scale, rest[:6]
+        ctx.save_for_backward(q, k, v, text, values, where, out, total, weights)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, above: Tensor) -> Any:
+        q, k, v, text, values, where, out, total, weights = ctx.saved_tensors
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        above, kept = above.to(q.dtype), where.clamp(max=text.shape[0] * text.shape[2] - 1)
+        of_q, of_text, of_values = [], torch.zeros_like(text), torch.zeros_like(values)
+        for slot, (rows, slopes, mixed) in enumerate(zip(q, above, out, strict=True)):
+            slopes, rows, mixed = (placed(each, where, text) for each in (slopes, rows, mixed))
+            sums = placed(total.select(2, slot).unsqueeze(-1), where, text).squeeze(-1).contiguous()
+            with _repeatable():
+                parts = flash(
+                    slopes, rows, text, values, mixed, sums, *ctx.rest[:4], 0.0, True, *ctx.rest[4:], scale=ctx.scale
+                )
+            of_q.append(parts[0].transpose(1, 2).flatten(0, 1).index_select(0, kept))
+            of_text, of_values = of_text + parts[1], of_values + parts[2]
+        with torch.autocast(q.device.type, enabled=False):
+            slopes = _by_block(above)
+            level = (slopes * _by_block(out)).sum(-1, keepdim=True)
+            steep = weights * (slopes @ _by_block(v).transpose(-1, -2) - level) * ctx.scale
+            mine = (steep @ _by_block(k), steep.transpose(-1, -2) @ _by_block(q), weights.transpose(-1, -2) @ slopes)
+            own_q, of_k, of_v = (each.permute(2, 0, 1, 3).to(q.dtype) for each in mine)
+        return torch.stack(of_q) + own_q, of_k, of_v, of_text, of_values, None, None, None
+
+
+def _own_weights(q: Tensor, k: Tensor, first: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """[n, heads, slots, slots] and [n, heads, slots]: the weights of a block's own keys, and the logarithm of the sum
+    over all, of which `first` is that over the text."""
+    scores = _by_block(q) @ _by_block(k).transpose(-1, -2) * scale
+    if causal:
+        later = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    total = torch.logsumexp(torch.cat([first.unsqueeze(-1), scores], -1), -1)
+    return torch.exp(scores - total.unsqueeze(-1)), total
+
+
+def _by_block(x: Tensor) -> Tensor:
+    """[slots, n, heads, size] -> [n, heads, slots, size], in float32."""
+    return x.permute(1, 2, 0, 3).float()
+
+
+def _by_slot(x: Tensor) -> Tensor:
+    """[n, heads, slots] -> [slots, n, heads]"""
+    return x.permute(2, 0, 1)
+
+
+def attend_blocks(
+    q: Tensor, k: Tensor, v: Tensor, text: Tensor, values: Tensor, where: Tensor, scale: float, causal: bool
+) -> Tensor:
+    """As `train.block.block_attention`."""
+    return _AttendBlocks.apply(q, k, v, text, values, where, scale, causal)

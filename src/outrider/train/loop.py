@@ -30,6 +30,10 @@ SETTLED = {"cpu": 20, "cuda": 400}  # steps after which compiling and recording 
 SETTLED_SHARE = 0.1  # of the time: after that they are over, so that short runs have a plan as well
 TIMED = 5  # steps whose mean is taken then, at least
 PLANNED_SHARE = 0.97  # share of the time left that is planned: steps vary a little
+# Times in a run that the plan is checked, by the time of the steps since the last one with all that lay between them: a
+# GPU that others use, too, gets slower, and a run that ends before its last step ends with a rate that has not fallen.
+CHECKS, FEWEST_CHECKED = 10, 200  # steps, at least: fewer say little
+LATE, EARLY = 1.02, 0.9  # times the time left that the planned steps may take before as many are planned as fit
 LOG = "log.jsonl"
 RECENT = 50  # steps whose mean is shown; also how many wait on the device before they are written
 
@@ -39,6 +43,8 @@ class TrainingLoop:
         self._gradients, self._order, self._optimiser = GradientStep(student, teacher, unroll), order, optimiser
         self._device = teacher.model.device
         self.seconds = 0.0  # of a step; 0: not known yet
+        self._mark = 0, 0.0  # step and time since which the plan is checked
+        self._by_time = False  # whether the time decides how many steps there are
 
     def run(
         self, state: TrainingState, log: LossLog, budget: TimeBudget, reserve: float, pauses: float
@@ -48,6 +54,7 @@ class TrainingLoop:
         `pauses`: seconds that the caller will take in between.
         """
         timer = _StepTimer(self._device, state.step, SETTLED_SHARE * budget.limit)
+        self._mark = state.step, time.monotonic()
         while not state.planned or state.step < state.planned:
             if state.step and budget.left <= reserve:
                 return
@@ -55,6 +62,8 @@ class TrainingLoop:
             self.seconds = self.seconds or timer.seconds(state.step)
             if self.seconds and not state.planned:
                 self.plan(state, budget.left - reserve - pauses)
+            elif self.seconds and state.step - self._mark[0] >= max(FEWEST_CHECKED, state.planned // CHECKS):
+                self._check(state, budget.left - reserve)
             timer.pause()
             yield
             timer.go_on()
@@ -62,6 +71,17 @@ class TrainingLoop:
     def plan(self, state: TrainingState, seconds: float) -> None:
         """As many steps as fit into that time from now on."""
         state.planned = state.step + max(1, int(PLANNED_SHARE * seconds / self.seconds))
+        self._by_time, self._mark = True, (state.step, time.monotonic())
+
+    def _check(self, state: TrainingState, seconds: float) -> None:
+        """Plan anew where the planned steps no longer fit into that time, or would leave much of it."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        (before, begun), now = self._mark, time.monotonic()
+        self._mark, each = (state.step, now), (now - begun) / (state.step - before)
+        needed = each * (state.planned - state.step)
+        if needed > LATE * seconds or (self._by_time and needed < EARLY * seconds):
+            state.planned = state.step + max(1, int(seconds / each))
 
     def _step(self, batch: TextBatch, state: TrainingState, log: LossLog) -> None:
         try:

@@ -53,6 +53,12 @@ class AnswerTokens:
         """[n] the places `count` tokens before, and [n] whether they are in the same text."""
         return (self.places - count).clamp(min=0), self.within >= count
 
+    def blocks_before(self, count: int) -> tuple[Tensor, Tensor]:
+        """[n] which of these tokens is the one `count` before, and [n] whether there is one that is no text's first."""
+        rows = (torch.arange(len(self.places), device=self.places.device) - count).clamp(min=0)
+        same = self.places.index_select(0, rows) == self.places - count
+        return rows, same & (self.within > count)
+
 
 @dataclass(frozen=True, eq=False)
 class Laws:

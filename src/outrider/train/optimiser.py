@@ -32,8 +32,8 @@ class Optimiser:
         for weight in self._named.values():  # graphs add to them where they are
             weight.grad = torch.zeros_like(weight)
             self._grads.append(weight.grad)
-        self._matrices: list[Tensor] = [weight for weight in self._named.values() if weight.dim() == 2]
-        others = [weight for weight in self._named.values() if weight.dim() != 2]
+        self._matrices: list[Tensor] = [weight for weight in self._named.values() if _is_matrix(weight)]
+        others = [weight for weight in self._named.values() if not _is_matrix(weight)]
         self._muon = Muon(self._matrices, lr=peak, weight_decay=0.0) if self._matrices else None
         self._adam = AdamW(others, lr=norm_peak, betas=(0.9, 0.99), weight_decay=0.0) if others else None
         self._norm_peak = norm_peak
@@ -94,6 +94,11 @@ class Optimiser:
                     part.state[weight] = {
                         key: _beside(value, key, weight) for key, value in _of(state, name + ".").items()
                     }
+
+
+def _is_matrix(weight: Tensor) -> bool:
+    """A single row is none: Muon would move it by the whole rate in every step, however small its gradient is."""
+    return weight.dim() == 2 and min(weight.shape) > 1
 
 
 def _of(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.core.errors import OutriderError
+from outrider.core.stats import Stats
 from outrider.models import sources
 from outrider.models.load import load
 from outrider.models.weights import LoadOptions
@@ -146,11 +147,10 @@ class _TrainingRun:
         learning = _Learning(student, optimiser, self._order(texts, held), texts, held)
         log = self._learn(learning)
         self._save(student, optimiser)
-        measured: results.Measured = {}
-        if not self._task.stop.is_set():
-            measured = self._measure_all()
         said = advice(self._state.figures, self._epochs(texts))
         self._state.figures["advice"] = said
+        self._write_provenance({})  # the head is there: whatever ends the measuring, it says where it comes from
+        measured = self._measure_all()
         self._write_provenance(measured)
         self._draw(log)
         return TrainingResult(measured, self._state, self._task.stop.is_set(), said)
@@ -303,16 +303,21 @@ class _TrainingRun:
         return time.monotonic() - begin
 
     def _measure_all(self) -> results.Measured:
+        """The table, written as it grows; a run that is to stop ends it after the way that it is at."""
         prompts = self._task.evaluation or self._task.held_out
-        measured, took = {}, {}
+        measured: dict[str, dict[str, Stats]] = {}
+        took = self._state.figures["table_seconds"] = {}
+        facts = {"model": self._name, "prompts": len(prompts), "new tokens": TABLE_TOKENS, "steps": self._state.step}
         for way, spec in kinds.specs(self._job.kind, self._out).items():
+            if self._task.stop.is_set():
+                break
             self._task.show(f"measuring {way}", 0, None)
             begin = time.monotonic()
             measured[way] = self._evaluator.measure(spec, prompts, TABLE_TOKENS)
             took[way] = round(time.monotonic() - begin, 1)
-        self._state.figures["table_seconds"] = took
-        facts = {"model": self._name, "prompts": len(prompts), "new tokens": TABLE_TOKENS, "steps": self._state.step}
-        results.write_table(measured, self._out, facts)
+            kept = results.total(measured[way]).tokens_per_pass
+            self._task.note(f"{way}: {kept:.2f} tokens per pass, {len(prompts)} prompts, {took[way]:.0f} s")
+            results.write_table(measured, self._out, facts)
         return measured
 
     # Files.
