@@ -135,16 +135,16 @@ def test_adapters_of_embedding_and_output_are_refused(name):
 
 
 def test_the_target_writes_by_itself_what_it_would_write_step_by_step():
-    pair = Pair(layers=2)
-    model, prompts = pair.ours, [pair.text(4 + n) for n in range(5)]
-    owns = [pair.ready[n % 4][1] for n in range(5)]
+    pair = Pair(ranks=(8, 20), units=3)
+    model, prompts = pair.ours, [pair.text(4 + n) for n in range(3)]
+    owns = [other for _, other in pair.ready]
     model.forward(
         [Feed(n, prompt[:-1], adapter=own) for n, (prompt, own) in enumerate(zip(prompts, owns, strict=True))]
     )
-    written = model.write(range(5), [prompt[-1] for prompt in prompts], [None] * 5, [0.0] * 5, 4, adapters=owns)
+    written = model.write(range(3), [prompt[-1] for prompt in prompts], [None] * 3, [0.0] * 3, 3, adapters=owns)
     for n, (prompt, own) in enumerate(zip(prompts, owns, strict=True)):
         tokens = list(prompt)
-        for _ in range(4):
+        for _ in range(3):
             logits = model.forward([Feed(10 + n, tokens[model.length(10 + n) :], adapter=own)])[0].logits
             tokens.append(int(logits[-1].argmax()))
         assert tokens[len(prompt) :] == written.tokens[:, n].tolist()
