@@ -81,7 +81,7 @@ def test_a_prompt_with_an_adapter_comes_in_any_chunks():
     assert torch.allclose(pair.run([(2, prompt[66:], NONE, 1)])[0], whole, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.parametrize("name", [*MATRICES, None])
 def test_each_matrix_has_its_own_part(name):
     """Outputs of queries, keys and values may share a strip: their boundaries are no multiples of one."""
     pair = Pair(ranks=(), units=1, heads=3, kv=1, d=12, hidden=24)
