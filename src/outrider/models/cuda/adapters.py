@@ -91,7 +91,13 @@ class AdapterPool:
                 "LoRA of the embedding or the output matrix is not served on a GPU; write model and adapter out as one "
                 "with outrider merge, or serve it on a CPU (--device cpu)"
             )
-        return _units_of(adapter) * self.unit_bytes
+        count = _units_of(adapter)
+        if count > PLACES:
+            raise OutriderError(
+                f"a mix of rank {max(pair.rank for pair in adapter.pairs.values())} is not served on a GPU, which takes "
+                f"up to {PLACES * UNIT}; mix fewer adapters, or by another strategy than cat"
+            )
+        return count * self.unit_bytes
 
     def place(self, adapter: Adapter, key: str) -> ReadyAdapter:
         """Any thread may call it while passes run: they do not wait for it, and no pass reads what it writes yet."""
@@ -102,6 +108,8 @@ class AdapterPool:
                 raise OutriderError(f"an adapter of {count} units finds {len(self._free)} of {self.most} on the GPU")
             units = tuple(sorted(self._free.pop() for _ in range(count)))
         placed = PlacedAdapter(units)
+        if self._stream is not None:  # a pass of a request that was cancelled may still read what the units held
+            self._stream.wait_stream(torch.cuda.default_stream(self._device))
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream), torch.inference_mode():
             self._write(adapter, placed)
         if self._stream is not None:
