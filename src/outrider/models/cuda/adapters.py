@@ -91,13 +91,13 @@ class AdapterPool:
                 "LoRA of the embedding or the output matrix is not served on a GPU; write model and adapter out as one "
                 "with outrider merge, or serve it on a CPU (--device cpu)"
             )
-        count = _units_of(adapter)
-        if count > PLACES:
+        rank = max(pair.rank for pair in adapter.pairs.values())
+        if rank > PLACES * UNIT:
             raise OutriderError(
-                f"a mix of rank {max(pair.rank for pair in adapter.pairs.values())} is not served on a GPU, which takes "
-                f"up to {PLACES * UNIT}; mix fewer adapters, or by another strategy than cat"
+                f"a mix of rank {rank} is not served on a GPU, where ranks are at most {PLACES * UNIT}; mix fewer "
+                "adapters, or by another strategy than cat"
             )
-        return count * self.unit_bytes
+        return _units_of(adapter) * self.unit_bytes
 
     def place(self, adapter: Adapter, key: str) -> ReadyAdapter:
         """Any thread may call it while passes run: they do not wait for it, and no pass reads what it writes yet."""
