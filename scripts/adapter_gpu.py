@@ -79,6 +79,22 @@ def milliseconds(model: Any, feeds: list[Feed]) -> float:
     return statistics.median(took)
 
 
+def profile(model: Any, ready: list[Any], rows: int) -> None:
+    """Microseconds of each kernel of a pass, with none and with all adapters."""
+    for kind, own in (("none", [None]), ("all", ready)):
+        model.forward([Feed(id, [8] * 20, adapter=own[id % len(own)]) for id in range(rows)])
+        milliseconds(model, [Feed(id, [8], adapter=own[id % len(own)]) for id in range(rows)])
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            for _ in range(AGAIN):
+                model.again()
+            torch.cuda.synchronize()
+        for each in sorted(found.key_averages(), key=lambda one: -one.device_time_total)[:10]:
+            say("kernel", kind=kind, rows=rows, name=each.key[:40], calls=each.count / AGAIN,
+                microseconds=each.device_time_total / each.count)  # fmt: skip
+        for id in range(rows):
+            model.free(id)
+
+
 def time_passes(model: Any, ready: list[Any]) -> None:
     text = [(7 * place) % 1000 + 5 for place in range(CONTEXT)]
     for rows in ROWS:
@@ -182,6 +198,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--cache-memory", type=float, default=8.0)
     made.add_argument("--adapter-memory", type=float, default=1.0)
     made.add_argument("--dtype", default="bfloat16")
+    made.add_argument("--profile", action="store_true", help="also the time of each kernel of a pass")
     return made
 
 
@@ -204,6 +221,8 @@ def main() -> int:
         load_and_leave(llm, model, str(Path(folder) / "other"))
         own = [model.adapt(_read(model, Path(folder) / name), f"again {name}") for name in names]
         time_passes(model, own)
+        if given.profile:
+            profile(model, own, given.batch)
         say("end", seconds=time.perf_counter() - begin)
     return 0
 

@@ -134,6 +134,13 @@ def test_adapters_of_embedding_and_output_are_refused(name):
         model.adapter_bytes(lora(model, 2, 0, ends=(name,)))
 
 
+def test_a_mix_of_more_than_the_largest_rank_is_refused():
+    model = CudaLlama(*weights(), 1 << 20)
+    assert model.adapter_bytes(lora(model, 256, 0)) == 16 * model.adapter_bytes(lora(model, 1, 0))
+    with pytest.raises(OutriderError, match="a mix of rank 257 is not served on a GPU"):
+        model.adapter_bytes(lora(model, 257, 0))
+
+
 def test_the_target_writes_by_itself_what_it_would_write_step_by_step():
     pair = Pair(ranks=(8, 20), units=3)
     model, prompts = pair.ours, [pair.text(4 + n) for n in range(3)]

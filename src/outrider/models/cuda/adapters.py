@@ -91,6 +91,12 @@ class AdapterPool:
                 "LoRA of the embedding or the output matrix is not served on a GPU; write model and adapter out as one "
                 "with outrider merge, or serve it on a CPU (--device cpu)"
             )
+        rank = max(pair.rank for pair in adapter.pairs.values())
+        if rank > PLACES * UNIT:
+            raise OutriderError(
+                f"a mix of rank {rank} is not served on a GPU, where ranks are at most {PLACES * UNIT}; mix fewer "
+                "adapters, or by another strategy than cat"
+            )
         return _units_of(adapter) * self.unit_bytes
 
     def place(self, adapter: Adapter, key: str) -> ReadyAdapter:
@@ -102,6 +108,8 @@ class AdapterPool:
                 raise OutriderError(f"an adapter of {count} units finds {len(self._free)} of {self.most} on the GPU")
             units = tuple(sorted(self._free.pop() for _ in range(count)))
         placed = PlacedAdapter(units)
+        if self._stream is not None:  # a pass of a request that was cancelled may still read what the units held
+            self._stream.wait_stream(torch.cuda.default_stream(self._device))
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream), torch.inference_mode():
             self._write(adapter, placed)
         if self._stream is not None:
