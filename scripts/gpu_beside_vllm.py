@@ -201,6 +201,8 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--drafts", type=lambda text: text.split(","), default=["none", "ngram", "eagle:tree=16", "auto"])
     made.add_argument("--cache-memory", type=float, default=20.0, help="GiB of Outrider's keys and values")
+    made.add_argument("--device", default="cuda", help="of Outrider")
+    made.add_argument("--dtype", default="bfloat16", help="of Outrider")
     made.add_argument("--output", type=Path, required=True)
     made.add_argument("--wait", type=Path, help="the speeds begin when this file is there")
     made.add_argument("--work", default="", help=argparse.SUPPRESS)

@@ -124,23 +124,25 @@ def test_ends_inside_drafts_and_stops_are_those_of_plain_decoding(spec, model, h
 
 @pytest.mark.parametrize("at", [1, 2, 3, 5])
 @pytest.mark.parametrize("spec", SPECS)
-def test_a_cancel_at_any_step_leaves_the_others_alone(spec, at, model, heads, plain):
-    """Also while the device works, and with new sequences that come in between."""
+def test_a_cancel_at_any_part_leaves_the_others_alone(spec, at, model, heads, plain):
+    """Also while the device works, and with new sequences that come in between and end the step."""
     wanted, run, seqs = plain(16, SPECS[spec]), engine(spec, model, heads), sequences(16, SPECS[spec])
-    late = seqs[12:]
+    early, late, waits = seqs[:12], seqs[12:], []
 
-    def between(step):
-        if step == at:
+    def come(_):
+        if late and len(waits) >= at:
             run.cancel(3)
-            for seq in late:
-                run.add(seq)
+            while late:
+                run.add(late.pop())
 
     def meanwhile():
+        waits.append(1)
         if seqs[5].finish is None and len(seqs[5].output) >= at:
             run.cancel(5)
 
-    run.meanwhile = meanwhile
-    drain(run, seqs[:12], between)
+    run.meanwhile, run.interrupted = meanwhile, lambda: bool(late) and len(waits) >= at
+    drain(run, early, come)
+    drain(run, late)  # where all had ended before as many parts
     for seq, tokens in zip(seqs, wanted, strict=True):
         own = [token.id for token in seq.output]
         assert own == tokens[: len(own)]
