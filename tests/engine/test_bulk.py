@@ -141,6 +141,7 @@ def test_parts_follow_each_other_until_somebody_ends_or_comes():
     assert engine.step() == [seqs[1]]
     assert len(model.written) > 6
     assert outputs(seqs) == outputs(map(alone, seqs))
+    assert engine.step() == []  # nobody is left
 
 
 @pytest.mark.parametrize("options", [dict(top_k=2), dict(logprobs=1), dict(logit_bias={1: -9.0})], ids=str)

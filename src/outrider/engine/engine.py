@@ -107,7 +107,7 @@ class Engine:
         running, paged = self.scheduler.running, self._paged
         if drafting and writer is not None and self._write(writer, running):
             return self.sweep()
-        if paged is None or not bulk.possible(running, self._pool, drafting):
+        if paged is None or not running or not bulk.possible(running, self._pool, drafting):
             return self._pass(self._plan(), drafting)
         if unread := bulk.unread(running, self.model.length):
             return self._read(unread)

@@ -107,7 +107,7 @@ def _added(
     at_row = inner_ptr + rows.to(tl.int64)[:, None] * (MATRICES * _PLACES * _UNIT) + value[None, :]
     at_output = b_ptr + outputs.to(tl.int64)[:, None] * _UNIT + value[None, :]
     stride = count.to(tl.int64) * (MATRICES * _PLACES * _UNIT)
-    for begin in range(0, held, WIDE // _UNIT):
+    for begin in tl.range(0, held, WIDE // _UNIT, num_stages=1):  # no copies ahead: they would fill shared memory
         number = begin + lane // _UNIT
         live = number < held
         unit = tl.load(units_ptr + _HEADER + number, mask=live, other=0).to(tl.int64)
