@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from outrider.models.cuda.batch import FEW_ROWS
 from outrider.models.cuda.launch import begin_after, early, nearly_done
 
 UNIT = 16  # inner values of a unit: what the matrix units sum at once; a smaller rank is filled up with zeros
@@ -99,7 +100,7 @@ def _multiply_inner(
 @triton.jit
 def _added(
     delta, inner_ptr, b_ptr, units_ptr, most, count, rows, owner, outputs, inside, size, matrix,
-    MATRICES: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr, ROWS_FIRST: tl.constexpr,
+    MATRICES: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr, ROWS_FIRST: tl.constexpr,
 ):  # fmt: skip
     lane = tl.arange(0, WIDE)
     value = lane % _UNIT
@@ -107,7 +108,7 @@ def _added(
     at_row = inner_ptr + rows.to(tl.int64)[:, None] * (MATRICES * _PLACES * _UNIT) + value[None, :]
     at_output = b_ptr + outputs.to(tl.int64)[:, None] * _UNIT + value[None, :]
     stride = count.to(tl.int64) * (MATRICES * _PLACES * _UNIT)
-    for begin in tl.range(0, held, WIDE // _UNIT, num_stages=1):  # no copies ahead: they would fill shared memory
+    for begin in tl.range(0, held, WIDE // _UNIT, num_stages=STAGES):
         number = begin + lane // _UNIT
         live = number < held
         unit = tl.load(units_ptr + _HEADER + number, mask=live, other=0).to(tl.int64)
@@ -132,25 +133,33 @@ def _added(
 def added(
     delta, inner_ptr, b_ptr, units_ptr, most, count, rows, owner, outputs, inside, column, size, matrix,
     MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, PARTS: tl.constexpr,
-    WIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS_FIRST: tl.constexpr,
+    WIDE: tl.constexpr, STAGES: tl.constexpr, WIDTH: tl.constexpr, ROWS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """What each row's adapter adds to WIDTH outputs from `column` on, before any scale: [rows, outputs], or
     transposed. `delta`: zeros of that form. `owner`: of each row, 0 for rows of none. `size`: outputs of the joined
     matrix. With three matrices that of an output is told by FIRST_END and SECOND_END, else it is `matrix`."""
     if MATRICES == 3:
         if column < FIRST_END:
-            delta = _added(delta, inner_ptr, b_ptr, units_ptr, most, count, rows, owner, outputs,
-                           inside & (outputs < FIRST_END), size, 0, MATRICES, PARTS, WIDE, ROWS_FIRST)  # fmt: skip
+            delta = _added(
+                delta, inner_ptr, b_ptr, units_ptr, most, count, rows, owner, outputs, inside & (outputs < FIRST_END),
+                size, 0, MATRICES, PARTS, WIDE, STAGES, ROWS_FIRST,
+            )  # fmt: skip
         if (column < SECOND_END) & (column + WIDTH > FIRST_END):
-            middle = inside & (outputs >= FIRST_END) & (outputs < SECOND_END)
-            delta = _added(delta, inner_ptr, b_ptr, units_ptr, most, count, rows, owner, outputs, middle, size, 1,
-                           MATRICES, PARTS, WIDE, ROWS_FIRST)  # fmt: skip
+            delta = _added(
+                delta, inner_ptr, b_ptr, units_ptr, most, count, rows, owner, outputs,
+                inside & (outputs >= FIRST_END) & (outputs < SECOND_END),
+                size, 1, MATRICES, PARTS, WIDE, STAGES, ROWS_FIRST,
+            )  # fmt: skip
         if column + WIDTH > SECOND_END:
-            delta = _added(delta, inner_ptr, b_ptr, units_ptr, most, count, rows, owner, outputs,
-                           inside & (outputs >= SECOND_END), size, 2, MATRICES, PARTS, WIDE, ROWS_FIRST)  # fmt: skip
+            delta = _added(
+                delta, inner_ptr, b_ptr, units_ptr, most, count, rows, owner, outputs, inside & (outputs >= SECOND_END),
+                size, 2, MATRICES, PARTS, WIDE, STAGES, ROWS_FIRST,
+            )  # fmt: skip
     else:
-        delta = _added(delta, inner_ptr, b_ptr, units_ptr, most, count, rows, owner, outputs, inside, size, matrix,
-                       MATRICES, PARTS, WIDE, ROWS_FIRST)  # fmt: skip
+        delta = _added(
+            delta, inner_ptr, b_ptr, units_ptr, most, count, rows, owner, outputs, inside,
+            size, matrix, MATRICES, PARTS, WIDE, STAGES, ROWS_FIRST,
+        )  # fmt: skip
     return delta
 
 
@@ -159,7 +168,7 @@ class _Arguments(NamedTuple):
 
     tensors: tuple[Tensor | None, ...] = (None,) * 4
     most: int = 0
-    sizes: tuple[int, ...] = (0,) * 5
+    sizes: tuple[int, ...] = (0,) * 6
 
 
 _NO_ADAPTERS = _Arguments()
@@ -171,9 +180,12 @@ def low_rank_arguments(own: LowRankSum | None, inputs: int, rows: int) -> _Argum
         return _NO_ADAPTERS
     first, second = own.ends[0], own.ends[min(1, len(own.ends) - 1)]
     # units at once: many of them where rows are few, so that few steps wait for memory; fewer where registers are short
-    wide = 4 * UNIT if rows <= 64 else 2 * UNIT
+    parts = part_count(inputs)
+    few = rows <= FEW_ROWS and parts <= 4
+    wide = 4 * UNIT if few else 2 * UNIT
+    stages = 2 if few else 1  # steps that are read ahead: what they take grows with rows and parts
     tensors = own.inner, own.b, own.units, own.owners
-    return _Arguments(tensors, own.most, (len(own.ends), first, second, part_count(inputs), wide))
+    return _Arguments(tensors, own.most, (len(own.ends), first, second, parts, wide, stages))
 
 
 def multiply_inner(x: Tensor, own: LowRankSum) -> None:

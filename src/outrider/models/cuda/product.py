@@ -69,7 +69,7 @@ def _few(
     STRIPS: tl.constexpr, SCALED: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
     SPLIT: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
     MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr,
-    SOON: tl.constexpr,
+    STAGES: tl.constexpr, SOON: tl.constexpr,
 ):  # fmt: skip
     """out [R, size] = x w^T + bias for a strip of BN outputs. GATE: silu(first half) * second half.
 
@@ -138,7 +138,7 @@ def _few(
         whole = size * 2 if GATE else size
         delta = added(
             tl.zeros([BN, ROWS], tl.float32), inner_ptr, b_ptr, units_ptr, most, count, rows, owner, first,
-            first < size, strip * BN, whole, 0, MATRICES, FIRST_END, SECOND_END, PARTS, WIDE, BN, False,
+            first < size, strip * BN, whole, 0, MATRICES, FIRST_END, SECOND_END, PARTS, WIDE, STAGES, BN, False,
         )  # fmt: skip
         has = tl.broadcast_to((owner > 0)[None, :], [BN, ROWS])
         if STRIPS > 0 or SCALED:
@@ -148,7 +148,7 @@ def _few(
         if GATE:
             delta = added(
                 tl.zeros([BN, ROWS], tl.float32), inner_ptr, b_ptr, units_ptr, most, count, rows, owner, first + size,
-                first < size, strip * BN, whole, 1, MATRICES, FIRST_END, SECOND_END, PARTS, WIDE, BN, False,
+                first < size, strip * BN, whole, 1, MATRICES, FIRST_END, SECOND_END, PARTS, WIDE, STAGES, BN, False,
             )  # fmt: skip
             if STRIPS > 0 or SCALED:
                 b = tl.where(has, _scaled(delta, scale, b), b)
@@ -178,7 +178,7 @@ def _many(
     K: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr,
     GROUP: tl.constexpr, COPIED: tl.constexpr,
     MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr,
-    SOON: tl.constexpr,
+    STAGES: tl.constexpr, SOON: tl.constexpr,
 ):  # fmt: skip
     """The same for a tile of BM rows and BN outputs. WIDTH: of a strip of `_few`, whose sums of squares these are.
 
@@ -235,7 +235,7 @@ def _many(
         whole = size * 2 if GATE else size
         delta = added(
             tl.zeros([BM, BN], tl.float32), inner_ptr, b_ptr, units_ptr, most, count, rows, owner, first, first < size,
-            column0, whole, 0, MATRICES, FIRST_END, SECOND_END, PARTS, WIDE, BN, True,
+            column0, whole, 0, MATRICES, FIRST_END, SECOND_END, PARTS, WIDE, STAGES, BN, True,
         )  # fmt: skip
         has = tl.broadcast_to((owner > 0)[:, None], [BM, BN])
         if SCALED:
@@ -245,7 +245,7 @@ def _many(
         if GATE:
             delta = added(
                 tl.zeros([BM, BN], tl.float32), inner_ptr, b_ptr, units_ptr, most, count, rows, owner, first + size,
-                first < size, column0, whole, 1, MATRICES, FIRST_END, SECOND_END, PARTS, WIDE, BN, True,
+                first < size, column0, whole, 1, MATRICES, FIRST_END, SECOND_END, PARTS, WIDE, STAGES, BN, True,
             )  # fmt: skip
             if SCALED:
                 b = tl.where(has, _scaled(delta, scale, b), b)
