@@ -10,13 +10,13 @@ from outrider.engine.drafting import DrafterPool
 from outrider.engine.judge import commit_plain
 from outrider.models.base import Model, Paged, WrittenTokens
 
-# (sequences from which on, tokens that each writes before the host looks). The device waits while the host works; a
-# stream is delivered as many tokens at a time, 8 of a small model in less than 10 ms, and in a batch of a thousand
-# nobody reads along (LOG, 2026-11-15 and 2026-11-17). Other numbers were not tried.
-TOKENS = ((1024, 32), (64, 16), (1, 8))
-# Such parts after which the engine looks around again where nobody has come or ended meanwhile: requests that wait for
+# (sequences from which on, tokens of a part): two parts are under way at a time, so a sequence that ends is written on
+# for up to twice as many tokens, for nothing; and while the host looks at a part, the next one keeps the device busy. A
+# stream is delivered as many tokens at a time (LOG, 2026-11-15 and 2026-11-17).
+TOKENS = ((1024, 16), (64, 8), (1, 4))
+# Parts after which the engine looks around again where nobody has come or ended meanwhile: requests that wait for
 # memory, and whether drafting pays by now, can wait for some 40 ms.
-PARTS = 6
+PARTS = 12
 
 
 def possible(running: Seq[Sequence], pool: DrafterPool, drafting: bool) -> bool:
