@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import os
 import random
 import shutil
 import signal
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -101,6 +104,85 @@ def wait_for(condition, seconds=60):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def broken(folder, count):
+    """File names of an adapter, each with contents that make it one that cannot be served."""
+    chance = random.Random(7)
+    config, weights = (folder / name for name in ("adapter_config.json", "adapter_model.safetensors"))
+    ways = [
+        lambda: (weights.name, cut(weights.read_bytes(), chance)),
+        lambda: (config.name, cut(config.read_bytes().rstrip(), chance)),
+        lambda: (weights.name, other_length(weights.read_bytes(), chance)),
+        lambda: (weights.name, weights.read_bytes() + chance.randbytes(chance.randrange(1, 64))),
+        lambda: (weights.name, other_header(weights.read_bytes(), chance)),
+        lambda: (weights.name, other_values(weights.read_bytes(), chance)),
+        lambda: (config.name, other_config(json.loads(config.read_bytes()), chance)),
+        lambda: (chance.choice((config, weights)).name, chance.randbytes(chance.randrange(300))),
+    ]
+    for turn in range(count):
+        yield ways[turn % len(ways)]()
+
+
+def cut(data, chance):
+    return data[: chance.randrange(len(data))]
+
+
+def other_length(data, chance):
+    """Of the header: shorter, longer than the file, or more than can be counted."""
+    own = int.from_bytes(data[:8], "little")
+    new = chance.choice((0, own // 2, own - 1, len(data), 1 << 31, 1 << 62, (1 << 64) - 1))
+    return new.to_bytes(8, "little") + data[8:]
+
+
+def other_header(data, chance):
+    """One tensor that is not as its bytes are, or that no matrix has."""
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    name = chance.choice([each for each in header if each != "__metadata__"])
+    entry = header[name]
+    (rows, columns), (begin, end) = entry["shape"], entry["data_offsets"]
+    changes = [
+        {"shape": [rows + 1, columns]},
+        {"shape": [columns, rows]},
+        {"shape": [rows * columns]},
+        {"shape": [-rows, columns]},
+        {"shape": [1 << 62, 1 << 62]},
+        {"dtype": "F64"},
+        {"dtype": "I32"},
+        {"dtype": "nothing"},
+        {"data_offsets": [begin, end + 4]},
+        {"data_offsets": [end, begin]},
+        {"data_offsets": [1 << 60, (1 << 60) + end - begin]},
+        {},
+    ]
+    change = chance.choice(changes)
+    del header[name]
+    header[name if change else chance.choice((f"{name}.x", name.replace("layers.", "layers.9"), "x" * 500))] = (
+        entry | change
+    )
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data[8 + size :]
+
+
+def other_values(data, chance):
+    """A number that is none, or infinite."""
+    place = 8 + int.from_bytes(data[:8], "little")
+    place += 4 * chance.randrange((len(data) - place) // 4)
+    return data[:place] + struct.pack("<f", chance.choice((math.nan, math.inf, -math.inf))) + data[place + 4 :]
+
+
+def other_config(config, chance):
+    changes = [
+        *({"r": value} for value in (0, -1, 3, 257, 1e400, "2", None, [2], True)),
+        *({"lora_alpha": value} for value in (1e400, -1e400, math.nan, "x", None, [1], {}, False)),
+        *({"peft_type": value} for value in ("LOHA", "", None, 1, [])),
+        *({"bias": value} for value in ("all", "lora_only", 1, ["none"])),
+        *({name: True} for name in ("use_dora", "lora_bias", "fan_in_fan_out", "use_qalora")),
+        *({"rank_pattern": value} for value in ([], "x", {"q_proj": 3}, {"(": 2}, {"q_proj": "x"}, {"a" * 300: 1})),
+        *({"init_lora_weights": value} for value in ("pissa", "olora")),
+    ]
+    return json.dumps({**config, **chance.choice(changes)}).encode()
 
 
 class TestClients:
@@ -311,6 +393,27 @@ class TestFaults:
         assert 400 in seen
         shutil.rmtree(bad)
         unload(server, "bad")
+        assert complete(server, "a").json()["choices"][0]["text"] == text("a")
+        assert server.fleet.describe("tiny").restarts == 0
+
+    def test_three_hundred_broken_adapters(self, server, root, text):
+        """Files that no reader may take, each over HTTP: a 4xx in one line, and the same worker serves on."""
+        bad = root / "broken"
+        for turn, (name, content) in enumerate(broken(root / "c", 300)):
+            shutil.rmtree(bad, ignore_errors=True)
+            shutil.copytree(root / "c", bad)
+            (bad / name).write_bytes(content)
+            answer = load(server, "broken", bad) if turn % 2 else generate(server, str(bad))
+            assert 400 <= answer.status_code < 500, (turn, name, answer.text)
+            line = str(answer.json()["error"])
+            assert "\n" not in line, (turn, name, line)
+            assert "Traceback" not in line
+            assert len(line) < 1000
+            if turn % 50 == 0:
+                assert complete(server, "a").json()["choices"][0]["text"] == text("a")
+        assert turn == 299
+        shutil.rmtree(bad)
+        assert "broken" not in listed(server)
         assert complete(server, "a").json()["choices"][0]["text"] == text("a")
         assert server.fleet.describe("tiny").restarts == 0
 
