@@ -1,18 +1,24 @@
 """Adapters from Python and the command line: by name, one per prompt, mixed, many more than memory holds."""
 
 import json
+import shutil
 import threading
 import time
 
 import pytest
+import torch
 from small_adapters import write_adapter
+from tiny import block_head, eagle_head
 
 from outrider import LLM, AdapterMix, OutriderError, SamplingParams
 from outrider.cli import main
+from outrider.drafters.heads import files as heads
+from outrider.drafters.heads.adapted import with_heads
 from outrider.models.adapters import files
 
 FOX = "the red fox and the blue fox and the"
 SHORT = SamplingParams(max_tokens=8, ignore_eos=True)
+LONG = SamplingParams(max_tokens=24, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +92,90 @@ class TestPython:
             llm.load_adapter("x", tmp_path)
         with pytest.raises(OutriderError, match="is no adapter"):
             LLM(str(tiny_folder), adapters={"x": str(tmp_path)})
+
+
+class TestHeads:
+    """A head beside an adapter's folder drafts for the requests with that adapter, and changes no text."""
+
+    @pytest.fixture
+    def near(self, plain, folders, tmp_path):
+        """Adapters with an EAGLE head in their folder, a block head and both beside it; and one without a head."""
+        model = plain.engine.model
+        found = {name: shutil.copytree(folders[name], tmp_path / name) for name in "abc"}
+        found["d"] = shutil.copytree(folders["a"], tmp_path / "d")
+        torch.manual_seed(0)
+        heads.write(eagle_head(model), found["a"] / "heads" / "eagle", model)
+        heads.write(block_head(model), tmp_path / "b.outrider-head", model)
+        heads.write(eagle_head(model), tmp_path / "c.outrider-head" / "eagle", model)
+        heads.write(block_head(model), tmp_path / "c.outrider-head" / "block", model)
+        return found
+
+    @pytest.fixture
+    def own(self, tiny_folder, near):
+        adapters = {name: str(path) for name, path in near.items()}
+        with LLM(str(tiny_folder), draft="auto", adapters=adapters, dtype="float32", threads=1, pace=False) as llm:
+            yield llm
+
+    def test_found_without_being_named(self, own, plain, near):
+        names = ["a", "b", "c", "d", ""]
+        expected = ids(own.generate([FOX] * 5, LONG, adapter=names, draft="none"))
+        assert len({tuple(each) for each in expected}) == 4, "a and d are the same adapter"
+        assert expected[-1] == plain.generate(FOX, LONG).token_ids
+        for draft in ("", "auto"):
+            assert ids(own.generate([FOX] * 5, LONG, adapter=names, draft=draft)) == expected
+        used = {spec for spec in own.engine.drafters if "head=" in spec}
+        root = near["a"].parent
+        places = {
+            f"auto:head={near['a'] / 'heads' / 'eagle'}",
+            f"auto:head={root / 'b.outrider-head'}",
+            f"auto:head={root / 'c.outrider-head' / 'eagle'}",
+        }
+        assert used and used <= places, "idle ones may have left"
+
+    def test_each_kind_by_its_name(self, own, near):
+        for name, draft in (("a", "eagle"), ("b", "block"), ("c", "eagle:tree=8"), ("c", "block+ngram")):
+            expected = own.generate(FOX, LONG, adapter=name, draft="none").token_ids
+            result = own.generate(FOX, LONG, adapter=name, draft=draft)
+            assert result.token_ids == expected
+            assert result.stats.drafted > 0
+            with pytest.raises(OutriderError, match="no head for"):
+                own.generate(FOX, LONG, adapter="d", draft=draft)
+        half = AdapterMix(("a",), (0.5,))
+        plainly = own.generate(FOX, LONG, adapter=half, draft="none").token_ids
+        assert own.generate(FOX, LONG, adapter=half, draft="eagle").token_ids == plainly
+        with pytest.raises(OutriderError, match="no head for"):  # a mix of several has none
+            own.generate(FOX, LONG, adapter=AdapterMix(("a", "b")), draft="eagle")
+
+    def test_one_that_is_named_comes_first(self, near):
+        assert with_heads("eagle:head=x", str(near["a"])) == "eagle:head=x"
+        assert with_heads("none", str(near["a"])) == "none"
+        found = with_heads("eagle:length=2,allow_pickle=true+ngram", str(near["a"]))
+        assert found == f"eagle:head={near['a'] / 'heads' / 'eagle'},length=2+ngram", "pickles were allowed for another"
+
+    def test_a_broken_one_is_refused_in_a_line(self, own, near):
+        (near["a"] / "heads" / "eagle" / "model.safetensors").write_bytes(b"x")
+        with pytest.raises(OutriderError, match="cannot be read"):
+            own.generate(FOX, LONG, adapter="a")
+        assert own.generate(FOX, LONG, adapter="d").token_ids
+
+    def test_a_link_to_elsewhere_is_not_followed(self, own, near, tmp_path_factory):
+        head = near["a"] / "heads" / "eagle"
+        away = shutil.move(head, tmp_path_factory.mktemp("away") / "eagle")
+        head.symlink_to(away)
+        with pytest.raises(OutriderError, match="link to elsewhere"):
+            own.generate(FOX, LONG, adapter="a")
+
+    def test_more_heads_than_may_be_in_use(self, tiny_folder, plain, tmp_path):
+        """Requests beyond the most that may draft with heads of their own are served with the model's drafter."""
+        model, most = plain.engine.model, 6
+        torch.manual_seed(0)
+        head, given = eagle_head(model), {}
+        for n in range(most):
+            given[str(n)] = str(write_adapter(tmp_path / str(n), model, n))
+            heads.write(head, tmp_path / f"{n}.outrider-head", model)
+        with LLM(str(tiny_folder), draft="auto", adapters=given, dtype="float32", threads=1, pace=False) as llm:
+            expected = ids(llm.generate([FOX] * most, LONG, adapter=list(given), draft="none"))
+            assert ids(llm.generate([FOX] * most, LONG, adapter=list(given))) == expected
 
 
 class TestMemory:

@@ -20,6 +20,7 @@ from outrider.backends.local import MOST_WITH_WEIGHTS, Local
 from outrider.core.errors import OutriderError
 from outrider.drafters import DrafterSpec
 from outrider.drafters.base import BuildContext, Drafter, RetokenizedModel
+from outrider.drafters.heads.adapted import with_heads
 from outrider.drafters.history.store import HistoryStore
 from outrider.engine.cost import measured
 from outrider.engine.engine import Engine
@@ -152,7 +153,13 @@ def local(settings: Settings, draft: DrafterSpec | None = None) -> Local:
     engine.drafters[settings.draft] = engine.drafters[""]  # a request that names it gets the same one
     notes = [*draft_models.notes, *_unused_history(settings, spec), *(prefixes.notes if prefixes else ())]
     rule: Any = settings.rule
-    return Local(engine, named, loaded.tokenizer, loaded.ends, rule, notes, histories, store, prefixes)
+
+    def near(text: str, adapter: str) -> str:
+        """ "" stays "" where no head is there."""
+        found = with_heads(text or settings.draft, adapter)
+        return found if found != settings.draft else text
+
+    return Local(engine, named, loaded.tokenizer, loaded.ends, rule, notes, histories, store, prefixes, near)
 
 
 def _policy(model: Model) -> DraftingPolicy:

@@ -1,8 +1,10 @@
 """`outrider train` from end to end on a CPU: it learns, it ends cleanly, and it goes on exactly where it was."""
 
+import hashlib
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,19 +12,25 @@ import threading
 import time
 
 import pytest
+import safetensors.torch
 import torch
+from small_adapters import write_adapter
 
 from outrider import LLM, SamplingParams
 from outrider.cli import main
 from outrider.drafters.heads import files as heads
+from outrider.models.adapters import files
+from outrider.models.base import Feed
 from outrider.models.load import LoadOptions, load
 from outrider.train import checkpoint, medusa, results, run
+from outrider.train.adapted import fold, named
 from outrider.train.data.batches import TextBatch
-from outrider.train.data.corpus import FOLDER
+from outrider.train.data.corpus import FOLDER, CorpusFolder
 from outrider.train.step import GradientStep
 from outrider.train.teacher import Teacher
 from outrider.train.tune_tree import rates
 
+PLACE = LoadOptions(torch.device("cpu"), torch.float32, 1 << 26)
 QUICK = ("--batch-tokens", "512", "--rate", "0.1", "--unroll", "3", "--block", "3", "--writers", "16")
 
 
@@ -67,6 +75,104 @@ def test_a_head_learns(kind, calm_folder, prompt_file, tmp_path, capsys):
         )
     assert [result.token_ids for result in speculative] == [result.token_ids for result in plain]
     assert sum(result.stats.accepted for result in speculative) > 0
+
+
+@pytest.fixture(scope="module")
+def adapter(calm_folder, tmp_path_factory):
+    """A LoRA adapter of the calm target that changes its texts."""
+    folder = tmp_path_factory.mktemp("adapters") / "loud"
+    return write_adapter(folder, load(str(calm_folder), PLACE).model, 3, scale=0.4)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "block"])
+def test_a_head_for_an_adapter(kind, adapter, calm_folder, prompt_file, tmp_path, capsys):
+    """It learns from what the adapted model writes, says so, and is found by requests with that adapter."""
+    own = shutil.copytree(adapter, tmp_path / "loud")
+    out = tmp_path / "loud.outrider-head" / kind
+    before = digests(calm_folder)
+    more = ("--adapter", own, "--tokens", 2000, "--epochs", 10, "--prompts", prompt_file)
+    assert train(kind, calm_folder, out, *more) == 0
+    assert digests(calm_folder) == before, "the model's own files stay as they are"
+    said = provenance(out)
+    assert said["job"]["adapter"] == named(own)
+    assert said["figures"]["data"]["adapter"] == named(own)
+    assert str(tmp_path) not in json.dumps(said)
+    assert f"requests with the adapter loud and the drafter {kind} find this head" in capsys.readouterr().err
+    trained = next(iter(said["figures"]["tokens_per_pass"].values()))["all"]["tokens_per_pass"]
+    assert trained > said["figures"]["live"][0][1] + 0.1
+    texts, asked = CorpusFolder(out).read(said["figures"]["data"]["waves"]), SamplingParams(max_tokens=40)
+    with LLM(str(calm_folder), draft="auto", adapters={"loud": str(own)}, dtype="float32", pace=False) as llm:
+        written = greedy_share(llm, texts, "loud")
+        assert written > 0.4, "60 % of the answers are greedy"
+        assert greedy_share(llm, texts, "") < written - 0.2, "the model alone would have written others"
+        prompts = ["the red fox", "the blue fox and the sea", "count the stars, one, two", "a river"]
+        plain, *others = (
+            llm.generate(prompts, asked, adapter="loud", draft=draft) for draft in ("none", "", kind, f"{kind}:tree=8")
+        )
+    for results_ in others:
+        assert [each.token_ids for each in results_] == [each.token_ids for each in plain]
+    assert sum(each.stats.accepted for each in others[1]) > 0
+    assert kind in {token.drafter for each in others[0] for token in each.tokens}, "auto has found it"
+
+
+def digests(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir() if path.is_file()}
+
+
+def greedy_share(llm, corpus, adapter):
+    """Of the texts: those whose answers begin with what the model writes greedily."""
+    ends = corpus.starts + corpus.lengths
+    parts = [
+        (corpus.tokens[begin : begin + answer].tolist(), corpus.tokens[begin + answer : end].tolist()[:6])
+        for begin, answer, end in zip(corpus.starts, corpus.answers, ends, strict=True)
+    ]
+    parts = [(prompt, answer) for prompt, answer in parts if len(answer) == 6]
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    found = llm.generate([prompt for prompt, _ in parts], params, adapter=adapter, draft="none")
+    return sum(each.token_ids == answer for each, (_, answer) in zip(found, parts, strict=True)) / len(parts)
+
+
+def test_a_target_with_an_adapter_in_its_weights(adapter, calm_folder):
+    """Its passes are those of the model with the adapter as requests have it."""
+    folded, served = (load(str(calm_folder), PLACE).model for _ in range(2))
+    ready = served.adapt(files.read(adapter, served.adapter_base), "a")
+    tokens = list(range(5, 45))
+    [before] = folded.forward([Feed(1, tokens)])
+    fold(folded, adapter)
+    [found], [expected] = folded.forward([Feed(2, tokens)]), served.forward([Feed(1, tokens, adapter=ready)])
+    assert torch.allclose(found.logits, expected.logits, atol=1e-4)
+    assert not torch.allclose(before.logits, expected.logits, atol=1e-2)
+
+
+def test_texts_of_another_adapter_are_refused(adapter, calm_folder, prompt_file, tmp_path, capsys):
+    plain, out = tmp_path / "plain", tmp_path / "head"
+    more = ("--tokens", 600, "--prompts", prompt_file)
+    assert train("eagle", calm_folder, plain, *more) == 0
+    capsys.readouterr()
+    assert train("eagle", calm_folder, out, "--data", plain, "--adapter", adapter) == 2
+    assert "were written with no adapter, not with the adapter loud (sha256" in capsys.readouterr().err
+    own = shutil.copytree(adapter, tmp_path / "own")
+    first = tmp_path / "first"
+    assert train("eagle", calm_folder, first, *more, "--adapter", own) == 0
+    assert f"move the head to {tmp_path / 'own.outrider-head' / 'eagle'}" in capsys.readouterr().err.replace("\n", " ")
+    config = own / "adapter_config.json"
+    config.write_text(config.read_text().replace('"lora_alpha": 2', '"lora_alpha": 1'))
+    assert train("eagle", calm_folder, first, "--resume") == 2  # another adapter now
+    assert "begin a new run" in capsys.readouterr().err
+
+
+def test_adapters_that_no_head_is_trained_for(calm_folder, tmp_path, capsys):
+    assert train("eagle", calm_folder, tmp_path / "head", "--adapter", tmp_path / "gone", "--tokens", 600) == 2
+    assert "is no adapter" in capsys.readouterr().err
+    wrong = tmp_path / "wrong"
+    wrong.mkdir()
+    hidden, vocab = load(str(calm_folder), PLACE).model.adapter_base.shapes["model.embed_tokens"]
+    tensors = {"lora_embedding_A": torch.zeros(2, vocab), "lora_embedding_B": torch.zeros(hidden, 2)}
+    names = {f"base_model.model.model.embed_tokens.{name}": tensor for name, tensor in tensors.items()}
+    safetensors.torch.save_file(names, wrong / "adapter_model.safetensors")
+    (wrong / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    assert train("eagle", calm_folder, tmp_path / "other", "--adapter", wrong, "--tokens", 600) == 2
+    assert "heads share with the base" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_draft_model_learns(calm_folder, prompt_file, tmp_path):

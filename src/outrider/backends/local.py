@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import queue
@@ -18,7 +19,7 @@ from outrider.backends.base import BackendBusy, BackendLoad, BackendStopped, Ste
 from outrider.backends.faults import FaultCounter
 from outrider.backends.reader import Reader
 from outrider.backends.text import Writer
-from outrider.core.adapter import AdapterInfo, ReadyAdapter
+from outrider.core.adapter import AdapterInfo, ReadyAdapter, names_of
 from outrider.core.dice import Dice
 from outrider.core.errors import OutriderError, one_line
 from outrider.core.grammar import Grammars, Matcher
@@ -70,14 +71,15 @@ class Local(Reader):
         histories: HistoryStore | None = None,
         adapters: AdapterStore | None = None,
         prefixes: PrefixFile | None = None,
+        near: Callable[[str, str], str] = lambda draft, adapter: draft,
     ) -> None:
         """`drafter` builds the one that a request names. `ends`: the tokens that end a sequence. `rule`: for requests
         without a seed. `notes`: what a user should know about how the model was loaded. `histories`: what drafters
         keep of texts; `prefixes`: the file of shared prefixes; both are closed with the backend. `adapters`: those
-        that requests may name."""
+        that requests may name. `near`: a drafter's spec -> the same with the heads that lie beside an adapter's path."""
         self.engine, self.tokenizer, self.notes = engine, tokenizer, tuple(notes)
         self.vocab_size = engine.model.vocab_size
-        self._drafter, self._ends, self._rule = drafter, ends, rule
+        self._drafter, self._ends, self._rule, self._near = drafter, ends, rule, near
         self._histories, self._prefixes = histories, prefixes
         # new requests that are taken in together, one to cancel (in a tuple), or None: end
         self._inbox: queue.SimpleQueue[list[_LocalJob] | tuple[_LocalJob] | None] = queue.SimpleQueue()
@@ -158,7 +160,7 @@ class Local(Reader):
 
     def _checked(self, request: Request, prompt: list[int]) -> _LocalJob:
         """The request as a job, which keeps its drafter until it ends."""
-        drafter = self._hold(request.draft)
+        request, drafter = self._held(request)
         try:
             if request.prediction is not None and not drafter.reads_prediction:
                 raise OutriderError("a prediction was given, but only the drafter prediction reads it; choose that one")
@@ -168,6 +170,17 @@ class Local(Reader):
         except BaseException:
             self._let_go(request.draft)
             raise
+
+    def _held(self, request: Request) -> tuple[Request, Drafter]:
+        """The request with the drafter that it gets. A head beside its adapter comes before the model's own; where too
+        many others are in use it is left out, for that costs speed alone."""
+        names = names_of(request.adapter)
+        if len(names) == 1:
+            draft = self._near(request.draft, self._adapters.store.info(names[0]).path)
+            if draft != request.draft:
+                with contextlib.suppress(BackendBusy):
+                    return replace(request, draft=draft), self._hold(draft)
+        return request, self._hold(request.draft)
 
     def _hand_in(self, jobs: list[_LocalJob]) -> None:
         with self._opening, self._lock:  # or the thread could end between the two

@@ -94,6 +94,7 @@ def train(
     [dim]$[/] outrider train eagle --out my-head --resume
     [dim]$[/] outrider train block --out my-block --data my-head --minutes 10
     [dim]$[/] outrider train medusa --out my-medusa --data my-head --minutes 5
+    [dim]$[/] outrider train eagle --adapter my-haiku --out my-haiku.outrider-head/eagle
     [dim]$[/] outrider train draft --layers 4 --out my-draft --tokens 2000000
     """
     begun = time.monotonic()

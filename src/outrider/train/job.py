@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from outrider.core.errors import OutriderError
@@ -35,11 +36,22 @@ def _vocabulary(text: str) -> int:
     return int(text)
 
 
+def _whole_path(text: str) -> str:
+    return str(Path(text).expanduser().resolve())
+
+
 @dataclass(frozen=True)
 class TrainingJob:
     kind: str
     model: str = option(
         "smollm2-135m", "The target: known name, folder, hub id or GGUF file.", flags=("--model", "-m"), panel="Model"
+    )
+    adapter: str = option(
+        "",
+        "Train for the model with this adapter: a PEFT folder or GGUF file.",
+        shown=False,
+        panel="Model",
+        parse=_whole_path,
     )
     minutes: float = option(
         0.0,
@@ -128,6 +140,7 @@ def new(kind: str, given: Mapping[str, Any]) -> TrainingJob:
 
 def resumed(kind: str, given: Mapping[str, Any], stored: Mapping[str, Any]) -> TrainingJob:
     """The stored job; what is given again must be as it was."""
+    stored = {"adapter": "", **stored}  # runs of earlier versions had none
     for name, value in {"kind": kind, **given}.items():
         before = tuple(stored[name]) if name == "reads" else stored[name]
         if name not in _CHANGEABLE and value != before:

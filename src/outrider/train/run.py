@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from outrider.core.errors import OutriderError
 from outrider.core.stats import Stats
+from outrider.drafters.heads import files as heads
 from outrider.models import sources
 from outrider.models.load import load
 from outrider.models.weights import LoadOptions
-from outrider.train import checkpoint, held_out, kinds, results
+from outrider.train import adapted, checkpoint, held_out, kinds, results
 from outrider.train.checkpoint import TrainingState
 from outrider.train.data import writer
 from outrider.train.data.batches import GrowingOrder
@@ -124,6 +125,7 @@ class _TrainingRun:
         task.show(f"loading {task.job.model}", 0, None)
         self._loaded = load(task.job.model, task.where)
         self._teacher = Teacher(self._loaded.model, (), min(LONGEST, self._loaded.model.context))
+        self._adapter = self._fold()
         chat, chunk = ChatFormat.of(self._loaded.tokenizer), writer.PROMPT_CHUNK[self._device.type]
         self._evaluator = results.Evaluator(self._loaded, chat, task.where, chunk)
         source = sources.resolve(task.job.model)
@@ -153,15 +155,36 @@ class _TrainingRun:
         measured = self._measure_all()
         self._write_provenance(measured)
         self._draw(log)
+        self._say_place()
         return TrainingResult(measured, self._state, self._task.stop.is_set(), said)
+
+    def _fold(self) -> str:
+        """From now on the target is the adapted one; the adapter's name and digest, or "" where there is none."""
+        if not self._job.adapter:
+            return ""
+        path = Path(self._job.adapter)
+        adapted.fold(self._teacher.model, path)
+        return adapted.named(path)
+
+    def _say_place(self) -> None:
+        """Whether requests with the adapter find the head, and where they would."""
+        if not self._adapter or self._job.kind == "draft":
+            return
+        adapter, kind = Path(self._job.adapter), self._job.kind
+        near = heads.beside(kind, str(adapter))
+        if near is not None and near.resolve() == self._out.resolve():
+            self._task.note(f"requests with the adapter {adapter.name} and the drafter {kind} find this head")
+            return
+        place = adapter.with_name(f"{adapter.name}.outrider-head") / kind
+        self._task.note(f"move the head to {place}, and requests with the adapter find it")
 
     # The texts.
 
     def _begin_texts(self) -> TextSource:
         task, given = self._task, self._task.data is not None
         texts = TextSource(
-            self._loaded, self._job, self._name, CorpusFolder(task.data or self._out), given, task.prompts, task.about,
-            self._budget, self._show_or_stop,
+            self._loaded, self._job, self._name, self._adapter, CorpusFolder(task.data or self._out), given,
+            task.prompts, task.about, self._budget, self._show_or_stop,
         )  # fmt: skip
         checkpoint.record_job(self._out, task.stored())
         texts.begin()
@@ -308,6 +331,8 @@ class _TrainingRun:
         measured: dict[str, dict[str, Stats]] = {}
         took = self._state.figures["table_seconds"] = {}
         facts = {"model": self._name, "prompts": len(prompts), "new tokens": TABLE_TOKENS, "steps": self._state.step}
+        if self._adapter:
+            facts["adapter"] = self._adapter
         for way, spec in kinds.specs(self._job.kind, self._out).items():
             if self._task.stop.is_set():
                 break
@@ -343,7 +368,7 @@ class _TrainingRun:
     def _write_provenance(self, measured: results.Measured) -> None:
         state = self._state
         facts = {
-            "job": {**as_dict(self._job), "model": self._name},
+            "job": {**as_dict(self._job), "model": self._name, "adapter": self._adapter},
             "steps": state.step,
             "planned_steps": state.planned,
             "seconds": round(self._budget.spent, 1),

@@ -38,6 +38,7 @@ class TextSource:
         loaded: Loaded,
         job: TrainingJob,
         name: str,
+        adapter: str,
         folder: CorpusFolder,
         given: bool,
         prompts: Sequence[str],
@@ -45,8 +46,9 @@ class TextSource:
         budget: TimeBudget,
         show: writer.Show,
     ) -> None:
-        """`given`: they are another run's. `name`: of the target."""
-        self._loaded, self._job, self._name, self._folder, self._given = loaded, job, name, folder, given
+        """`given`: they are another run's. `name`: of the target. `adapter`: that it has, with its digest."""
+        self._loaded, self._job, self._name, self._adapter = loaded, job, name, adapter
+        self._folder, self._given = folder, given
         self._asked, self._budget, self._show = (prompts, about), budget, show
         self._writer: writer.CorpusWriter | None = None
         self.info = self._checked()
@@ -88,12 +90,21 @@ class TextSource:
         info, folder, vocab = self._folder.info(), self._folder.folder, self._loaded.model.vocab_size
         if info is None and self._given:
             raise OutriderError(f"{folder.parent} has no texts of a training run; give the --out of one")
-        info = info or CorpusInfo(self._name, vocab, self._job.seed)
+        info = info or CorpusInfo(self._name, vocab, self._job.seed, adapter=self._adapter)
         if (info.model, info.vocab) != (self._name, vocab):
             raise OutriderError(
                 f"the texts in {folder} were written by {info.model} ({info.vocab} tokens), not by {self._name} "
                 f"({vocab} tokens); give texts of this model"
             )
+        if info.adapter != self._adapter:
+            raise OutriderError(
+                f"the texts in {folder} were written with {_called(info.adapter)}, not with {_called(self._adapter)}; "
+                "give texts of this adapter, or begin a new run"
+            )
         if self._given and not info.complete:
             raise OutriderError(f"the texts in {folder} are not complete; finish that run with --resume first")
         return info
+
+
+def _called(adapter: str) -> str:
+    return f"the adapter {adapter}" if adapter else "no adapter"

@@ -77,6 +77,7 @@ class CorpusInfo:
     tokens: int = 0
     seconds: float = 0.0
     complete: bool = False
+    adapter: str = ""  # the one that the model had, with its digest; "": none
 
 
 class CorpusFolder:
