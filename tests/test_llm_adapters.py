@@ -130,7 +130,8 @@ class TestHeads:
             f"auto:head={root / 'b.outrider-head'}",
             f"auto:head={root / 'c.outrider-head' / 'eagle'}",
         }
-        assert used and used <= places, "idle ones may have left"
+        assert used
+        assert used <= places, "idle ones may have left"
 
     def test_each_kind_by_its_name(self, own, near):
         for name, draft in (("a", "eagle"), ("b", "block"), ("c", "eagle:tree=8"), ("c", "block+ngram")):
@@ -145,6 +146,23 @@ class TestHeads:
         assert own.generate(FOX, LONG, adapter=half, draft="eagle").token_ids == plainly
         with pytest.raises(OutriderError, match="no head for"):  # a mix of several has none
             own.generate(FOX, LONG, adapter=AdapterMix(("a", "b")), draft="eagle")
+
+    @pytest.mark.native
+    def test_beside_packed_weights(self, packable_folder, tmp_path):
+        place = dict(quantize="int8", device="cpu", threads=1, pace=False)
+        with LLM(str(packable_folder), draft="auto", **place) as llm:
+            model = llm.engine.model
+            torch.manual_seed(0)
+            for seed, name in enumerate("ab"):
+                llm.load_adapter(name, write_adapter(tmp_path / name, model, seed))
+            heads.write(eagle_head(model), tmp_path / "a" / "heads" / "eagle", model)
+            heads.write(block_head(model), tmp_path / "b" / "heads" / "block", model)
+            names = ["a", "b", ""] * 2
+            expected = ids(llm.generate([FOX] * 6, LONG, adapter=names, draft="none"))
+            results = llm.generate([FOX] * 6, LONG, adapter=names)
+            assert ids(results) == expected
+            assert sum("head=" in spec for spec in llm.engine.drafters) == 2
+            assert all(result.stats.drafted > 0 for result in results[:2])
 
     def test_one_that_is_named_comes_first(self, near):
         assert with_heads("eagle:head=x", str(near["a"])) == "eagle:head=x"

@@ -76,7 +76,7 @@ class Local(Reader):
         """`drafter` builds the one that a request names. `ends`: the tokens that end a sequence. `rule`: for requests
         without a seed. `notes`: what a user should know about how the model was loaded. `histories`: what drafters
         keep of texts; `prefixes`: the file of shared prefixes; both are closed with the backend. `adapters`: those
-        that requests may name. `near`: a drafter's spec -> the same with the heads that lie beside an adapter's path."""
+        that requests may name. `near`: a drafter's spec -> the same with the heads beside an adapter's path."""
         self.engine, self.tokenizer, self.notes = engine, tokenizer, tuple(notes)
         self.vocab_size = engine.model.vocab_size
         self._drafter, self._ends, self._rule, self._near = drafter, ends, rule, near
