@@ -122,6 +122,11 @@ class Drafter:
         """The drafts of its members for one sequence as one."""
         return found[0][1] if found else EMPTY
 
+    def extended(self, seq: Sequence, draft: Draft) -> Draft:
+        """The draft of all members, which says whose each node is and how likely; with nodes of its own after those of
+        others, if it has any."""
+        return draft
+
     def merged(self, step: Step) -> None:
         """Learn what became of the draft that `merge` made; the members observe the step by themselves."""
 
