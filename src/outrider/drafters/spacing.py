@@ -17,7 +17,7 @@ Gap = tuple[bytes, int]  # spaces, and why they were guessed
 
 
 @dataclass(frozen=True)
-class _Level:
+class _OpenBracket:
     """An open bracket: the spaces after it, and after the last comma of its own; None: not written yet."""
 
     bracket: int
@@ -29,7 +29,7 @@ class JsonSpacing:
     """What was read of a text. A copy reads ahead."""
 
     def __init__(self) -> None:
-        self._levels: list[_Level] = []
+        self._levels: list[_OpenBracket] = []
         self._opened: dict[tuple[int, int], bytes] = {}  # by bracket and depth: the spaces after the last one
         self._after: dict[int, bytes] = {}  # after the last comma and the last colon
         self._before: dict[int, bytes] = {}  # before them
@@ -59,7 +59,7 @@ class JsonSpacing:
                 self._settle(byte)
                 self._quoted = byte == QUOTE
                 if byte in OPENING:
-                    self._levels.append(_Level(byte))
+                    self._levels.append(_OpenBracket(byte))
                 elif byte in CLOSING and self._levels:
                     self._levels.pop()
                 self._last, self._run = byte, b""
@@ -121,7 +121,7 @@ class JsonSpacing:
         step = outer.removeprefix(self._line(depth - 2))
         return [(b"", NESTED_LINE), (outer + (step if step.isspace() and not _is_line(step) else INDENT), NESTED_LINES)]
 
-    def _after_comma(self, level: _Level) -> Gap:
+    def _after_comma(self, level: _OpenBracket) -> Gap:
         if level.comma is not None:
             return level.comma, SEEN
         if _is_line(level.opened):
