@@ -13,7 +13,7 @@ from outrider.core.draft import EMPTY, ROOT, Draft, judged_tree
 from outrider.core.errors import OutriderError
 from outrider.core.grammar import Matcher
 from outrider.core.sequence import Sequence
-from outrider.drafters.base import BuildContext, Drafter, Step
+from outrider.drafters.base import BuildContext, Drafter, Step, likely_ends
 from outrider.drafters.confidence import FADE, PRIOR_WEIGHT, Calibration
 from outrider.drafters.spacing import CLOSING, NESTED_LINES, SPACES, Gap, JsonSpacing
 
@@ -30,10 +30,6 @@ SPACED, USUAL, TRAILING, NOTHING, HALF, THIRD = range(NESTED_LINES + 1, NESTED_L
 PRIOR = (0.95, 0.95, 0.9, 0.9, 0.9, 0.8, 0.6, 0.5, 0.5, 0.5, 0.4, 0.9, 0.6, 0.5, 0.1, 0.5, 0.33)
 # What texts mostly have after these.
 USUALLY = {b":"[0]: b" ", b","[0]: b" "}
-# Probability to be reached from which on the end of another drafter's guess is continued: below it hardly a node is
-# worth its row on a CPU, and to look at one takes about 0.1 ms.
-CONTINUED = 0.2
-CONTINUATIONS = 2  # of these ends, at most: the likeliest
 
 
 class GrammarDrafter(Drafter):
@@ -70,7 +66,7 @@ class GrammarDrafter(Drafter):
         if seq.matcher is None or draft.probs is not None:
             return draft
         tokens, parents, acceptance = list(draft.tokens), list(draft.parents), list(draft.acceptance)
-        for end in _ends(draft, self.name):
+        for end in likely_ends(draft, self.name):
             path = tuple(draft.tokens[node] for node in draft.path(end))
             guess, before = self._guess(seq, seq.matcher, path, self._length), len(tokens)
             tokens += guess.tokens
@@ -169,17 +165,6 @@ class _Path:
     tokens: list[int]
     kinds: list[int]
     choice: int
-
-
-def _ends(draft: Draft, name: str) -> list[int]:
-    """The ends of others' guesses that are reached often enough, likeliest first."""
-    reach: list[float] = []
-    for parent, probability in zip(draft.parents, draft.acceptance, strict=True):
-        reach.append(probability * (1.0 if parent == ROOT else reach[parent]))
-    inner = set(draft.parents)
-    ends = [node for node in range(len(draft)) if node not in inner and draft.sources[node] != name]
-    likely = [node for node in ends if reach[node] >= CONTINUED]
-    return sorted(likely, key=lambda node: -reach[node])[:CONTINUATIONS]
 
 
 def _continued(matcher: Matcher, before: tuple[int, ...], so_far: _Text, most: int) -> Iterator[_Text]:
