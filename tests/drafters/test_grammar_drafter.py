@@ -166,7 +166,7 @@ class TestContinued:
         drawn = Draft(draft.tokens, draft.parents, torch.ones(len(draft), len(SMALL)), draft.sources, draft.acceptance)
         assert drafter().extended(sequence(self.SCHEMA, b'{"a": "'), drawn) is drawn
 
-    @pytest.mark.parametrize(("written", "learned"), [(b'12", "', True), (b"ab", False)])
+    @pytest.mark.parametrize(("written", "learned"), [(b'12", "', True), (b'ab1 "', False)])
     def test_it_is_learned_where_the_guess_before_it_held(self, written, learned):
         made, seq = drafter(), sequence(self.SCHEMA, b'{"a": "')
         made.extended(seq, self.other(b'12",'))
