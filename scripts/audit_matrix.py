@@ -4,10 +4,10 @@ PYTHONPATH=src python scripts/audit_matrix.py run DIR --model FOLDER -d none -d 
 python scripts/audit_matrix.py status DIR...
 
 Needs torch, triton and transformers. Every process keeps its model open and takes one job after the other: first the
-reference texts, then critical lengths and long contexts of every drafter, then single prompts and small batches, which
-take longest, then large ones; every batch with every chunk. What has not begun when the time is up is left out, and
-`status` says how much of each comparison was made. Files in DIR: references.jsonl, variants.NN.jsonl (a line as
-soon as a variant is done), log.NN, jobs.jsonl.
+reference texts, then critical lengths and long contexts of every drafter, then batches, the large ones first, which
+compare most in a second, and single prompts at last; every batch with every chunk. What has not begun when the time is
+up is left out, and `status` says how much of each comparison was made. Files in DIR: references.jsonl,
+variants.NN.jsonl (a line as soon as a variant is done), log.NN, jobs.jsonl.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def references(chunks: Sequence[int], common: dict[str, Any], processes: int) ->
 def comparisons(
     drafts: Sequence[str], batches: Sequence[int], chunks: Sequence[int], common: dict[str, Any]
 ) -> Iterator[Job]:
-    """Critical lengths of every drafter, then batches of prompts, the small ones first."""
+    """Critical lengths of every drafter, then batches of prompts, the large ones first."""
     for temperature, draft in product(common["temperatures"], drafts):
         lengths = {"groups": ["boundaries", "long"], "chunks": list(chunks), "temperatures": [temperature]}
         yield Job(draft, {**common, **lengths, "batches": [1], "share": [0, 1]})
-    for batch in sorted(batches):
+    for batch in sorted(batches, reverse=True):
         count = next(shares for least, shares in SHARES if batch >= least)
         for place, temperature, draft in product(range(count), common["temperatures"], drafts):
             own = {"groups": ["prompts"], "batches": [batch], "share": [place, count], "temperatures": [temperature]}

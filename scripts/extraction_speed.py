@@ -131,10 +131,12 @@ def main() -> int:
     made.add_argument("--threads", type=int, default=2)
     made.add_argument("--rounds", type=int, default=2)
     made.add_argument("--limit", type=int, default=0, help="only so many texts; 0: all")
+    made.add_argument("--thirds", default="012", help="of the texts, by their number modulo 3: 01 keeps a third unseen")
     made.add_argument("--drafter", action="append", default=[], help="a further drafter under the schema")
     made.add_argument("--output", type=Path)
     given = made.parse_args()
-    texts = list(extractions())[: given.limit or None]
+    texts = [each for number, each in enumerate(extractions()) if str(number % 3) in given.thirds]
+    texts = texts[: given.limit or None]
     ways = WAYS | {drafter: (drafter, True) for drafter in given.drafter}
     with LLM(given.model, draft="auto", threads=given.threads) as llm:
         measurement = Measurement(llm, ways)

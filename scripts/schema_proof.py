@@ -5,8 +5,8 @@
 
 Each schema is decoded plainly under its grammar, in a batch of 16 with neighbours that have none, then with
 drafters, one for each schema in turn (--always: one for every schema beside it), half of the schemas greedily and half
-with a seed; some alone as well. A text that ends by itself must be valid for jsonschema, and the tokens of all must be
-equal.
+with a seed; some alone as well, with the drafters of --always too. A text that ends by itself must be valid for
+jsonschema, and the tokens of all must be equal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from schemas import collection  # the collection is the tests' own
 
 BATCH = 16  # sequences at once
 FREE = 8  # one in this number of schemas has a neighbour without a grammar, unless it is said
-ALONE = 16  # one in so many is also decoded by itself
+ALONE = 15  # one in so many is also decoded by itself, by turns greedily and with a seed
 AT_ONCE = 8 * BATCH  # sequences that are handed in together
 DRAFTERS = ("auto", "ngram", "history", "layer_skip", "eagle", "medusa", "prediction", "grammar")  # each in its turn
 
@@ -83,9 +83,9 @@ def invalid(text: str, schema: Any) -> str:
 
 
 class Proof:
-    def __init__(self, llm: LLM, drafters: tuple[str, ...], always: tuple[str, ...] = ()) -> None:
-        """`drafters` take turns; those of `always` draft for every schema."""
-        self._llm, self._drafters, self._always = llm, drafters, always
+    def __init__(self, llm: LLM, drafters: tuple[str, ...], always: tuple[str, ...] = (), alone: int = ALONE) -> None:
+        """`drafters` take turns; those of `always` draft for every schema, and for one in `alone` by itself."""
+        self._llm, self._drafters, self._always, self._alone = llm, drafters, always, alone
         self.counts: Counter[str] = Counter()
         self.drafted: dict[str, Counter[str]] = {}
         self.failures: list[dict[str, Any]] = []
@@ -100,10 +100,10 @@ class Proof:
             self._compare(drafter, pairs)
         for place, drafter in enumerate(self._drafters):
             self._compare(drafter, [pair for pair in pairs if pair[0].number % len(self._drafters) == place])
-        for case, result in pairs:
-            if case.number % ALONE == 0:
-                self.counts["alone"] += 1
-                self._same(case, result, self._run([case], "none")[0], "alone")
+        for pair in pairs:
+            if pair[0].number % self._alone == 0:
+                for drafter in ("none", *self._always):
+                    self._compare(drafter, [pair], " alone")
 
     def _compiles(self, case: Case) -> bool:
         """What cannot be compiled is refused with the keyword, before anything is written."""
@@ -133,16 +133,16 @@ class Proof:
         elif result.finish_reason != "length":
             self._fail(case, result.finish_reason, text=result.text, reason=result.error)
 
-    def _compare(self, drafter: str, pairs: list[tuple[Case, Result]]) -> None:
+    def _compare(self, drafter: str, pairs: list[tuple[Case, Result]], how: str = "") -> None:
         expected = None
         if drafter.startswith(
             ("prediction", "oracle")
         ):  # right at first and wrong later, so that both kinds of verdicts come
             expected = [result.text[:12] + "?" + result.text[12:] for _, result in pairs]
         found = self._run([case for case, _ in pairs], drafter, expected)
-        counts = self.drafted.setdefault(drafter, Counter())
+        counts = self.drafted.setdefault(drafter + how, Counter())
         for (case, plain), result in zip(pairs, found, strict=True):
-            self._same(case, plain, result, drafter)
+            self._same(case, plain, result, drafter + how)
             more = {"texts": 1, "tokens": len(result.token_ids), "steps": result.stats.steps}
             counts.update(more | {"drafted": result.stats.drafted, "accepted": result.stats.accepted})
 
@@ -192,6 +192,7 @@ def main() -> int:
     made.add_argument("--drafters", default=",".join(DRAFTERS))
     made.add_argument("--always", nargs="+", default=[], help="drafters for every schema and every neighbour")
     made.add_argument("--neighbours", type=int, default=FREE, help="one in this number of schemas has one; 1: each")
+    made.add_argument("--alone", type=int, default=ALONE, help="one in this number of schemas is also decoded alone")
     made.add_argument("--pace", action="store_true", help="the policy cuts drafts, by the time that passes take")
     made.add_argument("--output", type=Path)
     made.add_argument("--summary", type=Path, nargs="+")
@@ -201,7 +202,7 @@ def main() -> int:
     asked = cases(given.begin, given.end, given.tokens, given.only, given.neighbours)
     begun, done = time.monotonic(), given.begin
     with LLM(given.model, draft="none", pace=given.pace, max_batch=BATCH) as llm:
-        proof = Proof(llm, tuple(filter(None, given.drafters.split(","))), tuple(given.always))
+        proof = Proof(llm, tuple(filter(None, given.drafters.split(","))), tuple(given.always), given.alone)
         while asked and not (given.seconds and time.monotonic() - begun > given.seconds):
             part, asked = asked[:AT_ONCE], asked[AT_ONCE:]
             proof.check(part)

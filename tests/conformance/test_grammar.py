@@ -30,6 +30,7 @@ from outrider.core.grammar_spec import GrammarSpec
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext
+from outrider.drafters.grammar import GrammarDrafter
 from outrider.engine.scheduler import Limits
 from outrider.server.tools.reasoning import Thinking
 
@@ -126,6 +127,31 @@ class TestEveryDrafter:
         check(how, drafters.build(spec, parts("llama")), [5, 2, 7, 0, 3, 8, 6, 1, 4], Limits(batch=1, chunk=4))
 
 
+CONTINUED = ["prediction+grammar", "prediction+grammar+ngram"]  # the grammar also guesses after others' guesses
+
+
+@pytest.fixture
+def continued(monkeypatch):
+    """The nodes that were guessed so, step by step."""
+    counts = []
+    real = GrammarDrafter.extended
+
+    def counted(self, seq, draft):
+        found = real(self, seq, draft)
+        counts.append(len(found) - len(draft))
+        return found
+
+    monkeypatch.setattr(GrammarDrafter, "extended", counted)
+    return counts
+
+
+@pytest.mark.parametrize("how", OPTIONS)
+@pytest.mark.parametrize("spec", CONTINUED)
+def test_guesses_that_the_grammar_continues(spec, how, continued):
+    check(how, drafters.build(spec, parts("llama")))
+    assert any(continued)
+
+
 @pytest.mark.parametrize("how", OPTIONS)
 def test_trees_of_right_wrong_and_forbidden_branches(how):
     answers = outputs(plain(how))
@@ -209,12 +235,14 @@ def build(spec):
 
 
 SCRIPTED = ["scripted:guessed", "scripted:drawn"]
-LAW_CASES = [("options", spec) for spec in [*FIRST_SPECS, *SCRIPTED]] + [("temperature", spec) for spec in SCRIPTED]
+LAW_CASES = [("options", spec) for spec in [*FIRST_SPECS, *CONTINUED, *SCRIPTED]] + [
+    ("temperature", spec) for spec in SCRIPTED
+]
 
 
 @pytest.mark.parametrize(("law", "spec"), LAW_CASES)
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])
-def test_every_continuation_has_its_exact_probability(law, rule, spec):
+def test_every_continuation_has_its_exact_probability(law, rule, spec, continued):
     """`scripted:drawn` draws without a look at the grammar: its forbidden draws must be refused, not left out."""
     given, matcher = constraint("regex", PATTERN, WORDS, (STOP,))
     params = SamplingParams(max_tokens=LENGTH, **LAWS[law], **given)
@@ -233,3 +261,4 @@ def test_every_continuation_has_its_exact_probability(law, rule, spec):
     ]
     run(target(), build(spec), seqs, Limits(batch=10_000, chunk=1_000_000))
     assert_follows([tuple(answer) for answer in outputs(seqs)], exact(params))
+    assert any(continued) or spec not in CONTINUED

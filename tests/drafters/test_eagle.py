@@ -597,6 +597,27 @@ def test_quantised_heads_beside_a_dense_target():
     assert isinstance(drafter._runner, PackedRunner)
 
 
+@pytest.mark.native
+def test_the_first_chain_of_a_packed_head_is_nobodys(monkeypatch):
+    """Written on loading, and nothing of it is left."""
+    target = packed_model()
+    written = []
+    real = PackedRunner.chain
+
+    def counted(self, id, *more):
+        written.append((id, real(self, id, *more)))
+        return written[-1][1]
+
+    monkeypatch.setattr(PackedRunner, "chain", counted)
+    head = eagle_head(target, norm_inputs=True)
+    drafter = Eagle(Eagle.Options(head="own"), BuildContext(target, None, heads={"own": head}))
+    assert [(id, len(chain)) for id, chain in written] == [(-1, 2)]
+    runner = drafter._runner
+    assert not runner._lengths
+    assert not runner._words
+    assert runner.pages.length(-1) == 0
+
+
 EXTREME = [  # values that a request can no longer have; a processor can still bring such logits about
     dict(temperature=1e39),
     dict(temperature=1e308),

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from grammars import END, SMALL, constraint, grammar, vocabulary
 
 from outrider.core.draft import ROOT, Draft
@@ -11,6 +12,7 @@ from outrider.core.sequence import Sequence
 from outrider.core.verify import Verdict
 from outrider.drafters.base import Step
 from outrider.drafters.grammar import FORCED, HALF, GrammarDrafter
+from outrider.drafters.spacing import FIRST
 
 
 def flat(*names, value=None):
@@ -124,6 +126,53 @@ class TestProbabilities:
         proposed(seq, made)
         made.forget(seq.id)
         assert not made._guesses
+        assert not made._spacings
+
+
+class TestContinued:
+    """What others guessed goes on with what the grammar forces after it."""
+
+    SCHEMA = flat("a", "b", value={"type": "string"})
+
+    def other(self, text, acceptance=0.9, name="ngram"):
+        tokens = vocabulary().encode(text.decode())
+        return Draft.chain(tokens, None, [name] * len(tokens), [acceptance] * len(tokens))
+
+    def test_a_copied_value_with_the_next_key(self):
+        draft = drafter().extended(sequence(self.SCHEMA, b'{"a": "'), self.other(b'12",'))
+        assert paths(draft) == [b'12", "b": "']
+        assert draft.is_chain
+        assert draft.sources[:2] == ("ngram", "ngram")
+        assert set(draft.sources[2:]) == {"grammar"}
+        assert draft.acceptance[:2] == (0.9, 0.9)
+        assert len(draft.acceptance) == len(draft.tokens)
+
+    def test_each_likely_end_of_a_tree(self):
+        twelve, quote, comma = (SMALL.index(text) for text in (b"12", b'"', b'",'))
+        tree = Draft((twelve, quote, comma), (ROOT, 0, 0), None, ("ngram",) * 3, (0.9, 0.4, 0.5))
+        draft = drafter().extended(sequence(self.SCHEMA, b'{"a": "'), tree)
+        assert sorted(paths(draft)) == [b'12", "b": "', b'12", "b": "']
+        assert draft.tokens[:3] == tree.tokens
+        assert draft.parents[3] == 2  # the likelier end comes first
+
+    def test_not_where_it_is_hardly_reached_nor_after_its_own(self):
+        seq = sequence(self.SCHEMA, b'{"a": "')
+        for draft in (self.other(b'12",', 0.3), self.other(b'12",', name="grammar"), self.other(b"12"), Draft()):
+            assert drafter().extended(seq, draft).tokens == draft.tokens
+
+    def test_not_without_a_grammar_nor_after_draws(self):
+        draft = self.other(b'12",')
+        assert drafter().extended(Sequence(1, [0], SamplingParams(max_tokens=4)), draft) is draft
+        drawn = Draft(draft.tokens, draft.parents, torch.ones(len(draft), len(SMALL)), draft.sources, draft.acceptance)
+        assert drafter().extended(sequence(self.SCHEMA, b'{"a": "'), drawn) is drawn
+
+    @pytest.mark.parametrize(("written", "learned"), [(b'12", "', True), (b'ab1 "', False)])
+    def test_it_is_learned_where_the_guess_before_it_held(self, written, learned):
+        made, seq = drafter(), sequence(self.SCHEMA, b'{"a": "')
+        made.extended(seq, self.other(b'12",'))
+        seq.tokens += vocabulary().encode(written.decode())
+        made.observe(Step(seq, (), Draft(), Verdict((), 0), None))
+        assert (made._calibration.frequency(FIRST, 0.6) > 0.6) is learned
 
 
 class TestOneToken:

@@ -100,10 +100,10 @@ GUESSERS = {
 def test_rounds_write_what_plain_decoding_writes(loops, spec):
     """Greedy, and under a seed's own noise, of different lengths; the draft of each is counted as its own."""
     other, names = GUESSERS[spec]
-    params = [SamplingParams(12), other]
+    params = [SamplingParams(8), other]
     seqs = drain(engine(spec), sequences(params))
     assert outputs(seqs) == outputs(plain(params))
-    assert (loops[0][0], len(loops[0][1][0])) == (2, 6)
+    assert (loops[0][0], len(loops[0][1][0])) == (2, 4)
     assert set(seqs[0].stats.drafted_by_drafter) == names
     assert {token.drafter for token in seqs[0].output} <= {*names, None}
     for seq in seqs:
@@ -199,24 +199,26 @@ def test_some_write_without_the_others_where_these_were_not_asked_for(spec, pred
     made.cancel(seq.id)
 
 
-def test_what_the_target_writes_by_itself_shows_the_states_of_single_passes():
+def test_what_the_target_writes_by_itself_is_what_single_passes_choose():
+    """Greedy, with the states that were shown, and under a seed's noise; in two parts."""
     model, layers, tokens, states = target(), (0, 1), [3], []
-    for id in (101, 102):
+    drawn, dice, heat = [3], Dice(7), SamplingParams(temperature=0.9)
+    for id in (101, 102, 103, 104):
         model.forward([Feed(id, [5, 7, 9])])
     for _ in range(3):
         (output,) = model.forward([Feed(101, tokens[-1:])], layers)
         states.append(output.hidden[0])
         tokens.append(int(output.logits.argmax()))
-    # two parts: the second is under way when the first is read
-    plan = itertools.chain(
-        [2, 1], itertools.repeat(0)
-    )  # two parts, the second of which is under way when the first is read
-    parts = list(model.write([102], tokens[:1], [None], [0.0], lambda unread: next(plan), lambda: None, layers))
+        (output,) = model.forward([Feed(104, drawn[-1:])])
+        drawn.append(int(model.choose(output.logits, [heat], [dice], [3 + len(drawn)])))
+    plan = itertools.chain([2, 1], itertools.repeat(0))  # the second part is under way when the first is read
+    given = [102, 103], [3, 3], [None, dice], [0.0, 0.9]
+    parts = list(model.write(*given, lambda unread: next(plan), lambda: None, layers))
     assert [len(part.tokens) for part in parts] == [2, 1]
-    assert torch.cat([part.tokens for part in parts])[:, 0].tolist() == tokens[1:]
+    assert torch.cat([part.tokens for part in parts]).T.tolist() == [tokens[1:], drawn[1:]]
     assert torch.equal(torch.cat([part.hidden for part in parts])[:, 0], torch.stack(states))
     assert model.length(102) == 6
-    for id in (101, 102):
+    for id in (101, 102, 103, 104):
         model.free(id)
 
 

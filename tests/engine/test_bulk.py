@@ -130,16 +130,16 @@ def test_parts_follow_each_other_until_somebody_ends_or_comes():
     engine.step()
     engine.meanwhile = lambda: told.extend(seq.stats.seconds["target"] for seq in seqs if seq.finish)
     before = seqs[0].stats.seconds["target"]
-    assert engine.step() == [seqs[0]]  # 8 tokens, which end the first while the next 8 are under way
-    assert len(model.written) == 2
+    assert engine.step() == [seqs[0]]  # two parts of 4 tokens, which end the first while the next 4 are under way
+    assert len(model.written) == 3
     assert told
     assert told[0] > before
     engine.interrupted = lambda: True
     engine.step()
-    assert len(model.written) == 3
+    assert len(model.written) == 4
     engine.interrupted = lambda: False
     assert engine.step() == [seqs[1]]
-    assert len(model.written) > 6
+    assert len(model.written) > 8
     assert outputs(seqs) == outputs(map(alone, seqs))
     assert engine.step() == []  # nobody is left
 

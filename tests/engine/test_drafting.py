@@ -11,6 +11,7 @@ from outrider.core.draft import EMPTY, Draft
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext, Drafter
+from outrider.drafters.combined import Combined
 from outrider.engine.engine import Engine
 from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import Limits
@@ -83,6 +84,34 @@ def test_at_any_call(call, number, caplog):
     logged = [record for record in caplog.records if record.exc_info]
     assert len(logged) == (failing.told[call] >= number)
     assert all("failing" in record.getMessage() or call == "forget" for record in logged)
+
+
+class Extending(Failing):
+    """It guesses nothing by itself, and the best token after others' guesses."""
+
+    name = "extending"
+
+    def propose(self, seqs, budgets):
+        return [EMPTY] * len(seqs)
+
+    def extended(self, seq, draft):
+        self._count("propose")
+        best = int(self._model.logits([*seq.tokens, *draft.tokens]).argmax())
+        return Draft.chain([*draft.tokens, best], None, [*draft.sources, self.name], [*draft.acceptance, 0.9])
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_guesses_after_others_are_judged_and_end_where_they_fail(number, caplog):
+    model = Markov(seed=3)
+    member = Extending("propose", number, model)
+    engine = Engine(model, Combined("both", [Failing("", 0, model), member]), Limits(), None)
+    (seq,) = sequences([""])
+    engine.add(seq)
+    drain(engine)
+    assert outputs([seq]) == expected([seq])
+    kept = seq.stats.by_drafter.get("extending", {}).get("accepted", 0)
+    assert kept > number if not number else kept == number - 1
+    assert ("ZeroDivisionError" in caplog.text) is bool(number)
 
 
 def test_it_is_not_asked_again_for_those_sequences_and_is_for_later_ones(caplog):

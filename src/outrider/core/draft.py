@@ -70,6 +70,13 @@ class Draft:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
         return depths
 
+    def reach(self) -> list[float]:
+        """The probability that each node is kept; never more than its parent's."""
+        reach: list[float] = []
+        for parent, probability in zip(self.parents, self.acceptance, strict=True):
+            reach.append(probability * (1.0 if parent == ROOT else reach[parent]))
+        return reach
+
     def children(self, node: int) -> list[int]:
         return [child for child, parent in enumerate(self.parents) if parent == node]
 

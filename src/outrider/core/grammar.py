@@ -34,6 +34,9 @@ STACK = 256 << 20
 TRIED = 3
 SPECIAL = b"\xff"  # where llguidance names a special token among bytes; no text in UTF-8 has this byte
 NONE = -1  # in the place of a byte: the token has no text
+# Sets of allowed tokens of which it is kept which bytes they begin with: a text is at few kinds of places. A set of a
+# vocabulary of 49,152 has 6 kB.
+STARTS = 256
 MANY = 4096  # tokens: where more than these may follow, as inside a string, nothing is nearly forced
 
 
@@ -57,7 +60,21 @@ class Vocabulary:
         self.first[list(self.special)] = NONE
         self.of_byte = {word[0]: id for id, word in enumerate(tokens) if len(word) == 1 and id not in self.special}
         wrapped = library.TokenizerWrapper(_Tokens(tokens, sorted(self.special), sorted(ends), encode))
+        self._starts: OrderedDict[bytes, frozenset[int] | None] = OrderedDict()  # by the bits of a mask, last used last
         self.tokenizer: LLTokenizer = library.LLTokenizer(wrapped, eos_token=sorted(ends))
+
+    def starts(self, bits: bytes) -> frozenset[int] | None:
+        """The bytes with which the tokens of a mask begin, of which `bits` has a bit each; None: they are many."""
+        if bits in self._starts:
+            self._starts.move_to_end(bits)
+            return self._starts[bits]
+        known = np.unpackbits(np.frombuffer(bits, np.uint8), count=min(self.size, 8 * len(bits)), bitorder="little")
+        allowed = np.flatnonzero(known)
+        found = None if len(allowed) > MANY else frozenset(self.first[allowed].tolist()) - {NONE}
+        self._starts[bits] = found
+        if len(self._starts) > STARTS:
+            self._starts.popitem(last=False)
+        return found
 
 
 class _Tokens:
@@ -177,13 +194,9 @@ class Matcher:
             self._begin_anew()
         return text
 
-    def first_bytes(self, guessed: Seq[int] = ()) -> set[int] | None:
+    def first_bytes(self, guessed: Seq[int] = ()) -> frozenset[int] | None:
         """The bytes with which the text may go on after the committed tokens and `guessed`. None: it is nearly free."""
-        mask = self.mask(guessed)
-        if mask is None:
-            return set()
-        allowed = np.flatnonzero(mask.numpy())
-        return None if len(allowed) > MANY else set(self._vocabulary.first[allowed].tolist()) - {NONE}
+        return self._vocabulary.starts(self._bits()) if self._go(guessed) else frozenset()
 
     def spelled(self, text: bytes) -> list[int]:
         """Tokens of one byte each, where there are such: what may follow depends on the bytes alone."""
@@ -222,9 +235,14 @@ class Matcher:
         if self._state.is_error():
             raise OutriderError(f"the grammar cannot go on: {_reason(self._state.get_error())}")
 
-    def _computed(self) -> Tensor:
-        bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
+    def _bits(self) -> bytes:
+        """The mask of where the state is, a bit for each token."""
+        bits: bytes = self._state.compute_bitmask()
         self._refuse_errors()
+        return bits
+
+    def _computed(self) -> Tensor:
+        bits = np.frombuffer(self._bits(), np.uint8)
         known = np.unpackbits(bits, count=min(self._size, 8 * len(bits)), bitorder="little").view(np.bool_)
         allowed = known
         if len(known) < self._size:  # a model may have more logits than its tokenizer has tokens

@@ -13,24 +13,23 @@ from outrider.core.draft import EMPTY, ROOT, Draft, judged_tree
 from outrider.core.errors import OutriderError
 from outrider.core.grammar import Matcher
 from outrider.core.sequence import Sequence
-from outrider.drafters.base import BuildContext, Drafter, Step
+from outrider.drafters.base import BuildContext, Drafter, Step, likely_ends
 from outrider.drafters.confidence import FADE, PRIOR_WEIGHT, Calibration
+from outrider.drafters.spacing import CLOSING, NESTED_LINES, SPACES, Gap, JsonSpacing
 
 # Bytes that are looked ahead for each token of a draft: tokens of keys and brackets rarely have more.
 BYTES_PER_TOKEN = 8
-SPACES = b" \n\r\t"
-OPENING, CLOSING = b"{[", b"}]"
-REMEMBERED = 4096  # bytes of the text in which its way of spacing is looked for: some pages
+REMEMBERED = 4096  # bytes of a text that is no JSON in which its way of spacing is looked for: some pages
 OPTIONS = 3  # values that are guessed side by side, at most: the right one of more is seldom worth the others' rows
-# Why a token of the draft was guessed, with the probability that is believed before any was seen: nothing else fits
-# (but the target may write it in other tokens); it begins with spaces as the text had them before, or as texts mostly
-# have them; spaces where what comes after them is free; the first line of JSON, and a first line break in it; one of
-# two or three values.
-FORCED, SPACED, USUAL, TRAILING, ONE_LINE, LINES, HALF, THIRD = range(8)
-PRIOR = (0.95, 0.9, 0.6, 0.5, 0.5, 0.5, 0.5, 0.33)
-# What models mostly write after these before they have shown their own way, in JSON.
+# Why a token of the draft was guessed, beside the kinds of spaces (`spacing.py`), least sure last: nothing else fits
+# (but the target may write it in other tokens); outside of JSON, spaces as the text had them before, or as texts mostly
+# have them; spaces where what comes after them is free; brackets with nothing in them; one of two or three values.
+FORCED = 0
+SPACED, USUAL, TRAILING, NOTHING, HALF, THIRD = range(NESTED_LINES + 1, NESTED_LINES + 7)
+# The probability that is believed of each kind before any was seen. Chosen by hand; counts soon outvote it.
+PRIOR = (0.95, 0.95, 0.9, 0.9, 0.9, 0.8, 0.6, 0.5, 0.5, 0.5, 0.4, 0.9, 0.6, 0.5, 0.1, 0.5, 0.33)
+# What texts mostly have after these.
 USUALLY = {b":"[0]: b" ", b","[0]: b" "}
-LINE = b"\n  "  # after the first bracket, where JSON is written on several lines
 
 
 class GrammarDrafter(Drafter):
@@ -48,7 +47,8 @@ class GrammarDrafter(Drafter):
             raise OutriderError(f"grammar:length must be at least 1, not {options.length}")
         self._length = options.length
         self._calibration = Calibration(len(PRIOR), FADE, PRIOR_WEIGHT)
-        self._guesses: dict[int, _Guess] = {}  # by sequence: the last one
+        self._guesses: dict[int, list[_Guess]] = {}  # by sequence: those of the last step
+        self._spacings: dict[int, tuple[JsonSpacing, int]] = {}  # by sequence: how it is spaced, and the bytes read
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         return [self._propose(seq, min(budget, self._length)) for seq, budget in zip(seqs, budgets, strict=True)]
@@ -57,26 +57,65 @@ class GrammarDrafter(Drafter):
         self._guesses.pop(seq.id, None)
         if seq.matcher is None or budget < 1:
             return EMPTY
-        texts = _continued(seq.matcher, _Text(), budget * BYTES_PER_TOKEN)
-        guess = _Guess(len(seq.tokens))
-        for path in _told_apart([_path(seq.matcher, text, budget) for text in texts]):
+        guess = self._guess(seq, seq.matcher, (), budget)
+        return Draft(tuple(guess.tokens), tuple(guess.parents), acceptance=self._stated(guess))
+
+    def extended(self, seq: Sequence, draft: Draft) -> Draft:
+        """What others guessed goes on with what the grammar then forces: a copied value with the next key. A draw goes
+        alone."""
+        if seq.matcher is None or draft.probs is not None:
+            return draft
+        tokens, parents, acceptance = list(draft.tokens), list(draft.parents), list(draft.acceptance)
+        for end in likely_ends(draft, self.name):
+            path = tuple(draft.tokens[node] for node in draft.path(end))
+            guess, before = self._guess(seq, seq.matcher, path, self._length), len(tokens)
+            tokens += guess.tokens
+            parents += [end if parent == ROOT else before + parent for parent in guess.parents]
+            acceptance += self._stated(guess)
+        sources = (*draft.sources, *[self.name] * (len(tokens) - len(draft)))
+        return replace(
+            draft, tokens=tuple(tokens), parents=tuple(parents), sources=sources, acceptance=tuple(acceptance)
+        )
+
+    def _guess(self, seq: Sequence, matcher: Matcher, before: tuple[int, ...], budget: int) -> _Guess:
+        """What follows the committed tokens and those `before`."""
+        guess = _Guess(len(seq.tokens), before)
+        start = _Text(b"", self._spacing(seq.id, matcher).copy())
+        for token in before:
+            start.spacing.read(matcher.text(token))
+        texts = _continued(matcher, before, start, budget * BYTES_PER_TOKEN)
+        for path in _told_apart([_path(matcher, text, budget) for text in texts]):
             guess.add(path)
-        if not guess.tokens:
-            return EMPTY
-        self._guesses[seq.id] = guess
-        acceptance = tuple(self._calibration.frequency(kind, PRIOR[kind]) for kind in guess.kinds)
-        return Draft(tuple(guess.tokens), tuple(guess.parents), acceptance=acceptance)
+        if guess.tokens:
+            self._guesses.setdefault(seq.id, []).append(guess)
+        return guess
+
+    def _spacing(self, id: int, matcher: Matcher) -> JsonSpacing:
+        """Of the committed text."""
+        spacing, read = self._spacings.get(id, (None, 0))
+        if spacing is None or read > len(matcher.written):
+            spacing, read = JsonSpacing(), 0
+        spacing.read(bytes(matcher.written[read:]))
+        self._spacings[id] = spacing, len(matcher.written)
+        return spacing
+
+    def _stated(self, guess: _Guess) -> tuple[float, ...]:
+        return tuple(self._calibration.frequency(kind, PRIOR[kind]) for kind in guess.kinds)
 
     def observe(self, step: Step) -> None:
         """Learn how often guesses of each kind hold."""
-        guess = self._guesses.pop(step.seq.id, None)
-        if guess is None or step.verdict is None:
+        guesses = self._guesses.pop(step.seq.id, [])
+        if step.verdict is None:
             return
-        for node, kept in judged_tree(guess.tokens, guess.parents, step.seq.tokens[guess.length :]):
-            self._calibration.count(guess.kinds[node], kept)
+        for guess in guesses:
+            written = step.seq.tokens[guess.length :]
+            if tuple(written[: len(guess.before)]) == guess.before:
+                for node, kept in judged_tree(guess.tokens, guess.parents, written[len(guess.before) :]):
+                    self._calibration.count(guess.kinds[node], kept)
 
     def forget(self, id: int) -> None:
         self._guesses.pop(id, None)
+        self._spacings.pop(id, None)
 
 
 @dataclass(eq=False)
@@ -84,6 +123,7 @@ class _Guess:
     """A draft in full, with the kind of each node."""
 
     length: int  # tokens that were committed then
+    before: tuple[int, ...]  # others' guesses that it continues
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
@@ -106,13 +146,16 @@ class _Guess:
 class _Text:
     """What may follow: bytes, and the places where something was guessed, each with its kind."""
 
-    text: bytes = b""
+    text: bytes
+    spacing: JsonSpacing  # of the whole text up to here
     marks: tuple[tuple[int, int], ...] = ()
     choice: int = FORCED  # one of several texts: the kind of this choice
 
     def and_then(self, more: bytes, kind: int = FORCED) -> _Text:
         marks = self.marks if kind == FORCED else (*self.marks, (len(self.text), kind))
-        return _Text(self.text + more, marks, self.choice)
+        spacing = self.spacing.copy()
+        spacing.read(more)
+        return _Text(self.text + more, spacing, marks, self.choice)
 
 
 @dataclass(frozen=True)
@@ -124,45 +167,47 @@ class _Path:
     choice: int
 
 
-def _continued(matcher: Matcher, so_far: _Text, most: int) -> Iterator[_Text]:
+def _continued(matcher: Matcher, before: tuple[int, ...], so_far: _Text, most: int) -> Iterator[_Text]:
     """What must follow, and beyond spaces that may: JSON allows them nearly everywhere, and texts keep to one way.
     At the first choice between a few values there is a text for each."""
     while len(so_far.text) < most:
-        path = matcher.spelled(so_far.text)
+        path = (*before, *matcher.spelled(so_far.text))
         if forced := matcher.forced(path):
             so_far = so_far.and_then(forced)
-            path = matcher.spelled(so_far.text)
+            path = (*before, *matcher.spelled(so_far.text))
         starts = matcher.first_bytes(path)
         if not starts:
             break
         values, spaced = sorted(starts - set(SPACES)), not starts.isdisjoint(SPACES)
         if not 0 < len(values) <= OPTIONS:
-            if spaced and values and (gap := _gap(matcher, so_far.text, None)):
+            if spaced and values and (gap := _gaps(matcher, so_far, None)):
                 so_far = so_far.and_then(gap[0][0], TRAILING)
             break
-        gaps = _gap(matcher, so_far.text, values[0]) if spaced else [(b"", FORCED)]
+        gaps = _gaps(matcher, so_far, values[0]) if spaced else [(b"", FORCED)]
         if len(values) * len(gaps) == 1:
             so_far = so_far.and_then(gaps[0][0] + bytes(values), gaps[0][1])
             continue
         if so_far.choice != FORCED:
             break
         for text in _choices(so_far, gaps, values):
-            yield from _continued(matcher, text, most)
+            yield from _continued(matcher, before, text, most)
         return
     if so_far.text:
         yield so_far
 
 
-def _choices(so_far: _Text, gaps: Seq[tuple[bytes, int]], values: Seq[int]) -> Iterator[_Text]:
-    """One text for each value, or for each way of spacing before the only one."""
-    if len(values) == 1:
-        for gap, kind in gaps:
-            yield replace(so_far.and_then(gap + bytes(values)), choice=kind)
-        return
-    gap, kind = gaps[0]
-    for value in values:
-        text = so_far.and_then(gap + bytes([value]), kind if gap else FORCED)
-        yield replace(text, choice=HALF if len(values) == 2 else THIRD)
+def _choices(so_far: _Text, gaps: Seq[Gap], values: Seq[int]) -> Iterator[_Text]:
+    """One text for each value, and for each way of spacing before it."""
+    several = HALF if len(values) == 2 else THIRD
+    for gap, kind in gaps:
+        for value in values:
+            if len(gaps) > 1 and value in CLOSING:
+                continue
+            text = so_far.and_then(gap + bytes([value]), kind if gap and len(gaps) == 1 else FORCED)
+            yield replace(text, choice=several if len(gaps) == 1 else kind)
+    for value in values if len(gaps) > 1 else ():
+        if value in CLOSING:
+            yield replace(so_far.and_then(bytes([value])), choice=NOTHING)
 
 
 def _path(matcher: Matcher, guessed: _Text, most: int) -> _Path:
@@ -191,43 +236,21 @@ def _shared(one: Seq[int], other: Seq[int]) -> int:
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _gap(matcher: Matcher, text: bytes, value: int | None) -> list[tuple[bytes, int]]:
+def _gaps(matcher: Matcher, so_far: _Text, value: int | None) -> list[Gap]:
     """The spaces that may come after the text and before `value` (None: something free), each with its kind."""
-    whole = bytes(matcher.written[-REMEMBERED:]) + text
+    if so_far.spacing.inside:
+        return so_far.spacing.gaps(value)
+    whole = bytes(matcher.written[-REMEMBERED:]) + so_far.text
     if not whole or whole[-1] in SPACES:
         return [] if value is None else [(b"", SPACED)]
-    if value is not None and value in CLOSING:
-        return [(_closing(whole), SPACED)]
     before = _earlier(whole)
-    if before == -1 and whole[-1] in OPENING and value is not None:
-        return [(b"", ONE_LINE), (LINE, LINES)]
-    if before == -1 and whole[-1:] == b"," and (line := _after(whole, whole.find(b"{"))).startswith(b"\n"):
-        return [(line, SPACED)]
     if before == -1:
         return [(USUALLY.get(whole[-1], b""), USUAL)]
-    return [(_after(whole, before), SPACED)]
+    rest = whole[before + 1 :]
+    return [(rest[: len(rest) - len(rest.lstrip(SPACES))], SPACED)]
 
 
 def _earlier(whole: bytes) -> int:
     """Where the last character stood before: after the same one if it did, as a colon may also stand in a string."""
     pair = whole.rfind(whole[-2:], 0, len(whole) - 1)
     return pair + 1 if pair != -1 and len(whole) > 1 else whole.rfind(whole[-1:], 0, len(whole) - 1)
-
-
-def _after(whole: bytes, place: int) -> bytes:
-    """The spaces after a place of the text."""
-    rest = whole[place + 1 :]
-    return rest[: len(rest) - len(rest.lstrip(SPACES))]
-
-
-def _closing(whole: bytes) -> bytes:
-    """The spaces before the bracket that closes: those of the line in which it was opened, if that was a line's end.
-    Brackets in strings are not told apart: it is a guess."""
-    depth = 0
-    for place in range(len(whole) - 1, -1, -1):
-        depth += (whole[place] in CLOSING) - (whole[place] in OPENING)
-        if depth < 0:
-            line = whole[whole.rfind(b"\n", 0, place) + 1 : place + 1]
-            broken = _after(whole, place).startswith(b"\n")
-            return b"\n" + line[: len(line) - len(line.lstrip(b" \t"))] if broken else b""
-    return b""

@@ -170,10 +170,22 @@ class DrafterPool:
         """The drafts of one sequence as one, within its budget."""
         drafter = self.drafters[each.seq.draft]
         try:
-            return drafter.merge(each.seq, each.found).cut(each.budget)
+            draft = drafter.merge(each.seq, each.found)
         except Exception as error:
             self._fail(drafter, [each.seq], error)
             return EMPTY
+        for member in each.members if len(each.members) > 1 and draft.acceptance else ():
+            draft = self._extended(member, each.seq, draft)
+        return draft.cut(each.budget)
+
+    def _extended(self, member: Drafter, seq: Sequence, draft: Draft) -> Draft:
+        """With what a member guesses after the others' nodes; nothing if it fails."""
+        try:
+            more = member.extended(seq, draft)
+            return draft if more is draft else _checked(more, self._vocab)
+        except Exception as error:
+            self._leave_out(member, [seq], error)
+            return draft
 
     def _checked(self, drafts: Seq[Draft], seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         """What the target can run and the grammar of the sequence does not forbid."""

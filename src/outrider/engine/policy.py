@@ -202,7 +202,7 @@ class DraftingPolicy:
 
     def expected(self, free: Seq[Seq[Draft]], size: PassSize) -> PassPlan:
         """The pass with what was guessed for nothing: for each sequence, the drafts of it."""
-        best = [max(drafts, key=lambda draft: sum(_reach(draft))) for drafts in free if drafts]
+        best = [max(drafts, key=lambda draft: sum(draft.reach())) for drafts in free if drafts]
         return self._paying(best, size, 0.0)[1]
 
     def chance(self, drafter: Drafter, seq: Sequence, found: Seq[Draft]) -> float:
@@ -212,7 +212,7 @@ class DraftingPolicy:
             return 1.0
         if seq.params.greedy or seq.rule != "rejection":
             return 1.0 - min(1.0, max(map(_first, found)))
-        return 1.0 - min(1.0, max(sum(_reach(draft)) for draft in found) / self.record(drafter).tokens)
+        return 1.0 - min(1.0, max(sum(draft.reach()) for draft in found) / self.record(drafter).tokens)
 
     def wanted(
         self, drafter: Drafter, seqs: Seq[Sequence], budgets: Seq[int], chances: Seq[float], plan: PassPlan
@@ -314,7 +314,7 @@ class DraftingPolicy:
 
     def _paying(self, drafts: Seq[Draft], size: PassSize, drafting: float) -> tuple[list[list[int]], PassPlan]:
         """The nodes of each draft that pay, likeliest first."""
-        order = sorted(((-p, i, n) for i, draft in enumerate(drafts) for n, p in enumerate(_reach(draft))))
+        order = sorted(((-p, i, n) for i, draft in enumerate(drafts) for n, p in enumerate(draft.reach())))
         # the step takes as long as the drafts took, whatever is kept of them
         tokens, seconds, rows = float(size.writing), self.cost.at(size.writing) + drafting, size.rows
         kept: list[list[int]] = [[] for _ in drafts]
@@ -390,11 +390,3 @@ def _followed(draft: Draft, written: Seq[int]) -> int:
 def _keep(draft: Draft, nodes: list[int]) -> Draft:
     first = max(nodes, default=ROOT) == len(nodes) - 1  # nothing in between is missing
     return draft.cut(len(nodes)) if first else draft.keep(sorted(nodes))
-
-
-def _reach(draft: Draft) -> list[float]:
-    """The probability that each node is kept; never more than its parent's."""
-    reach: list[float] = []
-    for parent, probability in zip(draft.parents, draft.acceptance, strict=True):
-        reach.append(probability * (1.0 if parent == ROOT else reach[parent]))
-    return reach

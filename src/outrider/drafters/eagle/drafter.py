@@ -95,6 +95,8 @@ class Eagle(Drafter):
         common = options.vocab or (COMMON if target.packed else 0)
         self._places = _places(head, target, options.quantize, shape, context.cache_bytes)
         self._runner = start(head, target, options.quantize, common, self._places, shape)
+        if isinstance(self._runner, PackedRunner):
+            self._runner.warm(len(self.layers))
         self._guesser = _in_rounds(self, self._runner)
         self._stop = shape.stop
         self._ids, self._vocab = head.draft_ids.to(target.device), target.vocab_size

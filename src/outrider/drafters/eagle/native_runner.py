@@ -25,6 +25,8 @@ from outrider.models.quant import quantise
 from outrider.models.stack import Layer, Pass, StackConfig
 
 _POSITIONS = 1024  # positions of the rotary tables to begin with
+WARMED = 8  # tokens before the first chain, which is written for nobody; enough for the kernels of several rows
+NOBODY = -1  # no sequence has this id
 
 
 class PackedRunner:
@@ -171,6 +173,16 @@ class PackedRunner:
         chain = self._stack.chain(slot, begin, tokens, shown, turns, length, stop, head)
         slot.length = self._lengths[id] = end  # whatever was drafted before or now
         return chain
+
+    def warm(self, layers: int) -> None:
+        """Write one chain for nobody, or the first request would wait for it: the first chain takes ten times as long
+        as later ones (LOG, 2026-11-17, the first draft of a head). `layers`: of the target, whose states it reads."""
+        if self.chains:
+            rare = [] if self._lexicon is None else list(self._lexicon.rare)[:1]
+            tokens = [*rare, *[0] * WARMED][:WARMED]
+            states = torch.zeros(WARMED, layers, self.config.hidden_size)
+            self.chain(NOBODY, tokens, [(states, range(WARMED))], 2, 0.0)
+            self.free(NOBODY)
 
     def _read(self, id: int, tokens: Seq[int]) -> None:
         """They are in the sequence's text."""
