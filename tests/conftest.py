@@ -40,7 +40,14 @@ SPECIAL = ["<|im_start|>", "<|im_end|>"]
 TEXT = "the red fox and the blue fox count the stars, one, two, three; a river ends in the sea and the sea is green"
 CONTEXT = 1024
 # What takes minutes begins first, so that no process is left alone with it in the end.
-SLOW = ("vllm", *(f"tests/{name}.py" for name in ("conformance/test_real", "server/test_ray", "server/test_stay_up")))
+SLOW_FILES = (
+    "conformance/test_real",
+    "server/test_ray",
+    "server/test_stay_up",
+    "drafters/test_rounds",
+    "models/test_cuda_adapters",
+)
+SLOW = ("vllm", *(f"tests/{name}.py" for name in SLOW_FILES))
 ON_VLLM = re.compile(r"test_vllm_|[\[-]vllm(-drafting)?[\]-]")  # node ids of tests that are marked so
 
 
