@@ -199,7 +199,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4, 16, 64, 256]
     )
-    made.add_argument("--drafts", type=lambda text: text.split(","), default=["none", "ngram", "eagle:tree=16", "auto"])
+    every = ["none", "ngram", "eagle:tree=16", "auto"]
+    made.add_argument("--drafts", type=lambda text: text.split(","), default=every, help="of Outrider's speeds")
     made.add_argument("--cache-memory", type=float, default=20.0, help="GiB of Outrider's keys and values")
     made.add_argument("--device", default="cuda", help="of Outrider")
     made.add_argument("--dtype", default="bfloat16", help="of Outrider")

@@ -18,6 +18,7 @@ from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext
 from outrider.drafters.rounds import base, loop, writer
 from outrider.drafters.rounds.loop import DeviceLoop
+from outrider.engine import engine as engine_module
 from outrider.engine.engine import Engine
 from outrider.engine.policy import DraftingPolicy
 from outrider.models.base import Feed
@@ -229,6 +230,7 @@ def test_a_head_goes_on_after_plain_writing(loops, monkeypatch):
     monkeypatch.setattr(made.policy.trial, "drafts", lambda seqs: next(ways))
     monkeypatch.setattr(made.policy.trial, "prefers_plain", lambda seqs: False)
     monkeypatch.setattr(writer, "PART", 2)
+    monkeypatch.setattr(engine_module, "FIRST_PASSES", 2)
     seqs = drain(made, sequences([SamplingParams(16)]))
     assert outputs(seqs) == outputs(plain([SamplingParams(16)]))
     assert len(loops) > 1

@@ -14,6 +14,7 @@ from outrider.drafters.base import Drafter
 from outrider.engine.engine import Engine
 from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import Limits
+from outrider.engine.throughput import FIRST_PASSES
 from outrider.models.base import Outputs, Paged, WrittenTokens
 
 MANY = 64
@@ -142,6 +143,21 @@ def test_parts_follow_each_other_until_somebody_ends_or_comes():
     assert len(model.written) > 8
     assert outputs(seqs) == outputs(map(alone, seqs))
     assert engine.step() == []  # nobody is left
+
+
+def test_both_ways_are_tried_in_parts_and_for_no_longer_than_that_takes():
+    """Plain writing that is only tried goes on from part to part, as it will later, up to the passes of a trial."""
+    model, policy = PagedMarkov(), DraftingPolicy()
+    engine = Engine(model, Scripted(lambda seq, guessed: 0, 6), Limits(4), policy)
+    engine.add(Sequence(0, [1, 2], SamplingParams(60)))
+    engine.step()
+    policy.trial.drafts = lambda seqs: False
+    engine.step()
+    assert len(model.written) == FIRST_PASSES // 4
+    policy.trial.prefers_plain = lambda seqs: True
+    model.written.clear()
+    engine.step()
+    assert len(model.written) > FIRST_PASSES // 4
 
 
 @pytest.mark.parametrize("options", [dict(top_k=2), dict(logprobs=1), dict(logit_bias={1: -9.0})], ids=str)

@@ -182,11 +182,11 @@ class Drafter:
         return self.writer is not None and self.writer.can(seqs)
 
     def write(
-        self, seqs: Seq[Sequence], wait: Callable[[], None], going: Callable[[], bool]
+        self, seqs: Seq[Sequence], wait: Callable[[], None], going: Callable[[int], bool]
     ) -> Iterator[list[JudgedSteps]]:
         """Several steps of each sequence on the target's device, without the host: drafts, passes and verdicts, part
         after part. The target's cache then has what was kept. `wait` is called while the device works, `going` before
-        another part is begun: whether there may be one. No part: not now."""
+        another part is begun: whether there may be one after as many passes. No part: not now."""
         return iter(()) if self.writer is None else self.writer.write(seqs, wait, going)
 
     def observe(self, step: Step) -> None:

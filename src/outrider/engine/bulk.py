@@ -14,9 +14,6 @@ from outrider.models.base import Model, Paged, WrittenTokens
 # for up to twice as many tokens, for nothing; and while the host looks at a part, the next one keeps the device busy. A
 # stream is delivered as many tokens at a time (LOG, 2026-11-15 and 2026-11-17).
 TOKENS = ((1024, 16), (64, 8), (1, 4))
-# Parts after which the engine looks around again where nobody has come or ended meanwhile: requests that wait for
-# memory, and whether drafting pays by now, can wait for some 40 ms.
-PARTS = 12
 
 
 def possible(running: Seq[Sequence], pool: DrafterPool, drafting: bool) -> bool:
@@ -35,18 +32,20 @@ def write(
     paged: Paged,
     layers: Seq[int],
     wait: Callable[[], None],
-    going: Callable[[], bool],
+    going: Callable[[int], bool],
 ) -> Iterator[WrittenTokens]:
     """Write and commit, part after part; `wait` is called while the device works, `going` before another part is begun:
-    whether there may be one. `model` and `paged` are the same one. `layers`: whose states are wanted."""
+    whether there may be one after as many tokens. `model` and `paged` are the same one. `layers`: whose states are
+    wanted."""
     tokens_each, begun = next(tokens for least, tokens in TOKENS if len(running) >= least), 0
 
     def plan(unread: int) -> int:
         nonlocal begun
-        if begun and (begun >= PARTS or not going()):
+        if begun and not going(begun):
             return 0
-        begun += 1
-        return max(0, min(tokens_each, max(seq.left for seq in running) - unread))
+        steps = max(0, min(tokens_each, max(seq.left for seq in running) - unread))
+        begun += steps
+        return steps
 
     for written in paged.write(
         [seq.id for seq in running],

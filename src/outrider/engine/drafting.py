@@ -207,7 +207,7 @@ class DrafterPool:
         return bool(self._guarded(drafter, seqs, lambda: drafter.writes(seqs)))
 
     def write(
-        self, drafter: Drafter, seqs: Seq[Sequence], wait: Callable[[], None], going: Callable[[], bool]
+        self, drafter: Drafter, seqs: Seq[Sequence], wait: Callable[[], None], going: Callable[[int], bool]
     ) -> Iterator[list[JudgedSteps]]:
         """What it writes, part after part, until it cannot or fails."""
         parts = self._guarded(drafter, seqs, lambda: drafter.write(seqs, wait, going)) or iter(())

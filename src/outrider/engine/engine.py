@@ -21,12 +21,16 @@ from outrider.engine import bulk, judge
 from outrider.engine.drafting import DrafterPool
 from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import FeedPlan, Limits, Scheduler
+from outrider.engine.throughput import FIRST_PASSES
 from outrider.models.base import Feed, Model, Output, Outputs, Paged, SharesPrefixes
 
 # Chunks of prompts that wait from which on they are read beside the tokens of the sequences that write already, and the
 # number of these from which on that is never done: passes with a prompt and many tokens come in many shapes, each of
 # which is captured as a graph of its own (LOG, 2026-11-17). Chosen by hand, not tried.
 LONG_PROMPTS, MANY = 4, 64
+# Passes of a step without the host after which the engine looks around again where nobody has come or ended meanwhile:
+# requests that wait for memory, and whether drafting still pays, can wait for some 60 ms of a small model.
+LONGEST_STEP = 48
 
 
 class Engine:
@@ -147,10 +151,12 @@ class Engine:
                 fed, verdict = seq.tokens[-1 - steps : -1], Verdict((), seq.tokens[-1])
                 self._pool.observe(Step(seq, fed, EMPTY, verdict, own), layers, drafting=False)
 
-    def _going(self, seqs: Seq[Sequence], settled: bool) -> Callable[[], bool]:
-        """Whether a step without the host may go on: nobody has ended, and nobody waits for its end. `settled`: not
-        while it is to be found out whether the other way is faster."""
-        return lambda: settled and not self.interrupted() and all(seq.finish is None for seq in seqs)
+    def _going(self, seqs: Seq[Sequence], settled: bool) -> Callable[[int], bool]:
+        """Whether a step without the host may go on after as many passes: nobody has ended, and nobody waits for its
+        end. `settled`: else it is to be found out whether the other way is faster, in no more passes than that takes,
+        and in parts as later, so that the two are compared as they will run."""
+        most = LONGEST_STEP if settled else FIRST_PASSES
+        return lambda begun: begun < most and not self.interrupted() and all(seq.finish is None for seq in seqs)
 
     def _prefers_plain(self, seqs: int) -> bool:
         return self.policy is not None and self.policy.trial.prefers_plain(seqs)

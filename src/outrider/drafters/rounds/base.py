@@ -133,7 +133,7 @@ class WritesRounds(Protocol):
     def can(self, seqs: Seq[Sequence]) -> bool: ...
 
     def write(
-        self, seqs: Seq[Sequence], wait: Callable[[], None], going: Callable[[], bool]
+        self, seqs: Seq[Sequence], wait: Callable[[], None], going: Callable[[int], bool]
     ) -> Iterator[list[JudgedSteps]]: ...
 
 

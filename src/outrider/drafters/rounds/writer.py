@@ -20,9 +20,6 @@ if TYPE_CHECKING:  # needs Triton, as a target on a device does
 # Rounds of a part, which the host reads at once: committing them takes the host 0.2 ms a round of one sequence (LOG,
 # 2026-11-17) while the device is at the next part, and a stream comes in pieces of some 10 ms.
 PART = 8
-# Rounds after which the engine looks around again where nobody has come or ended meanwhile: requests that wait for
-# memory, and whether drafting still pays, can wait for some 60 ms.
-LONGEST = 48
 FIRST_RATE = 2.0  # tokens that a round writes of a sequence, before any was seen
 LEARNING = 0.2  # weight of the newest rounds in their average
 # Numbers of sequences whose rounds have their graphs from the beginning, so that no request waits for kernels to be
@@ -47,15 +44,14 @@ class RoundWriter:
         return all(guesser.follows(seq) for guesser in self._loop.guessers for seq in seqs)
 
     def write(
-        self, seqs: Seq[Sequence], wait: Callable[[], None], going: Callable[[], bool]
+        self, seqs: Seq[Sequence], wait: Callable[[], None], going: Callable[[int], bool]
     ) -> Iterator[list[JudgedSteps]]:
         """Steps of each, part after part; no part: not now."""
         begun = 0
 
         def plan(unread: int) -> int:
             nonlocal begun
-            most = LONGEST - begun if not begun or going() else 0
-            rounds = min(most, self._rounds(seqs, unread)) if most > 0 else 0
+            rounds = self._rounds(seqs, unread) if not begun or going(begun) else 0
             begun += rounds
             return rounds
 
