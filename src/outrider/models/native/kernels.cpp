@@ -60,7 +60,7 @@ constexpr float LEAST = 1e-30f;   // blocks with nothing larger are zero: their 
 #define PAIRED 0
 #endif
 #endif
-constexpr int PAIRS = VNNI ? 2 : 0;  // of each 4 vectors, those that are multiplied in pairs: so all units have work
+constexpr int PAIRS = VNNI ? 3 : 0;  // of each 4 vectors, those that are multiplied in pairs: so all units have work
 constexpr int LEAST_PAIRED = VNNI ? 5 : 1;  // rows from which on that is faster: the weights must be widened to 16 bits for it
 
 constexpr int NEAR = 384 << 10;   // bytes of activations that are used for several tiles in turn: both fit a second cache of 1 MiB
@@ -354,41 +354,59 @@ inline __m512i add_products(__m512i sums, __m512i a, __m512i b) {
 #endif
 }
 
-// dots += one vector, paired or not, times the activations of R rows at `x`.
+// dots += a vector, paired or by halves, times the activations of R rows at `x`.
 template <int R>
-inline void paired_vector(__m512i even, __m512i odd, const int8_t* x, bool paired, __m512i (&dots)[R]) {
-    constexpr int stride = 2 * BLOCK;
-    if (paired) {
+inline void add_half(__m512i half, const int8_t* x, __m512i (&dots)[R]) {
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            const __m512i first = _mm512_add_epi16(four(x + r * stride), odd);
-            const __m512i second = _mm512_add_epi16(four(x + r * stride + BLOCK), even);
-            dots[r] = add_products(dots[r], first, second);
-        }
-    } else {
+    for (int r = 0; r < R; r++) dots[r] = add_products(dots[r], half, four(x + r * 2 * BLOCK));
+}
+
+template <bool PAIR, int R>
+inline void add_vector(__m512i even, __m512i odd, const int8_t* x, __m512i (&dots)[R]) {
+    if (!PAIR) {
+        add_half(even, x, dots);
+        add_half(odd, x + BLOCK, dots);
+        return;
+    }
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) dots[r] = add_products(dots[r], even, four(x + r * stride));
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) dots[r] = add_products(dots[r], odd, four(x + r * stride + BLOCK));
+    for (int r = 0; r < R; r++) {
+        const __m512i first = _mm512_add_epi16(four(x + r * 2 * BLOCK), odd);
+        const __m512i second = _mm512_add_epi16(four(x + r * 2 * BLOCK + BLOCK), even);
+        dots[r] = add_products(dots[r], first, second);
     }
 }
 
 // The same numbers as block_dots with fewer multiplications (Winograd 1968):
 //   x0 w0 + x1 w1 = (x0 + w1) (x1 + w0) - x0 x1 - w0 w1
 // where x0 x1 does not depend on the output nor w0 w1 on the row. x + w fits 16 bits (32512 + 255 = 32767), and a sum that
-// does not fit 32 bits loses only what is subtracted again. Not all vectors are paired, so that additions and
-// multiplications take the same time: of each four the first PAIRS.
+// does not fit 32 bits loses only what is subtracted again. Of each four vectors the first PAIRS are paired, and the halves of
+// the last come between them: so the units that only add and those that multiply have work at all times.
+// dots += vectors [from, from + 4) of a block, which `vectors(j, even, odd)` gives, times the activations of R rows.
+template <int R, class Vectors>
+inline void four_dots(const Vectors& vectors, const int8_t* x, int from, __m512i (&dots)[R]) {
+    __m512i even, odd, last_even, last_odd;
+    x += 4 * from;
+    vectors(from + 3, last_even, last_odd);
+    vectors(from, even, odd);
+    add_vector<(PAIRS > 0)>(even, odd, x, dots);
+    add_half(last_even, x + 12, dots);
+    vectors(from + 1, even, odd);
+    add_vector<(PAIRS > 1)>(even, odd, x + 4, dots);
+    add_half(last_odd, x + 12 + BLOCK, dots);
+    vectors(from + 2, even, odd);
+    add_vector<(PAIRS > 2)>(even, odd, x + 8, dots);
+}
+
 template <int BITS, int R>
 inline void paired_dots(const uint8_t* q, const int8_t* x, const BlockSums* sums, int cross, int from, int to, __m512i (&dots)[R]) {
     __m512i products = _mm512_setzero_si512();
     for (int r = 0; r < R; r++) dots[r] = _mm512_set1_epi32(static_cast<int32_t>(sums[r].cross[cross]));
-#pragma GCC unroll 8
-    for (int j = from; j < to; j++) {
-        __m512i even, odd;
+    const auto vectors = [&](int j, __m512i& even, __m512i& odd) {
         words<BITS>(q, j, even, odd);
         if (j % 4 < PAIRS) products = add_products(products, even, odd);
-        paired_vector(even, odd, x + 4 * j, j % 4 < PAIRS, dots);
-    }
+    };
+#pragma GCC unroll 2
+    for (int j = from; j < to; j += 4) four_dots(vectors, x, j, dots);
     for (int r = 0; r < R; r++) dots[r] = _mm512_sub_epi32(dots[r], products);
 }
 
@@ -454,8 +472,19 @@ inline void store_sums(const Matrix& w, int64_t tile, int64_t row, int64_t rows,
     }
 }
 
+#if VNNI && PAIRED
+#include "many.h"
+#endif
+
 template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, bool BYTES>
 void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, float* y, const float* add, int64_t stride) {
+#if VNNI && PAIRED
+    while (!BYTES && some.end - some.begin >= LEAST_MANY) {
+        const int64_t left = (some.end - some.begin) / ROWS * ROWS, rows = left < MOST_MANY ? left : MOST_MANY;
+        tile_many<BITS, GROUP, MINIMUM, SUPERS>(w, tile, x, some.begin, rows, y, add, stride);
+        some.begin += rows;
+    }
+#endif
     __m512 sums[ROWS];
     for (int64_t row = some.begin; row < some.end; row += ROWS) {
         const int64_t count = group_rows(row, some.all);
