@@ -22,7 +22,7 @@ SIZE = 32  # tokens of a page, the same number as PAGE in kernels.cpp: a hit lea
 TAKEN = 32 << 20  # bytes of memory that pages are cut from, taken at a time: some large pages of the system, few calls
 FLOATS = 32  # bits of a number of a key or value as it is computed
 SCALED = 16  # numbers of 8 bits that share a scale, the same number as in kernels.cpp
-TILE, BLOCK = 16, 32  # keys that are multiplied together, and their numbers if of 8 bits; the same as in kernels.cpp
+TILE, BLOCK = 16, 32  # keys of 8 bits that are multiplied together, and their numbers; the same as in kernels.cpp
 _COLUMNS = 32  # pages that a sequence's table begins with: about a thousand tokens
 
 
@@ -121,11 +121,10 @@ class PagedCache(Pages[PagedSlot]):
     def _row(self, slot: PagedSlot, place: int) -> tuple[Tensor, ...]:
         """The parts of a row, as kernels.cpp lays them out (PagedRows)."""
         page, within = self.page(slot, place // SIZE), place % SIZE
+        if self.bits == FLOATS:
+            return (page.view(torch.float32)[..., within * self._width : (within + 1) * self._width],)
         keys, values, outer = page[:, :, 0], page[:, :, 1], page.shape[:2]
         tile, lane = divmod(within, TILE)
-        if self.bits == FLOATS:
-            key = keys.view(torch.float32).view(*outer, SIZE // TILE, self._width, TILE)[:, :, tile, :, lane]
-            return key, values.view(torch.float32)[..., within * self._width : (within + 1) * self._width]
         numbers = keys[..., : SIZE * self._key_width].view(*outer, SIZE // TILE, -1, TILE, 4)
         key_scales = keys[..., SIZE * self._key_width :].view(torch.float32).view(*outer, SIZE // TILE, -1, TILE)
         own = SIZE * self._width

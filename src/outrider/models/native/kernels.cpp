@@ -801,7 +801,7 @@ constexpr int ADAPTED = 4;    // rows of one adapter that share a reading of its
 constexpr int SEGMENT = 192;  // inputs whose products are added up by themselves, so that threads can share one row's
 constexpr int FEW_GROUPS = 4; // groups of rows up to which they do
 
-inline void soon(const void* q) { __builtin_prefetch(q); }
+inline void soon(const int8_t* q) { __builtin_prefetch(q); }
 
 // Of one tile of A: the products of inputs [begin, end) with N rows, `step` floats apart. Four sums for each row, by the place of
 // an input modulo 4, so that no product waits for the last.
@@ -984,8 +984,7 @@ void product_of_tiles(const JoinedMatrices& w, const Activations& x, Rows rows, 
 template <class Some>
 void rows_in_turn(const JoinedMatrices& w, int64_t rows, const Some& some) {
     const int64_t row = w.parts[0].inputs / BLOCK * (2 * BLOCK + sizeof(float) + sizeof(BlockSums));  // bytes
-    const int64_t most = NEAR / row < 2 * ROWS ? 2 * ROWS : NEAR / row / ROWS * ROWS, turns = (rows + most - 1) / most;
-    const int64_t step = turns > 1 ? (rows / turns + ROWS) / ROWS * ROWS : rows;  // all alike
+    const int64_t step = NEAR / row < 2 * ROWS ? 2 * ROWS : NEAR / row / ROWS * ROWS;
     for (int64_t from = 0; from < rows; from += step) some(from, from + step < rows ? from + step : rows);
 }
 
@@ -1031,7 +1030,7 @@ void round_row(const float* x, int64_t size, int8_t* q, float* scales) {
 }
 
 // The keys, or the values, of one layer and one head, wherever their pages lie. A page of 32 tokens is
-//   keys in floats: 2 tiles of 16 keys, [size][16]; values: [32][size];
+//   floats: [32][size];
 //   keys of 8 bits: 2 tiles of 16 keys, laid out as those of a matrix, [blocks of 32 numbers][8][16][4] bytes, with 128
 //     added; then the scales of both, [tile][groups of 16 numbers][16]. Where some numbers of a key are large (a bias), one
 //     more block has what rounding these to 8 bits has left: alone they would err more than all others together;
@@ -1050,10 +1049,7 @@ struct PagedRows {
     int8_t* numbers(int64_t place) const { return reinterpret_cast<int8_t*>(page(place)); }  // of 8 bits
     float* scales(int64_t place) const { return page(place) + PAGE * blocks() * BLOCK / 4; }
 
-    // The tile of 16 keys in floats in which this one lies.
-    float* tile(int64_t place) const { return page(place) + within(place) / TILE * TILE * size; }
-
-    // A value in floats, with those after it in its page; or one of 8 bits as floats.
+    // A row of floats, with those after it in its page; or a value of 8 bits as floats.
     const float* row(int64_t place) const {
         if (!bytes) return page(place) + within(place) * size;
         const int8_t* q = numbers(place) + within(place) * blocks() * BLOCK;
@@ -1068,15 +1064,10 @@ struct PagedRows {
     }
 
     void store_key(int64_t place, const float* x) const {
-        const int64_t lane = within(place) % TILE;
-        if (!bytes) {
-            float* to = tile(place) + lane;
-            for (int64_t d = 0; d < size; d++) to[d * TILE] = x[d];
-            return;
-        }
-        const int64_t number = within(place) / TILE;
-        int8_t* to = numbers(place) + number * blocks() * BLOCK * TILE + lane * 4;
-        float* scale = scales(place) + number * groups() * TILE + lane;
+        if (!bytes) return store_value(place, x);
+        const int64_t tile = within(place) / TILE, lane = within(place) % TILE;
+        int8_t* to = numbers(place) + tile * blocks() * BLOCK * TILE + lane * 4;
+        float* scale = scales(place) + tile * groups() * TILE + lane;
         store_groups(x, size, to, scale);
         if (!large) return;
         float rest[BLOCK] = {};
@@ -1244,81 +1235,37 @@ void place_scores(const PagedRows& keys, const AskedBlock* asked, int64_t step, 
     }
 }
 
-// ---- scores of keys in floats ----
-
-constexpr int SCORED = WIDE ? 4 : 2;  // queries that share one reading of a tile of keys: what they need stays in registers
-
-// Of the numbers `first`, `first` + 16 and so on of N queries and 16 keys, whose number `first` is at `keys`.
-template <int SIZE, int N>
-inline void residue_dots(const float* const* q, int64_t first, const float* keys, int64_t size, Lanes (&to)[N]) {
-    if (SIZE) size = SIZE;
-    const Lanes key = load(keys);
-#pragma GCC unroll 4
-    for (int n = 0; n < N; n++) to[n] = mul(all_lanes(q[n][first]), key);
-#pragma GCC unroll 8
-    for (int64_t d = LANES; d < size; d += LANES) {
-        const Lanes next = load(keys + d * TILE);
-#pragma GCC unroll 4
-        for (int n = 0; n < N; n++) to[n] = fused(all_lanes(q[n][first + d]), next, to[n]);
-    }
-}
-
-// q . key * factor of N queries for the 16 keys of a tile, [size][16]. Each is added up by one tree: 16 sums, by the place of a
-// number modulo 16; of each four neighbours (0 + 2) + (1 + 3), and of these (first + second) + (third + fourth).
+// q . key * factor for up to 16 keys; the last vectors repeat a key, so that all are added up alike.
 // SIZE: that of a head where it is known to the compiler, else 0.
-template <int SIZE, int N>
-inline void tile_dots(const float* const* q, const float* tile, int64_t size, float factor, Lanes (&to)[N]) {
+template <int SIZE, class Key>
+inline void dots16_of(const float* q, Key key, int64_t some, int64_t size, float factor, float* scores) {
     if (SIZE) size = SIZE;
-    Lanes total[N];
-    if (size % LANES) {
-        for (int n = 0; n < N; n++) total[n] = all_lanes(0.0f);
-        for (int64_t d = 0; d < size; d++) {
-            const Lanes key = load(tile + d * TILE);
-            for (int n = 0; n < N; n++) total[n] = add(total[n], mul(all_lanes(q[n][d]), key));
-        }
-        for (int n = 0; n < N; n++) to[n] = mul(total[n], all_lanes(factor));
-        return;
+    Lanes sums[16];
+    for (int k = 0; k < 16; k++) {
+        const float* one = key(k < some ? k : some - 1);
+        sums[k] = mul(load(q), load(one));
+        for (int64_t d = 16; d < size; d += 16) sums[k] = fused(load(q + d), load(one + d), sums[k]);
     }
-    Lanes half[N];
-#pragma GCC unroll 4
-    for (int quarter = 0; quarter < 4; quarter++) {
-        Lanes a[N], b[N];
-        const float* from = tile + 4 * quarter * TILE;
-        residue_dots<SIZE>(q, 4 * quarter, from, size, a);
-        residue_dots<SIZE>(q, 4 * quarter + 2, from + 2 * TILE, size, b);
-#pragma GCC unroll 4
-        for (int n = 0; n < N; n++) a[n] = add(a[n], b[n]);
-        residue_dots<SIZE>(q, 4 * quarter + 1, from + TILE, size, b);
-        Lanes c[N];
-        residue_dots<SIZE>(q, 4 * quarter + 3, from + 3 * TILE, size, c);
-#pragma GCC unroll 4
-        for (int n = 0; n < N; n++) a[n] = add(a[n], add(b[n], c[n]));
-#pragma GCC unroll 4
-        for (int n = 0; n < N; n++) {
-            if (quarter == 0) total[n] = a[n];
-            else if (quarter == 1) total[n] = add(total[n], a[n]);
-            else if (quarter == 2) half[n] = a[n];
-            else to[n] = mul(add(total[n], add(half[n], a[n])), all_lanes(factor));
-        }
-    }
+    store_some(scores, mul(sums_of(sums), all_lanes(factor)), some);
 }
 
-template <int N>
-inline void tile_dots_of(const float* const* q, const float* tile, int64_t size, float factor, Lanes (&to)[N]) {
-    if (size == 64) tile_dots<64, N>(q, tile, size, factor, to);
-    else if (size == 128) tile_dots<128, N>(q, tile, size, factor, to);
-    else tile_dots<0, N>(q, tile, size, factor, to);
+template <class Key>
+inline void dots16(const float* q, Key key, int64_t some, int64_t size, float factor, float* scores) {
+    if (size == 64) dots16_of<64>(q, key, some, size, factor, scores);
+    else if (size == 128) dots16_of<128>(q, key, some, size, factor, scores);
+    else dots16_of<0>(q, key, some, size, factor, scores);
 }
 
-// scores = q . key * factor for the keys at `places`; those of one tile are taken together
+// scores = q . key * factor for the keys at `places`
 void dots(const float* q, const PagedRows& keys, const int32_t* places, int64_t seen, float factor, float* scores) {
-    for (int64_t i = 0; i < seen;) {
-        const int64_t tile = places[i] / TILE;
-        Lanes to[1];
-        float all[TILE];
-        tile_dots_of<1>(&q, keys.tile(places[i]), keys.size, factor, to);
-        store(all, to[0]);
-        for (; i < seen && places[i] / TILE == tile; i++) scores[i] = all[places[i] % TILE];
+    int64_t i = 0;
+    for (; keys.size % 16 == 0 && i < seen; i += 16)
+        dots16(q, [&](int64_t k) { return keys.row(places[i + k]); }, seen - i < 16 ? seen - i : 16, keys.size, factor, scores + i);
+    for (; i < seen; i++) {
+        const float* key = keys.row(places[i]);
+        float total = 0;
+        for (int64_t d = 0; d < keys.size; d++) total += q[d] * key[d];
+        scores[i] = total * factor;
     }
 }
 
@@ -1496,19 +1443,28 @@ void byte_scores(const Query* queries, int64_t count, const PagedRows& keys, Ask
         place_scores(keys, asked + n, count, queries[n].places + runs[n], queries[n].seen - runs[n], factor, scores[n] + runs[n]);
 }
 
-// The scores of N queries, which see runs, for the keys [place, place + 16).
-template <int N>
-inline void score_tile(const Query* queries, const PagedRows& keys, int64_t place, float factor) {
-    const float* q[N];
-    for (int n = 0; n < N; n++) q[n] = queries[n].q;
-    Lanes to[N];
-    tile_dots_of<N>(q, keys.tile(place), keys.size, factor, to);
-    for (int n = 0; n < N; n++) {
-        const int64_t some = queries[n].run - place;
-        if (some >= TILE) store(queries[n].scores + place, to[n]);
-        else if (some > 0) store_some(queries[n].scores + place, to[n], some);
+#if WIDE
+// The same numbers as dots16 for two queries and 8 keys that lie side by side: each part of a key is read once for both.
+// SIZE: as for dots16_of.
+template <int SIZE>
+inline void dots8_of_two(const Query& one, const Query& other, const float* keys, int64_t size, float factor, int64_t place) {
+    if (SIZE) size = SIZE;
+    __m512 sums[16];
+#pragma GCC unroll 8
+    for (int64_t d = 0; d < size; d += 16) {
+        const __m512 first = _mm512_loadu_ps(one.q + d), second = _mm512_loadu_ps(other.q + d);
+#pragma GCC unroll 8
+        for (int k = 0; k < 8; k++) {
+            const __m512 key = _mm512_loadu_ps(keys + k * size + d);
+            sums[k] = d ? _mm512_fmadd_ps(first, key, sums[k]) : _mm512_mul_ps(first, key);
+            sums[k + 8] = d ? _mm512_fmadd_ps(second, key, sums[k + 8]) : _mm512_mul_ps(second, key);
+        }
     }
+    const __m512 scores = _mm512_mul_ps(sums_of(sums), _mm512_set1_ps(factor));
+    _mm256_storeu_ps(one.scores + place, _mm512_castps512_ps256(scores));
+    _mm256_storeu_ps(other.scores + place, _mm512_extractf32x8_ps(scores, 1));
 }
+#endif
 
 // Queries that see runs of the first keys: each piece of these keys, and of the values that all of them see, is read once.
 // Every query's numbers are those that it would get alone.
@@ -1520,19 +1476,27 @@ void attend_together(const Query* queries, int64_t count, const PagedRows& keys,
         shared = queries[n].run < shared ? queries[n].run : shared;
         longest = queries[n].run > longest ? queries[n].run : longest;
     }
+#if WIDE
+    const auto two = size == 64 ? dots8_of_two<64> : size == 128 ? dots8_of_two<128> : dots8_of_two<0>;
+#endif
     for (int64_t n = 0; keys.bytes && n < count; n += ASKED)
         byte_scores(queries + n, count - n < ASKED ? count - n : ASKED, keys, asked, factor);
-    for (int64_t i = 0; !keys.bytes && i < longest; i += TILE)
-        for (int64_t n = 0; n < count; n += SCORED) {
-            switch (count - n) {
-                case 1: score_tile<1>(queries + n, keys, i, factor); break;
+    for (int64_t i = 0; !keys.bytes && i < longest; i += 16) {
+        const float* first = keys.row(i);  // the 16 lie in one page
+        for (int64_t n = 0; n < count; n++) {
+            const int64_t some = queries[n].run - i;
 #if WIDE
-                case 2: score_tile<2>(queries + n, keys, i, factor); break;
-                case 3: score_tile<3>(queries + n, keys, i, factor); break;
-#endif
-                default: score_tile<SCORED>(queries + n, keys, i, factor);
+            if (n + 1 < count && some >= 16 && queries[n + 1].run - i >= 16) {
+                for (int64_t k = 0; k < 16; k += 8) two(queries[n], queries[n + 1], first + k * size, size, factor, i + k);
+                n++;
+                continue;
             }
+#endif
+            if (some > 0)
+                dots16(queries[n].q, [&](int64_t k) { return first + k * size; }, some < 16 ? some : 16, size, factor,
+                       queries[n].scores + i);
         }
+    }
     float totals[TOGETHER];
     for (int64_t n = 0; n < count; n++) {
         const Query& query = queries[n];
