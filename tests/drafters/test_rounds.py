@@ -18,7 +18,7 @@ from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext
 from outrider.drafters.rounds import base, loop, writer
 from outrider.drafters.rounds.loop import DeviceLoop
-from outrider.engine import engine as engine_module
+from outrider.engine import unattended
 from outrider.engine.engine import Engine
 from outrider.engine.policy import DraftingPolicy
 from outrider.models.base import Feed
@@ -76,8 +76,8 @@ def heads():
     return {"it": head("eagle-3"), "three": medusa}
 
 
-def engine(spec="eagle:head=it,tree=6,width=3,length=3"):
-    return Engine(target(), drafters.build(spec, BuildContext(target(), load=None, heads=heads())))
+def engine(spec="eagle:head=it,tree=6,width=3,length=3", policy=None):
+    return Engine(target(), drafters.build(spec, BuildContext(target(), load=None, heads=heads())), policy=policy)
 
 
 def drain(made, seqs):
@@ -225,12 +225,11 @@ def test_what_the_target_writes_by_itself_is_what_single_passes_choose():
 
 def test_a_head_goes_on_after_plain_writing(loops, monkeypatch):
     """Both ways by turns; the head has been shown what the target wrote by itself."""
-    made, ways = engine("eagle:head=it,length=2"), itertools.cycle([True, False])
-    made.policy = DraftingPolicy()
+    made, ways = engine("eagle:head=it,length=2", DraftingPolicy()), itertools.cycle([True, False])
     monkeypatch.setattr(made.policy.trial, "drafts", lambda seqs: next(ways))
     monkeypatch.setattr(made.policy.trial, "prefers_plain", lambda seqs: False)
     monkeypatch.setattr(writer, "PART", 2)
-    monkeypatch.setattr(engine_module, "FIRST_PASSES", 2)
+    monkeypatch.setattr(unattended, "FIRST_PASSES", 2)
     seqs = drain(made, sequences([SamplingParams(16)]))
     assert outputs(seqs) == outputs(plain([SamplingParams(16)]))
     assert len(loops) > 1

@@ -128,10 +128,8 @@ def test_a_trained_head_goes_on_learning(kind, calm_folder, prompt_file, tmp_pat
     fresh, end, begin = (sum(line["hit1"] for line in lines) / 5 for lines in (first[:5], first[-5:], second[:5]))
     assert begin > (fresh + end) / 2
     assert provenance(tmp_path / "second")["job"]["rate"] == BEGUN_RATE
-    shapes = [
-        {name: tensor.shape for name, tensor in safetensors.torch.load_file(tmp_path / name / "model.safetensors").items()}
-        for name in ("first", "second")
-    ]
+    heads_ = [safetensors.torch.load_file(tmp_path / name / "model.safetensors") for name in ("first", "second")]
+    shapes = [{name: tensor.shape for name, tensor in head.items()} for head in heads_]
     assert shapes[0] == shapes[1]
     assert train(kind, calm_folder, tmp_path / "other", *more, "--draft-vocab", 64, how=FEW) == 2
     assert "--draft-vocab makes another head than the one that --begin names" in capsys.readouterr().err
