@@ -135,16 +135,20 @@ def _scores(x, token, temperature, position, key_low, key_high):
     return (x / temperature - tl.log(tl.maximum(noise, 1e-30))) / _BLUR
 
 
-@triton.jit(do_not_specialize=["stage"])
+@triton.jit(do_not_specialize=["stage", "slots"])
 def _likeliest(
-    logits_ptr, ids_ptr, sequences_ptr, stride, most_ptr, sum_ptr, value_ptr, index_ptr, size, sharpness, stage,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, slots_ptr, slots_stride, slots, ids_ptr, sequences_ptr, stride, most_ptr, sum_ptr, value_ptr, index_ptr,
+    size, sharpness, stage,
+    SLOTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of each part of a row of logits: the WIDTH highest with their places, and what its softmax sums to. ROWS of them
-    belong to a sequence."""
+    belong to a sequence. SLOTS: what all rows of a stage have in common is added, a row of `slots` for each stage."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row * size + column, mask=column < size, other=float("-inf"))
+    if SLOTS:
+        slot = row // ROWS * slots + stage
+        x += tl.load(slots_ptr + slot * slots_stride + column, mask=column < size, other=0.0)
     sequence = sequences_ptr + row // ROWS
     temperature = tl.load(sequence + _TEMPERATURE * stride).to(tl.float32, bitcast=True)
     if temperature > 0:
@@ -324,14 +328,17 @@ class Growth:
         self._ranks = torch.zeros(sequences * self._count, dtype=torch.int32, device=device)
         self.found = torch.zeros(sequences, 1 + 3 * most, dtype=torch.int32, device=device)
 
-    def choose(self, stage: int, logits: Tensor, sequences: Tensor, sharpness: float) -> None:
+    def choose(
+        self, stage: int, logits: Tensor, sequences: Tensor, sharpness: float, slots: Tensor | None = None
+    ) -> None:
         """The nodes of this stage, of what the head says after the nodes of the one before (after the committed text:
-        stage 0)."""
+        stage 0). `slots` [sequences, stages, draft vocabulary]: what is added to the logits of a stage."""
         size, width, parts = logits.shape[1], self.width, self._parts
         rows, power = len(logits) // self.sequences, triton.next_power_of_2
         _likeliest[(len(logits), parts)](
-            logits, self._ids, sequences, sequences.stride(0), self._most_of, self._sum_of, self._values, self._indices,
-            size, sharpness, stage, rows, width, parts, PART, num_warps=4,
+            logits, slots, 0 if slots is None else slots.stride(1), 0 if slots is None else slots.shape[1],
+            self._ids, sequences, sequences.stride(0), self._most_of, self._sum_of, self._values, self._indices,
+            size, sharpness, stage, slots is not None, rows, width, parts, PART, num_warps=4,
         )  # fmt: skip
         before = max(stage - 1, 0)
         offset = 0 if stage == 0 else width + (stage - 1) * width * width
