@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from block_forms import FORMS, block_forms
-from tiny import VOCAB, family, outputs, plainly, prompts, run
+from tiny import VOCAB, eagle_head, family, outputs, plainly, prompts, run
 
 from outrider import drafters
 from outrider.core.dice import Dice
@@ -17,6 +17,7 @@ from outrider.drafters.block.drafter import start
 from outrider.drafters.block.runner import BlockRunner
 from outrider.drafters.eagle.runner import DraftRequest, DraftShape
 from outrider.drafters.eagle.tree import grow
+from outrider.drafters.heads import files
 from outrider.drafters.heads.chooser import Chooser, offers_with_noise
 from outrider.models.cuda.model import PAGE, CudaLlama
 
@@ -160,6 +161,17 @@ def test_texts_equal_plain_decoding_where_the_host_looks_on():
     run(target(), drafter, seqs)
     assert outputs(seqs) == outputs(wanted)
     assert all(seq.stats.drafted for seq in seqs)
+
+
+def test_auto_takes_the_block_head_of_two_that_lie_beside_the_model(tmp_path):
+    """On a CPU it is the EAGLE head (test_block.py)."""
+    files.write(head("own"), tmp_path / "heads" / "block", target(), "m")
+    files.write(eagle_head(target()), tmp_path / "heads" / "eagle", target(), "m")
+    made = drafters.build("auto", BuildContext(target(), load=None, name=str(tmp_path)))
+    names = [member.name for member in made.members]
+    assert "block" in names
+    assert "eagle" not in names
+    assert [guesser.name for guesser in made.guessers] == ["block", "ngram"]
 
 
 def test_what_the_kernels_cannot_do_runs_in_torch():

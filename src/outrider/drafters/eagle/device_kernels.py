@@ -17,6 +17,7 @@ from torch import Tensor
 from outrider.drafters.heads.chooser import BLUR
 from outrider.models.cuda.batch import Field
 from outrider.models.cuda.kernels import mix32, mix64
+from outrider.models.cuda.launch import begin_after, early, nearly_done
 
 PART = 2048  # logits that one program looks through for the likeliest
 NEVER = -1e9  # the logarithm of probability 0, finite so that sums of it are no NaN
@@ -140,11 +141,14 @@ def _likeliest(
     logits_ptr, slots_ptr, slots_stride, slots, ids_ptr, sequences_ptr, stride, most_ptr, sum_ptr, value_ptr, index_ptr,
     size, sharpness, stage,
     SLOTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    SOON: tl.constexpr,
 ):  # fmt: skip
     """Of each part of a row of logits: the WIDTH highest with their places, and what its softmax sums to. ROWS of them
     belong to a sequence. SLOTS: what all rows of a stage have in common is added, a row of `slots` for each stage."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
+    begin_after(SOON)
+    nearly_done(SOON)
     x = tl.load(logits_ptr + row * size + column, mask=column < size, other=float("-inf"))
     if SLOTS:
         slot = row // ROWS * slots + stage
@@ -177,10 +181,12 @@ def _grow(
     most_ptr, sum_ptr, value_ptr, index_ptr, ids_ptr, sequences_ptr, stride,
     old_ptr, old_score_ptr, new_ptr, new_score_ptr, table_stride, seen_ptr, seen_score_ptr, stage, offset,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, SEEN: tl.constexpr,
-    RP: tl.constexpr, PP: tl.constexpr, CP: tl.constexpr, JP: tl.constexpr,
+    RP: tl.constexpr, PP: tl.constexpr, CP: tl.constexpr, JP: tl.constexpr, SOON: tl.constexpr,
 ):  # fmt: skip
     """The children of the ROWS nodes that a sequence ran, among all that were seen, and the table of the next stage:
     the best WIDTH of them. `seen` [sequences, 2, SEEN]: their tokens and parents."""
+    begin_after(SOON)
+    nearly_done(SOON)
     seq = tl.program_id(0).to(tl.int64)
     row, part, choice = tl.arange(0, RP)[:, None], tl.arange(0, PP)[None, :], tl.arange(0, CP)[None, :]
     at = (seq * ROWS + row) * PARTS + part
@@ -333,12 +339,12 @@ class Growth:
     ) -> None:
         """The nodes of this stage, of what the head says after the nodes of the one before (after the committed text:
         stage 0). `slots` [sequences, stages, draft vocabulary]: what is added to the logits of a stage."""
-        size, width, parts = logits.shape[1], self.width, self._parts
+        size, width, parts, soon = logits.shape[1], self.width, self._parts, early(logits.device)
         rows, power = len(logits) // self.sequences, triton.next_power_of_2
         _likeliest[(len(logits), parts)](
             logits, slots, 0 if slots is None else slots.stride(1), 0 if slots is None else slots.shape[1],
             self._ids, sequences, sequences.stride(0), self._most_of, self._sum_of, self._values, self._indices,
-            size, sharpness, stage, slots is not None, rows, width, parts, PART, num_warps=4,
+            size, sharpness, stage, slots is not None, rows, width, parts, PART, soon, num_warps=4, launch_pdl=soon,
         )  # fmt: skip
         before = max(stage - 1, 0)
         offset = 0 if stage == 0 else width + (stage - 1) * width * width
@@ -346,7 +352,7 @@ class Growth:
             self._most_of, self._sum_of, self._values, self._indices, self._ids, sequences, sequences.stride(0),
             self.tables[before], self._scores[before], self.tables[stage], self._scores[stage], self.tables.stride(1),
             self._seen, self._seen_scores, stage, offset, rows, width, parts, self._count,
-            power(rows), power(parts), power(parts * width), power(rows * width), num_warps=4,
+            power(rows), power(parts), power(parts * width), power(rows * width), soon, num_warps=4, launch_pdl=soon,
         )  # fmt: skip
 
     def collect(self, sequences: Tensor, stop: float) -> None:
