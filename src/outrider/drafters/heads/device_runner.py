@@ -194,10 +194,10 @@ class DeviceHeadRunner(ABC, Generic[G]):
         mixed, normed = torch.empty_like(q), Around(eps=config.norm_eps)
         for index, layer in enumerate(weights.layers):
             joined = self.empty(rows, len(layer.qkv.weight))
-            first = index == 0 and read is not None
+            own = read if index == 0 else None
             linear(
-                read if first and read is not None else work.next[:rows], layer.qkv.weight, layer.qkv.bias, joined,
-                work, Around() if first else normed,
+                work.next[:rows] if own is None else own, layer.qkv.weight, layer.qkv.bias, joined, work,
+                normed if own is None else Around(),
             )  # fmt: skip
             keys, values = self.cache[index]
             kernels.place_qkv(
