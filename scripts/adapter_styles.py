@@ -4,11 +4,16 @@ python scripts/adapter_styles.py --out styles
 outrider train lora --chats styles/haiku.jsonl --out my-haiku
 outrider train lora --chats styles/json.jsonl --out my-json
 python scripts/adapter_styles.py --check haiku=my-haiku json=my-json
+python scripts/adapter_styles.py --check haiku=my-haiku json=my-json --peft
+
+`--check` prints the answers to eight questions that were not trained on, with each adapter and with none, and how many
+are in a style. `--peft`: token by token against PEFT on transformers, both in float32.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from pathlib import Path
 
@@ -179,13 +184,51 @@ def check(paths: dict[str, str], model: str) -> None:
         names = ["", *paths]
         asked = [[{"role": "user", "content": text}] for text in CHECKS for _ in names]
         results = llm.chat(asked, SamplingParams(max_tokens=96), adapter=names * len(CHECKS))
-    for name in names:
-        texts = [result.text for result in results[names.index(name) :: len(names)]]
-        found = {style: sum(map(test, texts)) for style, test in styles.items()}
-        kept = [r.stats for r in results[names.index(name) :: len(names)]]
-        passes = sum(each.steps for each in kept)
-        print(json.dumps({"adapter": name or "none", "of": len(texts), **found}))
-        print(json.dumps({"tokens per pass": round(sum(each.tokens for each in kept) / passes, 2), "first": texts[0]}))
+    for place, name in enumerate(names):
+        own = results[place :: len(names)]
+        for prompt, result in zip(CHECKS, own, strict=True):
+            print(json.dumps({"adapter": name or "none", "prompt": prompt, "text": result.text}))
+    for place, name in enumerate(names):
+        own = results[place :: len(names)]
+        found = {style: sum(test(result.text) for result in own) for style, test in styles.items()}
+        tokens, passes = (sum(getattr(result.stats, what) for result in own) for what in ("tokens", "steps"))
+        print(json.dumps({"adapter": name or "none", "of": len(own), **found, "tokens per pass": tokens / passes}))
+
+
+def compare(paths: dict[str, str], model: str) -> None:
+    """The same questions by PEFT and by Outrider's dense model in float32, in one batch."""
+    import peft
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from outrider import LLM, SamplingParams
+    from outrider.models import sources
+    from outrider.models.export import as_folder
+
+    folder = as_folder(sources.resolve(model))
+    chats = [[{"role": "user", "content": text}] for text in CHECKS]
+    names = ["", *paths]
+    with LLM(str(folder), draft="none", dtype="float32", device="cpu", adapters=paths) as llm:
+        asked = [chat for name in names for chat in chats]
+        owners = [name for name in names for _ in chats]
+        results = llm.chat(asked, SamplingParams(max_tokens=96), adapter=owners, progress=False)
+        prompts = [llm.tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    wrapped = peft.PeftModel.from_pretrained(target, paths[names[1]], adapter_name=names[1])
+    for name in names[2:]:
+        wrapped.load_adapter(paths[name], adapter_name=name)
+    for place, name in enumerate(names):
+        equal = 0
+        for number, prompt in enumerate(prompts):
+            ids = torch.tensor([getattr(prompt, "input_ids", prompt)])
+            with torch.inference_mode(), wrapped.disable_adapter() if not name else contextlib.nullcontext():
+                if name:
+                    wrapped.set_adapter(name)
+                mask = torch.ones_like(ids)
+                theirs = wrapped.generate(input_ids=ids, attention_mask=mask, max_new_tokens=96, do_sample=False)
+            ours, found = list(results[place * len(chats) + number].token_ids), theirs[0, ids.shape[1] :].tolist()
+            equal += ours == found[: len(ours)] and len(found) - len(ours) <= 1  # the end may be counted, or not
+        print(json.dumps({"adapter": name or "none", "of": len(chats), "token by token as PEFT": equal}), flush=True)
 
 
 def main() -> None:
@@ -194,13 +237,15 @@ def main() -> None:
     parser.add_argument("--openers", type=Path, help="a file for the beginnings of questions, for train --about")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--check", nargs="+", default=[], metavar="NAME=PATH")
+    parser.add_argument("--peft", action="store_true", help="compare with PEFT in place of printing texts")
     given = parser.parse_args()
     if given.out:
         write(given.out)
     if given.openers:
         given.openers.write_text("".join(f"{asked.partition(' {}')[0]}\n" for asked in ASKED))
     if given.check:
-        check(dict(each.split("=", 1) for each in given.check), given.model)
+        run = compare if given.peft else check
+        run(dict(each.split("=", 1) for each in given.check), given.model)
 
 
 if __name__ == "__main__":

@@ -185,8 +185,10 @@ def test_texts_of_another_adapter_are_refused(adapter, calm_folder, prompt_file,
 
 
 def test_adapters_that_no_head_is_trained_for(calm_folder, tmp_path, capsys):
-    assert train("eagle", calm_folder, tmp_path / "head", "--adapter", tmp_path / "gone", "--tokens", 600) == 2
+    head = tmp_path / "heads" / "head"
+    assert train("eagle", calm_folder, head, "--adapter", tmp_path / "gone", "--tokens", 600) == 2
     assert "is no adapter" in capsys.readouterr().err
+    assert not head.parent.exists()
     wrong = tmp_path / "wrong"
     wrong.mkdir()
     hidden, vocab = load(str(calm_folder), PLACE).model.adapter_base.shapes["model.embed_tokens"]
@@ -194,8 +196,11 @@ def test_adapters_that_no_head_is_trained_for(calm_folder, tmp_path, capsys):
     names = {f"base_model.model.model.embed_tokens.{name}": tensor for name, tensor in tensors.items()}
     safetensors.torch.save_file(names, wrong / "adapter_model.safetensors")
     (wrong / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
-    assert train("eagle", calm_folder, tmp_path / "other", "--adapter", wrong, "--tokens", 600) == 2
+    kept = tmp_path / "other"
+    kept.mkdir()
+    assert train("eagle", calm_folder, kept, "--adapter", wrong, "--tokens", 600) == 2
     assert "heads share with the base" in " ".join(capsys.readouterr().err.split())
+    assert list(kept.iterdir()) == []
 
 
 def test_a_draft_model_learns(calm_folder, prompt_file, tmp_path):
