@@ -63,9 +63,9 @@ def load_batches(config: dict[str, Any]) -> Any:
     calls = itertools.count()
 
     def generate(mode: str, texts: list[str], max_tokens: int) -> dict[str, Any]:
-        # tenants share neither prefixes nor histories: nothing is known of a prompt before its call
         more: dict[str, Any] = {"params": SamplingParams(max_tokens=max_tokens, ignore_eos=True)}
-        more["tenant"] = f"call {next(calls)}"
+        if not config.get("cached"):  # tenants share neither prefixes nor histories: no prompt is known before its call
+            more["tenant"] = f"call {next(calls)}"
         backend.forget_texts()
         begin = time.perf_counter()
         asked = [
