@@ -43,7 +43,10 @@ def assemble(plan: LoadPlan, outcome: LoadResult, command: str) -> Report:
         },
         "interrupted": outcome.interrupted,
         "summary": summarise(waves, runs, plan.modes),
-        "library": _library(waves, [asdict(wave) for wave in outcome.library]),
+        "library": sorted(
+            _library(waves, [asdict(wave) for wave in outcome.library]),
+            key=lambda row: (row["streams"], plan.modes.index(row["mode"])),
+        ),
         "waves": waves,
         "runs": [_compact(run) for run in runs],
     }
