@@ -2,9 +2,10 @@
 
     python scripts/adapter_memory.py --model smollm2-135m --adapters 200 --fit 8 --requests 500
 
-Random adapters on all seven matrices of every layer, in folders. First each one's text with memory for all of them, one
-request at a time; then, in an engine with memory for `--fit`, the requests from `--threads` threads at once, whose texts
-are compared. The memory of the process (RSS, and the part of it that is no file) after every tenth of them.
+Random adapters on all seven matrices of every layer, in folders. First each one's text with memory for all of them,
+one request at a time; then, in an engine with memory for `--fit`, the requests from `--threads` threads at once,
+whose texts are compared. The memory of the process (RSS, and the part of it that is no file) after every tenth of
+them.
 """
 
 from __future__ import annotations
