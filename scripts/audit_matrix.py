@@ -55,15 +55,21 @@ def references(chunks: Sequence[int], common: dict[str, Any], processes: int) ->
 
 
 def comparisons(
-    drafts: Sequence[str], batches: Sequence[int], chunks: Sequence[int], common: dict[str, Any]
+    drafts: Sequence[str],
+    batches: Sequence[int],
+    chunks: Sequence[int],
+    common: dict[str, Any],
+    shares: Sequence[int] = (),
 ) -> Iterator[Job]:
-    """Critical lengths of every drafter, then batches of prompts, the large ones first."""
-    for temperature, draft in product(common["temperatures"], drafts):
+    """Critical lengths of every drafter, then batches of prompts, the large ones first. `shares`: of the prompts, these
+    alone, and no critical lengths; (): all."""
+    for temperature, draft in product(common["temperatures"], [] if shares else drafts):
         lengths = {"groups": ["boundaries", "long"], "chunks": list(chunks), "temperatures": [temperature]}
         yield Job(draft, {**common, **lengths, "batches": [1], "share": [0, 1]})
     for batch in sorted(batches, reverse=True):
         count = next(shares for least, shares in SHARES if batch >= least)
-        for place, temperature, draft in product(range(count), common["temperatures"], drafts):
+        places = [place for place in range(count) if not shares or place in shares]
+        for place, temperature, draft in product(places, common["temperatures"], drafts):
             own = {"groups": ["prompts"], "batches": [batch], "share": [place, count], "temperatures": [temperature]}
             yield Job(draft, {**common, **own, "chunks": list(chunks)})
 
@@ -129,7 +135,7 @@ def run(given: argparse.Namespace) -> int:
     driver = Driver(given.folder, given)
     try:
         driver.run(list(references(given.chunks, common, given.processes)))
-        driver.run(list(comparisons(given.draft, given.batches, given.chunks, common)))
+        driver.run(list(comparisons(given.draft, given.batches, given.chunks, common, given.shares)))
     finally:
         driver.end()
     return status([given.folder])
@@ -244,6 +250,7 @@ def parser() -> argparse.ArgumentParser:
         ("batches", int, [64, 16, 4, 1]),
         ("chunks", int, [128, 512, 2048]),
         ("temperatures", float, [0.0, 0.8]),
+        ("shares", int, []),  # of the prompts: those of a batch of 1 are divided into 0 to 3, of 4 into 0 and 1
     ):
         one.add_argument(
             f"--{name}", type=lambda text, kind=kind: [kind(part) for part in text.split(",")], default=usual

@@ -1,10 +1,13 @@
 """scripts/audit_matrix.py divides the company audit among processes, and says what was compared and what was not."""
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from outrider import build
 
@@ -41,6 +44,20 @@ def test_two_processes_compare_everything_once(tiny_folder, tmp_path):
     assert {each["chunk"] for each in found if each["batch"] == 64} == {24, 512}
     texts = [json.loads(line)["key"] for line in (tmp_path / "out" / "references.jsonl").read_text().splitlines()]
     assert len(texts) == len(set(texts)) > 5  # each was written by one process, once
+
+
+def test_some_shares_of_the_prompts():
+    spec = importlib.util.spec_from_file_location("audit_matrix", ROOT / "scripts" / "audit_matrix.py")
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "audit_matrix", module)  # dataclasses look there
+        spec.loader.exec_module(module)
+        jobs = list(module.comparisons(["none", "ngram"], [4, 1], [24], {"temperatures": [0.0]}, shares=[1, 3]))
+    assert [(job.draft, job.plan["batches"], job.plan["share"]) for job in jobs] == [
+        (draft, [batch], share)
+        for batch, share in ((4, [1, 2]), (1, [1, 4]), (1, [3, 4]))
+        for draft in ("none", "ngram")
+    ]
 
 
 def test_status_fails_on_one_text_and_on_a_job_that_failed(tmp_path):

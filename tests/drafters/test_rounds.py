@@ -244,8 +244,8 @@ def test_what_the_target_writes_by_itself_is_what_single_passes_choose():
 def test_a_head_goes_on_after_plain_writing(loops, monkeypatch, spec):
     """Both ways by turns; the head has been shown what the target wrote by itself."""
     made, ways = engine(spec, DraftingPolicy()), itertools.cycle([True, False])
-    monkeypatch.setattr(made.policy.trial, "drafts", lambda seqs: next(ways))
-    monkeypatch.setattr(made.policy.trial, "prefers_plain", lambda seqs: False)
+    monkeypatch.setattr(made.policy.trial, "drafts", lambda *batch: next(ways))
+    monkeypatch.setattr(made.policy.trial, "prefers_plain", lambda *batch: False)
     monkeypatch.setattr(writer, "PART", 2)
     monkeypatch.setattr(unattended, "FIRST_PASSES", 2)
     seqs = drain(made, sequences([SamplingParams(16)]))

@@ -151,10 +151,10 @@ def test_both_ways_are_tried_in_parts_and_for_no_longer_than_that_takes():
     engine = Engine(model, Scripted(lambda seq, guessed: 0, 6), Limits(4), policy)
     engine.add(Sequence(0, [1, 2], SamplingParams(60)))
     engine.step()
-    policy.trial.drafts = lambda seqs: False
+    policy.trial.drafts = lambda *batch: False
     engine.step()
     assert len(model.written) == FIRST_PASSES // 4
-    policy.trial.prefers_plain = lambda seqs: True
+    policy.trial.prefers_plain = lambda *batch: True
     model.written.clear()
     engine.step()
     assert len(model.written) > FIRST_PASSES // 4

@@ -3,7 +3,7 @@
 import random
 from itertools import pairwise
 
-from outrider.engine.throughput import FIRST_PASSES, TRY_AGAIN, TRY_PASSES, TRY_SELDOM, ThroughputTrial
+from outrider.engine.throughput import FIRST_PASSES, REMEMBERED, TRY_AGAIN, TRY_PASSES, TRY_SELDOM, ThroughputTrial
 
 
 def steps(trial, count, speeds, seqs=32):
@@ -108,3 +108,21 @@ def test_steps_of_many_passes_are_tried_as_many_times_fewer():
     assert ways[:3] == [True, True, False]
     assert trial.prefers_plain(16)
     assert [place for place, drafts in enumerate(ways) if drafts] == [0, 1, 2 + FIRST_PASSES + TRY_AGAIN]
+
+
+def test_an_adapter_with_which_drafts_do_not_pay():
+    """What was found without it, or with another, does not decide for it; the latest are remembered."""
+    trial = ThroughputTrial()
+    speeds = {"": {True: 200.0, False: 100.0}, "haiku": {True: 70.0, False: 100.0}}
+    for adapter in speeds:
+        for _ in range(2 * FIRST_PASSES):
+            way = trial.drafts(1, adapter)
+            trial.learn(1, way, 100, 100 / speeds[adapter][way], work=adapter)
+    assert trial.drafts(1, "")
+    assert trial.prefers_plain(1, "haiku")
+    for other in range(REMEMBERED - 1):
+        assert trial.drafts(1, other)
+    assert trial.prefers_plain(1, "haiku")
+    for other in range(REMEMBERED, 2 * REMEMBERED):
+        trial.drafts(1, other)
+    assert not trial.prefers_plain(1, "haiku"), "it would have to be tried again"

@@ -101,11 +101,12 @@ class Engine:
         if self.policy is None or not self._measures_drafting(running):
             return self._advance(writer, drafting=True)
         trial, settled = self.policy.trial, all(seq.output for seq in running)  # no prompt is left: it takes longer
-        begin, before, drafting = perf_counter(), _progress(running), trial.drafts(len(running))
+        work = self._unattended.work(running)
+        begin, before, drafting = perf_counter(), _progress(running), trial.drafts(len(running), work)
         ended = self._advance(writer, drafting)
         if settled:
             tokens, passes = (after - was for after, was in zip(_progress(running), before, strict=True))
-            trial.learn(len(running), drafting, tokens, perf_counter() - begin, max(1, passes))
+            trial.learn(len(running), drafting, tokens, perf_counter() - begin, max(1, passes), work)
         return ended
 
     def _advance(self, writer: Drafter | None, drafting: bool) -> list[Sequence]:
@@ -131,7 +132,7 @@ class Engine:
     def _take_prefixes(self, model: SharesPrefixes, running: Seq[Sequence]) -> None:
         """A sequence whose prompt is not run yet takes what others have run of it by now, as far as its drafter has
         read that too; all of it where nobody would draft anyway."""
-        plain = self._paged is not None and self._unattended.prefers_plain(len(running))
+        plain = self._paged is not None and self._unattended.prefers_plain(running)
         for seq in running:
             if plain and not seq.output:
                 seq.stats.cached += model.begin(seq.id, seq.tokens, seq.scope)

@@ -1,5 +1,5 @@
-"""Whether to draft at all, by measured throughput: drafting and plain steps are tried for each size of batch, and the
-faster way is used.
+"""Whether to draft at all, by measured throughput: drafting and plain steps are tried for each size of batch, drafter
+and adapter, and the faster way is used.
 
 On a GPU rows of a pass are nearly free while the host's work for each sequence is not, and a large batch without drafts
 writes many tokens before the host looks. No cost of a row tells that; only tokens and seconds do.
@@ -9,7 +9,8 @@ The constants were chosen with a simulation (LOG, 2026-11-15, midnight); they ar
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Hashable
 from statistics import median
 
 # Passes of each way before one is chosen: the rounds that a device takes before the host looks (drafters/rounds).
@@ -24,35 +25,47 @@ LONGEST_STEP = 1.5
 MARGIN = 1.07
 # Passes after which the slower way is tried again: at first, and at most, where it has never been the faster one.
 TRY_AGAIN, TRY_SELDOM = 64, 1024
+# Kinds of steps whose speeds are remembered, the latest: each takes some 10 kB.
+REMEMBERED = 256
 # Passes of one try of the slower way: few, since each loses time where it still is slower.
 TRY_PASSES = 3
 
 
 class ThroughputTrial:
+    """What a step is: how many sequences it has, and its `work`, whatever else decides how well drafts do: the drafters
+    and adapters of the sequences. A head that pays for a model may cost time with an adapter that changes its texts."""
+
     def __init__(self) -> None:
-        self._sizes: dict[int, _BatchSize] = {}  # by the bits of the number of sequences
+        self._batches: OrderedDict[tuple[int, Hashable], _Batch] = OrderedDict()  # by the bits of the number, and work
 
-    def drafts(self, seqs: int) -> bool:
-        """Whether a step of this many sequences should draft."""
-        return self._size(seqs).drafts()
+    def drafts(self, seqs: int, work: Hashable = None) -> bool:
+        """Whether such a step should draft."""
+        return self._batch(seqs, work).drafts()
 
-    def prefers_plain(self, seqs: int) -> bool:
+    def prefers_plain(self, seqs: int, work: Hashable = None) -> bool:
         """Whether both ways were tried, and plain steps were faster."""
-        return self._size(seqs).prefers_plain
+        return self._batch(seqs, work).prefers_plain
 
-    def prefers_drafts(self, seqs: int) -> bool:
+    def prefers_drafts(self, seqs: int, work: Hashable = None) -> bool:
         """Whether both ways were tried, and drafting was faster."""
-        return self._size(seqs).prefers_drafts
+        return self._batch(seqs, work).prefers_drafts
 
-    def learn(self, seqs: int, drafted: bool, tokens: int, seconds: float, passes: int = 1) -> None:
+    def learn(
+        self, seqs: int, drafted: bool, tokens: int, seconds: float, passes: int = 1, work: Hashable = None
+    ) -> None:
         """What a step wrote, which may be several passes of the target."""
-        self._size(seqs).learn(drafted, tokens, seconds, passes)
+        self._batch(seqs, work).learn(drafted, tokens, seconds, passes)
 
-    def _size(self, seqs: int) -> _BatchSize:
-        return self._sizes.setdefault(seqs.bit_length(), _BatchSize())
+    def _batch(self, seqs: int, work: Hashable) -> _Batch:
+        key = seqs.bit_length(), work
+        found = self._batches.setdefault(key, _Batch())
+        self._batches.move_to_end(key)
+        if len(self._batches) > REMEMBERED:
+            self._batches.popitem(last=False)
+        return found
 
 
-class _BatchSize:
+class _Batch:
     def __init__(self) -> None:
         self.ways: dict[bool, _DraftedSteps | _PlainSteps] = {True: _DraftedSteps(), False: _PlainSteps()}
         self._better, self._again = True, TRY_AGAIN

@@ -3,7 +3,7 @@ host commits one part while the device is at the next."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Hashable, Sequence as Seq
 from time import perf_counter
 
 from torch import Tensor
@@ -37,14 +37,18 @@ class UnattendedSteps:
         self._wait, self._interrupted = wait, interrupted
         self._prefixes = model if isinstance(model, SharesPrefixes) else None
 
-    def prefers_plain(self, seqs: int) -> bool:
-        """Whether a batch of this size was found to be faster without drafts."""
-        return self._policy is not None and self._policy.trial.prefers_plain(seqs)
+    def work(self, seqs: Seq[Sequence]) -> Hashable:
+        """What decides how well drafts do, beside the size of the batch."""
+        return frozenset((seq.draft, "" if seq.adapter is None else seq.adapter.key) for seq in seqs)
+
+    def prefers_plain(self, seqs: Seq[Sequence]) -> bool:
+        """Whether such a batch was found to be faster without drafts."""
+        return self._policy is not None and self._policy.trial.prefers_plain(len(seqs), self.work(seqs))
 
     def draft(self, drafter: Drafter, running: Seq[Sequence]) -> bool:
         """Steps that the drafter and the target take together; False: they could not."""
         wrote, seqs, share = False, list(running), _PartShare(running)
-        settled = self._policy is None or self._policy.trial.prefers_drafts(len(seqs))
+        settled = self._policy is None or self._policy.trial.prefers_drafts(len(seqs), self.work(seqs))
         for part in self._pool.write(drafter, seqs, self._wait, self._going(seqs, settled)):
             wrote = True
             for seq, steps in zip(seqs, part, strict=True):
@@ -57,7 +61,7 @@ class UnattendedSteps:
         """Tokens that the target writes by itself. `tried`: drafts may be faster. Who reads its states is shown them,
         unless plain writing was found to be faster anyway: states of a large batch take much memory."""
         begin, layers = perf_counter(), self._pool.layers(running)
-        plain = self.prefers_plain(len(running))
+        plain = self.prefers_plain(running)
         if layers and plain:
             self._pool.rest(running)
             layers = []
