@@ -553,6 +553,28 @@ class TestPacked:
             assert (found.logits - expected.logits).norm() < 0.05 * added
             assert added > 0.1 * plain.logits.norm()
 
+    @pytest.mark.parametrize("rank", [1, 7, 256, 257, 700])
+    def test_any_rank_is_close_to_the_dense_one(self, rank):
+        """A mix of several has the ranks of all."""
+        target = packs.reference("llama", seed=3)
+        packed, dense = packs.packed(target, 8), packs.rounded(copy.deepcopy(target), 8)
+        tokens = tiny.prompts(4, vocab=packs.VOCAB)[3]
+        adapter = small(packed, 1, rank)
+        (found,) = packed.forward([tiny.Feed(0, tokens, adapter=packed.adapt(adapter, "a"))])
+        (expected,) = dense.forward([tiny.Feed(0, tokens, adapter=dense.adapt(adapter, "a"))])
+        (plain,) = dense.forward([tiny.Feed(1, tokens)])
+        added = (expected.logits - plain.logits).norm()
+        assert (found.logits - expected.logits).norm() < 0.05 * added
+        assert added > 0.1 * plain.logits.norm()
+
+    def test_a_value_that_is_none_shows(self):
+        model = packs.packed(packs.reference("llama", seed=3), 8)
+        adapter = small(model, 1, 8)
+        pair = next(iter(adapter.pairs.values()))
+        pair.b.mul_(float("inf"))
+        (found,) = model.forward([tiny.Feed(0, [1, 2, 3], adapter=model.adapt(adapter, "a"))])
+        assert not found.logits.isfinite().any()
+
     def test_its_bytes_are_counted(self):
         packed = packs.packed(packs.reference("llama", seed=3), 4)
         for rank in (1, 7, 16, 33):

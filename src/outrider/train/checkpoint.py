@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -49,8 +50,12 @@ def begin(out: Path, resume: bool) -> TrainingState:
         return _state(out) if (out / FOLDER / NAME).exists() else TrainingState()
     if path.exists():
         raise OutriderError(f"{out} already holds a training run; go on with --resume, or choose another --out")
+    made = [folder for folder in path.parents if not folder.exists()]
     write_text(path, "")
     path.unlink()
+    with contextlib.suppress(OSError):  # somebody else has put something there
+        for folder in made:  # a run that is refused before it has a job leaves nothing behind
+            folder.rmdir()
     return TrainingState()
 
 

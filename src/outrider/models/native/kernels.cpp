@@ -11,12 +11,14 @@
 // it, change the greedy text of half of the prompts; the second part costs nothing where memory is the limit.) A matrix can
 // be told to take 8 bits: then the high part is 0, and kernels may leave it out.
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
+#include <memory>
 #include <vector>
 
 #include "lanes.h"
@@ -727,19 +729,24 @@ double dots_per_second(double seconds) {
 #endif
 }
 
-// ---- adapters: y += B (A x), in float; each row by the same operations in the same order, whatever rows are beside it ----
+// ---- adapters: y += B (A x); each row by the same operations in the same order, whatever rows are beside it ----
+//
+// A and B have 8 bits; x, and A x, are rounded to 16 with one scale for a row. Their products are summed as integers, as far as 32
+// bits reach, and then in float.
 
 struct AdapterPart {  // of one of the joined matrices
-    const int8_t* b;      // [outputs / 16][rank][16]
+    const int8_t* b;      // [outputs / 16][pairs of inner values][16][2], with a zero after an odd number of them
     int64_t first, outputs;  // which outputs of the joined matrices these are
     int64_t low, rank;       // which of the inner values are its own
+
+    int64_t tile_size() const { return (rank + 1) / 2 * 2 * TILE; }  // bytes
 };
 
 struct AdapterMatrix {
-    const int8_t* a;      // [rank / 16][inputs][16]
+    const int8_t* a;      // [rank / 16][inputs / 2][16][2]
     const float* scales;  // [rank] of A's rows, B's columns and the adapter together
     int64_t rank;         // of all parts together, a multiple of 16; 0: nothing is added to these matrices
-    int64_t count;        // parts
+    int64_t inputs, count;  // count: of parts
     AdapterPart parts[3];
 };
 
@@ -755,100 +762,163 @@ struct Adapters {
     int64_t stride;
 };
 
-// What the rows of a pass add to one matrix; without a table, nothing.
-struct Added {
-    const Adapters* adapters;
-    int64_t layer;
-    AdapterField field;
-
-    const AdapterMatrix* of(int64_t row) const {
-        const AdapterLayer* const own = adapters->rows[row];
-        return own && (own[layer].*field).rank ? &(own[layer].*field) : nullptr;
-    }
-    float* low(int64_t row) const { return adapters->low + row * adapters->stride; }
+struct RowGroup {  // neighbours with the same adapter, within a group of 8 rows
+    const AdapterLayer* layers;
+    int64_t first, count;
 };
 
 constexpr int ADAPTED = 4;    // rows of one adapter that share a reading of its matrices
-constexpr int SEGMENT = 192;  // inputs whose products are added up by themselves, so that threads can share one row's
+constexpr int SEGMENT = 192;  // inputs whose products are summed by themselves: fewer than 32 bits hold, and threads share one row's
 constexpr int FEW_GROUPS = 4; // groups of rows up to which they do
+constexpr int TOGETHER_LOW = 256;      // inner values whose products are summed by themselves: fewer than 32 bits hold
+constexpr float MOST_WORD = 32767.0f;  // the largest number of 16 bits
+constexpr int LINE = 64;      // bytes of a line of the caches, on most processors
 
-inline void soon(const int8_t* q) { __builtin_prefetch(q); }
-
-// Of one tile of A: the products of inputs [begin, end) with N rows, `step` floats apart. Four sums for each row, by the place of
-// an input modulo 4, so that no product waits for the last.
-template <int N>
-inline void segment_sums(const int8_t* a, const float* x, int64_t step, int64_t begin, int64_t end, Lanes (&to)[N]) {
-    Lanes sums[N][4];
-    for (int n = 0; n < N; n++)
-        for (int j = 0; j < 4; j++) sums[n][j] = all_lanes(0.0f);
-    for (int64_t i = begin; i < end; i += 4) {
-        soon(a + i * TILE + 1024);
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) {
-            const Lanes weights = load_bytes(a + (i + j) * TILE);
-            for (int n = 0; n < N; n++) sums[n][j] = fused(weights, all_lanes(x[n * step + i + j]), sums[n][j]);
-        }
+// Numbers [0, size) -> 16 bits, zeros up to the next 16; their scale, which is none where one of them is none.
+inline float round_to_words(const float* x, int64_t size, int16_t* q) {
+    Lanes most = all_lanes(0.0f), none = all_lanes(0.0f);
+    const auto some = [&](int64_t i) { return i + LANES <= size ? load(x + i) : load_some(x + i, size - i); };
+    for (int64_t i = 0; i < size; i += LANES) {
+        const Lanes v = some(i);
+        most = larger(larger(v, sub(all_lanes(0.0f), v)), most);
+        none = fused(v, all_lanes(0.0f), none);
     }
-    for (int n = 0; n < N; n++) to[n] = add(add(sums[n][0], sums[n][1]), add(sums[n][2], sums[n][3]));
+    const float largest = largest_of(most), wrong = sum_of(none);
+    const bool fits = wrong == 0.0f && largest >= LEAST;
+    const Lanes inverse = all_lanes(fits ? MOST_WORD / largest : 0.0f);
+    for (int64_t i = 0; i < size; i += LANES) {
+        int32_t whole[LANES];
+        if (fits) nearest_integers(mul(some(i), inverse), whole);
+        for (int j = 0; j < LANES; j++) q[i + j] = fits ? static_cast<int16_t>(whole[j]) : 0;
+    }
+    return fits ? largest / MOST_WORD : wrong;
 }
 
-// y += B low for N rows and 16 outputs; two sums for each row.
-template <int N>
-void widen_rows(const int8_t* b, int64_t rank, const float* low, int64_t stride, float* y, int64_t step) {
-    Lanes sums[N][2];
-    for (int n = 0; n < N; n++) sums[n][0] = sums[n][1] = all_lanes(0.0f);
-    for (int64_t k = 0; k < rank; k += 2) {
-        soon(b + k * TILE + 1024);
-#pragma GCC unroll 2
-        for (int j = 0; j < 2; j++) {
-            if (k + j == rank) break;
-            const Lanes weights = load_bytes(b + (k + j) * TILE);
-            for (int n = 0; n < N; n++) sums[n][j] = fused(weights, all_lanes(low[n * stride + k + j]), sums[n][j]);
-        }
-    }
-    for (int n = 0; n < N; n++) store(y + n * step, add(load(y + n * step), add(sums[n][0], sums[n][1])));
-}
+// The rows of a pass that have adapters, and memory that its products use one after the other.
+struct AdaptedRows {
+    const Adapters* adapters;
+    int64_t layers, widest;  // of the model; the most inputs of any of its matrices
+    std::vector<RowGroup> groups;
+    std::vector<int64_t> starts;
+    std::vector<float> parts, scales;    // scales: of each row's inputs
+    std::unique_ptr<int16_t[]> rounded;  // [rows][widest] inputs
 
-struct RowGroup {  // neighbours with the same adapter, within a group of 8 rows
-    const AdapterMatrix* matrix;
-    int64_t first, count;
+    AdaptedRows(const Adapters* given, int64_t rows, int64_t layers, int64_t widest) : adapters(given), layers(layers), widest(widest) {
+        if (!given) return;
+        for (int64_t row = 0; row < rows;) {
+            RowGroup group = {given->rows[row], row, 1};
+            for (int64_t next = row + 1; group.count < ADAPTED && next < rows && next % ROWS && given->rows[next] == group.layers; next++)
+                group.count++;
+            if (group.layers) groups.push_back(group);
+            row += group.count;
+        }
+        scales.resize(rows);
+        rounded.reset(new int16_t[rows * widest]);
+    }
+    bool few() const { return static_cast<int64_t>(groups.size()) <= FEW_GROUPS; }
 };
+
+// What the rows of a pass add to one matrix; without rows, nothing.
+struct Added {
+    AdaptedRows* rows;
+    int64_t layer;
+    AdapterField field;
+
+    bool some() const {
+        if (rows)
+            for (const RowGroup& group : rows->groups)
+                if (of(group).rank) return true;
+        return false;
+    }
+    const AdapterMatrix& of(const RowGroup& group) const { return group.layers[layer].*field; }
+    float* low(int64_t row) const { return rows->adapters->low + row * rows->adapters->stride; }
+
+    // x: the inputs of the product, as floats. For each row before the product begins.
+    void take(int64_t row, const float* x, int64_t inputs) const {
+        if (!rows || !rows->adapters) return;
+        const AdapterLayer* const own = rows->adapters->rows[row];
+        if (own && (own[layer].*field).rank) rows->scales[row] = round_to_words(x, inputs, rows->rounded.get() + row * rows->widest);
+    }
+
+    // What the product after this one adds; null after the last.
+    const AdapterMatrix* next(const RowGroup& group) const {
+        const AdapterLayer& own = group.layers[layer];
+        if (field == &AdapterLayer::qkv) return &own.output;
+        if (field == &AdapterLayer::output) return &own.gate_up;
+        if (field == &AdapterLayer::gate_up) return &own.down;
+        return layer + 1 < rows->layers ? &group.layers[layer + 1].qkv : nullptr;
+    }
+};
+
+// Without the empty instruction GCC takes a function that does nothing else for one that does nothing.
+inline void soon(const int8_t* q) {
+    __builtin_prefetch(q);
+    asm volatile("");
+}
+
+// Of one tile of A: the products of inputs [begin, end) with N rows, `step` numbers apart; several sums, so that no product waits
+// for the last.
+template <int N>
+inline void segment_sums(const int8_t* a, const int16_t* x, int64_t step, int64_t begin, int64_t end, Lanes (&to)[N]) {
+    constexpr int PARTS = 4;
+    Sums sums[N][PARTS];
+    for (int n = 0; n < N; n++)
+        for (int j = 0; j < PARTS; j++) sums[n][j] = no_sums();
+    for (int64_t i = begin; i < end; i += 2 * PARTS) {
+        soon(a + i * TILE + 1024);
+        soon(a + i * TILE + 1024 + LINE);
+#pragma GCC unroll 4
+        for (int j = 0; j < PARTS; j++) {
+            const Pairs weights = load_pairs(a + (i + 2 * j) * TILE);
+            for (int n = 0; n < N; n++) sums[n][j] = add_pairs(sums[n][j], weights, x + n * step + i + 2 * j);
+        }
+    }
+    for (int n = 0; n < N; n++) to[n] = as_floats(add_sums(add_sums(sums[n][0], sums[n][1]), add_sums(sums[n][2], sums[n][3])));
+}
+
+// y += B low for N rows and some tiles of outputs, `size` bytes of B each; low: [N][TOGETHER_LOW], `scales` of each row.
+template <int N>
+void widen_tiles(const int8_t* b, int64_t pairs, int64_t size, int64_t tiles, const int16_t* low, const float* scales, float* y, int64_t step) {
+    for (int64_t tile = 0; tile < tiles; tile++, b += size, y += TILE) {
+        Sums sums[N];
+        for (int n = 0; n < N; n++) sums[n] = no_sums();
+        for (int64_t k = 0; k < pairs; k++) {
+            const Pairs weights = load_pairs(b + 2 * k * TILE);
+            for (int n = 0; n < N; n++) sums[n] = add_pairs(sums[n], weights, low + n * TOGETHER_LOW + 2 * k);
+        }
+        for (int n = 0; n < N; n++) store(y + n * step, fused(as_floats(sums[n]), all_lanes(scales[n]), load(y + n * step)));
+    }
+}
 
 // The inner values of all rows of a product, computed by the threads that come to run it, before their first tile. Where there are
 // few rows, the segments of one row's sums are shared out, and the last thread that is done adds them up; a row's sums are the same.
 class Narrowing {
   public:
-    // x: where row 0 is, `step` floats from row to row.
-    Narrowing(const Added& added, const float* x, int64_t inputs, int64_t step, int64_t rows)
-        : added_(added), x_(x), inputs_(inputs), step_(step), segments_((inputs + SEGMENT - 1) / SEGMENT) {
-        if (!added.adapters) return;
-        for (int64_t row = 0; row < rows;) {
-            RowGroup group = {added.of(row), row, 1};
-            for (int64_t next = row + 1; group.count < ADAPTED && next < rows && next % ROWS && added.of(next) == group.matrix; next++)
-                group.count++;
-            if (group.matrix) groups_.push_back(group);
-            row += group.count;
-        }
-        split_ = static_cast<int64_t>(groups_.size()) <= FEW_GROUPS && pool().size() > 1;
+    Narrowing(const Added& added, int64_t inputs)
+        : added_(added), groups_(added.rows->groups), starts_(added.rows->starts), parts_(added.rows->parts), inputs_(inputs),
+          segments_((inputs + SEGMENT - 1) / SEGMENT), split_(added.rows->few() && pool().size() > 1) {
         int64_t tiles = 0;
+        starts_.clear();
         for (const RowGroup& group : groups_) {
             starts_.push_back(count_);
-            count_ += group.matrix->rank / TILE * (split_ ? segments_ : 1);
-            tiles += group.matrix->rank / TILE * group.count;
+            count_ += added.of(group).rank / TILE * (split_ ? segments_ : 1);
+            tiles += added.of(group).rank / TILE * group.count;
         }
-        if (split_) parts_.resize(tiles * segments_ * TILE);
+        if (split_ && static_cast<int64_t>(parts_.size()) < tiles * segments_ * TILE) parts_.resize(tiles * segments_ * TILE);
+        share_ = split_ ? (count_ + SHARES * pool().size() - 1) / (SHARES * pool().size()) : 1;
         left_.store(count_, std::memory_order_relaxed);
     }
 
-    const std::vector<RowGroup>& groups() const { return groups_; }
-
     // Take part, as long as there is something to do.
     void help() {
-        for (int64_t item; (item = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) {
-            size_t g = groups_.size() - 1;
-            while (starts_[g] > item) g--;
-            run(g, item - starts_[g]);
-            if (left_.fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
+        for (int64_t begin; (begin = next_.fetch_add(share_, std::memory_order_relaxed)) < count_;) {
+            const int64_t end = begin + share_ < count_ ? begin + share_ : count_;
+            for (int64_t item = begin; item < end; item++) {
+                size_t g = groups_.size() - 1;
+                while (starts_[g] > item) g--;
+                run(g, item - starts_[g]);
+            }
+            if (left_.fetch_sub(end - begin, std::memory_order_acq_rel) > end - begin) continue;
             if (split_) add_up();
             ready_.store(true, std::memory_order_release);
         }
@@ -856,18 +926,20 @@ class Narrowing {
 
     // Until all inner values are there: others are about to finish theirs.
     void wait() const {
-        for (int spins = 0; count_ && !ready_.load(std::memory_order_acquire); spins++)
+        for (int spins = 0; !ready_.load(std::memory_order_acquire); spins++)
             if (spins < 60000) relax();
             else std::this_thread::yield();  // a thread has lost its core to somebody
     }
 
   private:
+    static constexpr int SHARES = 3;  // in how many turns a thread takes what is its own, about
+
     void run(size_t g, int64_t item) {
-        const RowGroup& group = groups_[g];
-        const auto some = group.count == 1   ? &Narrowing::run_rows<1>
-                          : group.count == 2 ? &Narrowing::run_rows<2>
-                          : group.count == 3 ? &Narrowing::run_rows<3>
-                                             : &Narrowing::run_rows<4>;
+        const int64_t count = groups_[g].count;
+        const auto some = count == 1   ? &Narrowing::run_rows<1>
+                          : count == 2 ? &Narrowing::run_rows<2>
+                          : count == 3 ? &Narrowing::run_rows<3>
+                                       : &Narrowing::run_rows<4>;
         (this->*some)(g, split_ ? item / segments_ : item, split_ ? item % segments_ : -1);
     }
 
@@ -875,12 +947,12 @@ class Narrowing {
     template <int N>
     void run_rows(size_t g, int64_t tile, int64_t segment) {
         const RowGroup& group = groups_[g];
-        const int8_t* a = group.matrix->a + tile * inputs_ * TILE;
-        const float* x = x_ + group.first * step_;
+        const int8_t* a = added_.of(group).a + tile * inputs_ * TILE;
+        const int16_t* x = added_.rows->rounded.get() + group.first * added_.rows->widest;
         Lanes sums[N], total[N];
         for (int64_t s = segment < 0 ? 0 : segment; s < (segment < 0 ? segments_ : segment + 1); s++) {
             const int64_t end = (s + 1) * SEGMENT < inputs_ ? (s + 1) * SEGMENT : inputs_;
-            segment_sums<N>(a, x, step_, s * SEGMENT, end, sums);
+            segment_sums<N>(a, x, added_.rows->widest, s * SEGMENT, end, sums);
             for (int n = 0; n < N; n++) total[n] = s == 0 || segment >= 0 ? sums[n] : add(total[n], sums[n]);
         }
         for (int n = 0; n < N; n++) {
@@ -892,7 +964,7 @@ class Narrowing {
     void add_up() {
         for (size_t g = 0; g < groups_.size(); g++)
             for (int64_t n = 0; n < groups_[g].count; n++)
-                for (int64_t tile = 0; tile < groups_[g].matrix->rank / TILE; tile++) {
+                for (int64_t tile = 0; tile < tiles(g); tile++) {
                     Lanes total = load(part(g, n, tile, 0));
                     for (int64_t s = 1; s < segments_; s++) total = add(total, load(part(g, n, tile, s)));
                     finish(groups_[g], n, tile, total);
@@ -900,40 +972,78 @@ class Narrowing {
     }
 
     void finish(const RowGroup& group, int64_t n, int64_t tile, const Lanes& total) {
-        store(added_.low(group.first + n) + tile * TILE, mul(total, load(group.matrix->scales + tile * TILE)));
+        const Lanes scaled = mul(total, all_lanes(added_.rows->scales[group.first + n]));
+        store(added_.low(group.first + n) + tile * TILE, mul(scaled, load(added_.of(group).scales + tile * TILE)));
     }
+
+    int64_t tiles(size_t g) const { return added_.of(groups_[g]).rank / TILE; }
 
     float* part(size_t g, int64_t n, int64_t tile, int64_t segment) {
         int64_t before = 0;
-        for (size_t i = 0; i < g; i++) before += groups_[i].count * (groups_[i].matrix->rank / TILE);
-        return parts_.data() + ((before + n * (groups_[g].matrix->rank / TILE) + tile) * segments_ + segment) * TILE;
+        for (size_t i = 0; i < g; i++) before += groups_[i].count * tiles(i);
+        return parts_.data() + ((before + n * tiles(g) + tile) * segments_ + segment) * TILE;
     }
 
     const Added& added_;
-    const float* x_;
-    int64_t inputs_, step_, segments_, count_ = 0;
-    bool split_ = false;
-    std::vector<RowGroup> groups_;
-    std::vector<int64_t> starts_;
-    std::vector<float> parts_;
+    const std::vector<RowGroup>& groups_;
+    std::vector<int64_t>& starts_;
+    std::vector<float>& parts_;
+    int64_t inputs_, segments_, count_ = 0, share_;
+    bool split_;
     std::atomic<int64_t> next_{0}, left_{0};
     std::atomic<bool> ready_{false};
 };
 
-// y += what the rows' adapters add to the 16 outputs from `output` on.
-void widen(const Added& added, const std::vector<RowGroup>& groups, int64_t output, int64_t begin, int64_t end, float* y, int64_t outputs) {
-    for (const RowGroup& group : groups) {
-        if (group.first < begin || group.first >= end) continue;
-        for (int64_t p = 0; p < group.matrix->count; p++) {
-            const AdapterPart& part = group.matrix->parts[p];
-            if (output < part.first || output >= part.first + part.outputs) continue;
-            const int8_t* b = part.b + (output - part.first) * part.rank;
-            const auto some = group.count == 1   ? widen_rows<1>
-                              : group.count == 2 ? widen_rows<2>
-                              : group.count == 3 ? widen_rows<3>
-                                                 : widen_rows<4>;
-            some(b, part.rank, added.low(group.first) + part.low, added.adapters->stride, y + group.first * outputs + output, outputs);
-        }
+// Calls some(part, first tile of the part, first tile, tiles) for what an adapter adds to tiles [begin, end) of a product.
+template <class Some>
+void parts_of_tiles(const AdapterMatrix& matrix, int64_t begin, int64_t end, const Some& some) {
+    for (int64_t p = 0; matrix.rank && p < matrix.count; p++) {
+        const AdapterPart& part = matrix.parts[p];
+        const int64_t first = part.first / TILE, last = first + part.outputs / TILE;
+        const int64_t from = begin > first ? begin : first, to = end < last ? end : last;
+        if (from < to) some(part, first, from, to - from);
+    }
+}
+
+// y += what the rows' adapters add to tiles [begin, end).
+void widen(const Added& added, int64_t begin, int64_t end, int64_t from, int64_t to, float* y, int64_t outputs) {
+    for (const RowGroup& group : added.rows->groups) {
+        if (group.first < from || group.first >= to) continue;
+        parts_of_tiles(added.of(group), begin, end, [&](const AdapterPart& part, int64_t first, int64_t tile, int64_t tiles) {
+            const auto some = group.count == 1   ? widen_tiles<1>
+                              : group.count == 2 ? widen_tiles<2>
+                              : group.count == 3 ? widen_tiles<3>
+                                                 : widen_tiles<4>;
+            const int64_t size = part.tile_size();
+            for (int64_t k = 0; k < part.rank; k += TOGETHER_LOW) {
+                const int64_t count = part.rank - k < TOGETHER_LOW ? part.rank - k : TOGETHER_LOW;
+                int16_t low[ADAPTED * TOGETHER_LOW];
+                float scales[ADAPTED];
+                for (int64_t n = 0; n < group.count; n++)
+                    scales[n] = round_to_words(added.low(group.first + n) + part.low + k, count, low + n * TOGETHER_LOW);
+                some(part.b + (tile - first) * size + k * TILE, (count + 1) / 2, size, tiles, low, scales,
+                     y + group.first * outputs + tile * TILE, outputs);
+            }
+        });
+    }
+}
+
+// Ask memory for what these tiles will add.
+void ask(const Added& added, int64_t begin, int64_t end) {
+    for (const RowGroup& group : added.rows->groups)
+        parts_of_tiles(added.of(group), begin, end, [&](const AdapterPart& part, int64_t first, int64_t tile, int64_t tiles) {
+            const int64_t size = part.tile_size();
+            for (int64_t i = 0; i < tiles * size; i += LINE) soon(part.b + (tile - first) * size + i);
+        });
+}
+
+// Ask memory for this share, tiles [begin, end) of all, of what the next product begins with.
+void ask_next(const Added& added, int64_t begin, int64_t end, int64_t all) {
+    for (const RowGroup& group : added.rows->groups) {
+        const AdapterMatrix* const next = added.next(group);
+        if (!next || !next->rank) continue;
+        const int64_t size = next->rank * next->inputs;
+        for (int64_t i = size * begin / all; i < size * end / all; i += LINE) soon(next->a + i);
     }
 }
 
@@ -965,18 +1075,21 @@ void product(const JoinedMatrices& w, const Activations& x, int64_t rows, float*
     });
 }
 
-// The same with what adapters add; inputs: the floats that x was made of, `step` from row to row.
-void adapted_product(const JoinedMatrices& w, const Activations& x, int64_t rows, float* y, const float* add, const Added& added,
-                     const float* inputs, int64_t step) {
-    Narrowing narrowing(added, inputs, w.parts[0].inputs, step, rows);
-    if (narrowing.groups().empty()) return product(w, x, rows, y, add);
-    pool().run(w.outputs / TILE, 1, [&](int64_t begin, int64_t end, int64_t) {
+// The same with what adapters add, which have taken their inputs.
+void adapted_product(const JoinedMatrices& w, const Activations& x, int64_t rows, float* y, const float* add, const Added& added) {
+    if (!added.some()) return product(w, x, rows, y, add);
+    Narrowing narrowing(added, w.parts[0].inputs);
+    const bool few = added.rows->few();
+    const int64_t tiles = w.outputs / TILE;
+    pool().run(tiles, 1, [&](int64_t begin, int64_t end, int64_t) {
         narrowing.help();
+        if (few) ask(added, begin, end);
         rows_in_turn(w, rows, [&](int64_t from, int64_t to) {
             product_of_tiles(w, x, {from, to, rows}, begin, end, y, add);
             narrowing.wait();
-            for (int64_t t = begin; t < end; t++) widen(added, narrowing.groups(), t * TILE, from, to, y, w.outputs);
+            widen(added, begin, end, from, to, y, w.outputs);
         });
+        if (few) ask_next(added, begin, end, tiles);
     });
 }
 
@@ -1630,9 +1743,10 @@ static void linear(const JoinedMatrices* w, const float* x, const float* norm, f
                 row = work->normed + r * inputs;
             }
             quantise_row(row, inputs, r, rows, w->activations, work->x);
+            added.take(r, row, inputs);
         }
     });
-    adapted_product(*w, work->x, rows, y, nullptr, added, norm ? work->normed : x, inputs);
+    adapted_product(*w, work->x, rows, y, nullptr, added);
 }
 
 void outrider_linear(const JoinedMatrices* w, const float* x, const float* norm, float eps, int64_t rows, float* y, const Work* work) {
@@ -1687,6 +1801,7 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
             work->owners[row] = static_cast<int32_t>(n);
         }
     }
+    AdaptedRows adapted(adapters, rows, s.layers, std::max({s.hidden, q_size, s.inner}));
     std::vector<Item> items = attention_items(s, spans, span_count);
     std::vector<Span> ends(spans, spans + span_count);
     for (int64_t index = 0; index < s.layers; index++) {
@@ -1694,7 +1809,7 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
         if (index == 0 && head_inputs && head_inputs->embedded) {
             join(s, layer, *head_inputs, rows, x, work);
             product(layer.qkv, work->x, rows, work->qkv, nullptr);
-        } else linear(&layer.qkv, x, layer.attention_norm, s.eps, rows, work->qkv, work, {adapters, index, &AdapterLayer::qkv});
+        } else linear(&layer.qkv, x, layer.attention_norm, s.eps, rows, work->qkv, work, {&adapted, index, &AdapterLayer::qkv});
         pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
             for (int64_t row = begin; row < end; row++) {
                 const Span& span = spans[work->owners[row]];
@@ -1709,23 +1824,28 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
             rows = 1;
         }
         const float* mixed = work->mixed + ends[0].first * q_size;
+        const Added to_output = {&adapted, index, &AdapterLayer::output}, to_down = {&adapted, index, &AdapterLayer::down};
         pool().run(static_cast<int64_t>(items.size()), 1, [&](int64_t begin, int64_t end, int64_t id) {
             for (int64_t item = begin; item < end; item++)
                 attend_item(s, layer, items[item], ends[items[item].span], index, all, id, work);
         });
         pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
-            for (int64_t r = begin; r < end; r++) quantise_row(mixed + r * q_size, q_size, r, rows, layer.output.activations, work->x);
+            for (int64_t r = begin; r < end; r++) {
+                quantise_row(mixed + r * q_size, q_size, r, rows, layer.output.activations, work->x);
+                to_output.take(r, mixed + r * q_size, q_size);
+            }
         });
-        adapted_product(layer.output, work->x, rows, x, x, {adapters, index, &AdapterLayer::output}, mixed, q_size);
-        linear(&layer.gate_up, x, layer.mlp_norm, s.eps, rows, work->inner, work, {adapters, index, &AdapterLayer::gate_up});
+        adapted_product(layer.output, work->x, rows, x, x, to_output);
+        linear(&layer.gate_up, x, layer.mlp_norm, s.eps, rows, work->inner, work, {&adapted, index, &AdapterLayer::gate_up});
         pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
             for (int64_t r = begin; r < end; r++) {
                 float *gate = work->inner + r * 2 * s.inner, *up = gate + s.inner;
                 gated(gate, up, s.inner);
                 quantise_row(gate, s.inner, r, rows, layer.down.activations, work->x);
+                to_down.take(r, gate, s.inner);
             }
         });
-        adapted_product(layer.down, work->x, rows, x, x, {adapters, index, &AdapterLayer::down}, work->inner, 2 * s.inner);
+        adapted_product(layer.down, work->x, rows, x, x, to_down);
         for (int64_t k = 0; k < wanted_count; k++)
             if (wanted[k] == index) std::memcpy(kept + k * rows * s.hidden, x, rows * s.hidden * sizeof(float));
     }

@@ -222,6 +222,117 @@ inline Lanes load_bytes(const int8_t* x) {
 #endif
 }
 
+// 16 sums of 32 bits, and 32 numbers of 16 bits, two for each of them. Integers: any order of summing has the same bits.
+#if WIDE
+
+using Sums = __m512i;
+using Pairs = __m512i;
+
+inline Sums no_sums() { return _mm512_setzero_si512(); }
+inline Pairs load_pairs(const int8_t* x) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))); }
+inline Sums add_pairs(Sums sums, Pairs a, const int16_t* pair) {  // sums + a[0] * pair[0] + a[1] * pair[1]
+    int32_t both;
+    std::memcpy(&both, pair, 4);
+#if defined(__AVX512VNNI__)
+    return _mm512_dpwssd_epi32(sums, a, _mm512_set1_epi32(both));
+#else
+    return _mm512_add_epi32(sums, _mm512_madd_epi16(a, _mm512_set1_epi32(both)));
+#endif
+}
+inline Sums add_sums(Sums a, Sums b) { return _mm512_add_epi32(a, b); }
+inline Lanes as_floats(Sums x) { return _mm512_cvtepi32_ps(x); }
+
+#elif HALF_WIDE
+
+struct Sums {
+    __m256i part[2];
+};
+using Pairs = Sums;
+
+inline Sums no_sums() { return {{_mm256_setzero_si256(), _mm256_setzero_si256()}}; }
+inline Pairs load_pairs(const int8_t* x) {
+    Pairs to;
+    for (int i = 0; i < 2; i++) to.part[i] = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + 16 * i)));
+    return to;
+}
+inline Sums add_pairs(Sums sums, const Pairs& a, const int16_t* pair) {
+    int32_t both;
+    std::memcpy(&both, pair, 4);
+    for (int i = 0; i < 2; i++) sums.part[i] = _mm256_add_epi32(sums.part[i], _mm256_madd_epi16(a.part[i], _mm256_set1_epi32(both)));
+    return sums;
+}
+inline Sums add_sums(Sums a, const Sums& b) {
+    for (int i = 0; i < 2; i++) a.part[i] = _mm256_add_epi32(a.part[i], b.part[i]);
+    return a;
+}
+inline Lanes as_floats(const Sums& x) { return {{_mm256_cvtepi32_ps(x.part[0]), _mm256_cvtepi32_ps(x.part[1])}}; }
+
+#elif NEON
+
+struct Sums {
+    int32x4_t part[4];
+};
+struct Pairs {
+    int16x8_t part[4];
+};
+
+inline Sums no_sums() { return {{vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0)}}; }
+inline Pairs load_pairs(const int8_t* x) {
+    Pairs to;
+    for (int i = 0; i < 4; i++) to.part[i] = vmovl_s8(vld1_s8(x + 8 * i));
+    return to;
+}
+inline Sums add_pairs(Sums sums, const Pairs& a, const int16_t* pair) {
+    int32_t both;
+    std::memcpy(&both, pair, 4);
+    const int16x8_t b = vreinterpretq_s16_s32(vdupq_n_s32(both));
+    for (int i = 0; i < 4; i++) {
+        const int32x4_t low = vmull_s16(vget_low_s16(a.part[i]), vget_low_s16(b)), high = vmull_high_s16(a.part[i], b);
+        sums.part[i] = vaddq_s32(sums.part[i], vpaddq_s32(low, high));
+    }
+    return sums;
+}
+inline Sums add_sums(Sums a, const Sums& b) {
+    for (int i = 0; i < 4; i++) a.part[i] = vaddq_s32(a.part[i], b.part[i]);
+    return a;
+}
+inline Lanes as_floats(const Sums& x) {
+    Lanes to;
+    for (int i = 0; i < 4; i++) to.part[i] = vcvtq_f32_s32(x.part[i]);
+    return to;
+}
+
+#else
+
+struct Sums {
+    int32_t part[LANES];
+};
+struct Pairs {
+    int16_t part[2 * LANES];
+};
+
+inline Sums no_sums() { return {}; }
+inline Pairs load_pairs(const int8_t* x) {
+    Pairs to;
+    for (int i = 0; i < 2 * LANES; i++) to.part[i] = x[i];
+    return to;
+}
+inline Sums add_pairs(Sums sums, const Pairs& a, const int16_t* pair) {
+    for (int i = 0; i < LANES; i++) sums.part[i] += a.part[2 * i] * pair[0] + a.part[2 * i + 1] * pair[1];
+    return sums;
+}
+inline Sums add_sums(Sums a, const Sums& b) {
+    for (int i = 0; i < LANES; i++) a.part[i] += b.part[i];
+    return a;
+}
+inline Lanes as_floats(const Sums& x) {
+    Lanes to;
+    for (int i = 0; i < LANES; i++) to.part[i] = static_cast<float>(x.part[i]);
+    return to;
+}
+
+#endif
+
 // The sum of all 16: halves, quarters, then places 0 and 2, 1 and 3, and these two.
 inline float sum_of(const Lanes& x) {
     float v[LANES];
