@@ -78,8 +78,9 @@ def heads():
     return {"it": head("eagle-3"), "three": medusa, **blocks}
 
 
-def engine(spec="eagle:head=it,tree=6,width=3,length=3", policy=None):
-    return Engine(target(), drafters.build(spec, BuildContext(target(), load=None, heads=heads())), policy=policy)
+def engine(spec="eagle:head=it,tree=6,width=3,length=3", policy=None, rounds=True):
+    drafter = drafters.build(spec, BuildContext(target(), load=None, heads=heads()))
+    return Engine(target(), drafter, policy=policy, rounds=rounds)
 
 
 def drain(made, seqs):
@@ -158,6 +159,16 @@ def test_a_batch_has_smaller_drafts(monkeypatch, loops):
     seqs = drain(engine("eagle:head=it,tree=16,width=3,length=3+ngram:length=4"), sequences(params))
     assert outputs(seqs) == outputs(plain(params))
     assert all(count == 3 and max(map(max, nodes)) == 1 for count, nodes in loops)
+
+
+def test_an_evaluation_drafts_as_much_as_it_is_asked_for(monkeypatch, loops):
+    """A table of tokens per pass is made with many prompts at once, and says what drafts of that size keep."""
+    monkeypatch.setattr(base, "ROW_BUDGETS", ((1 << 30, 4),))
+    made = engine(rounds=False)
+    seqs = drain(made, sequences([SamplingParams(8), SamplingParams(8)]))
+    assert not loops
+    assert all(seq.stats.drafted > 2 * seq.stats.drafts for seq in seqs), "in rounds each would have one node"
+    assert outputs(seqs) == outputs(plain([SamplingParams(8), SamplingParams(8)]))
 
 
 @pytest.mark.parametrize("spec", ["eagle:head=it,length=2", "block:head=slots,length=2"])

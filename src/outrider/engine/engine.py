@@ -30,11 +30,17 @@ LONG_PROMPTS, MANY = 4, 64
 
 class Engine:
     def __init__(
-        self, model: Model, drafter: Drafter, limits: Limits = Limits(), policy: DraftingPolicy | None = None
+        self,
+        model: Model,
+        drafter: Drafter,
+        limits: Limits = Limits(),
+        policy: DraftingPolicy | None = None,
+        rounds: bool = True,
     ) -> None:
         """`drafter` serves the sequences that name no other; more can be put into `drafters`. Without a policy every
-        draft is as long as its drafter makes it."""
-        self.model, self.policy = model, policy
+        draft is as long as its drafter makes it; without `rounds` in any batch, for in rounds on a device the sequences
+        share the rows of a pass."""
+        self.model, self.policy, self._rounds = model, policy, rounds
         self._pool = DrafterPool(drafter, model)
         self._paged = model if isinstance(model, Paged) else None
         self._prefixes = model if isinstance(model, SharesPrefixes) else None
@@ -85,7 +91,7 @@ class Engine:
         running = self.scheduler.running
         if self._prefixes is not None:
             self._take_prefixes(self._prefixes, running)
-        writer = self._pool.writer(running, self.scheduler.widest)
+        writer = self._pool.writer(running, self.scheduler.widest) if self._rounds else None
         if writer is not None and (unread := bulk.unread(running, self.model.length)):
             return self._read(unread)
         if writer is not None and not self._pool.writes(writer, running):
