@@ -763,6 +763,7 @@ struct RowGroup {  // neighbours with the same adapter, within a group of 8 rows
 constexpr int ADAPTED = 4;    // rows of one adapter that share a reading of its matrices
 constexpr int SEGMENT = 192;  // inputs whose products are added up by themselves, so that threads can share one row's
 constexpr int FEW_GROUPS = 4; // groups of rows up to which they do
+constexpr int FEWEST_TILES = 6;  // that a thread takes at a time: each time costs a look at the others, and reads a bit of B
 
 // The rows of a pass that have adapters, and memory that its products use one after the other.
 struct AdaptedRows {
@@ -1042,7 +1043,7 @@ void adapted_product(const JoinedMatrices& w, const Activations& x, int64_t rows
     Narrowing narrowing(added, inputs, w.parts[0].inputs, step);
     const bool few = added.rows->few();
     if (few) ask_ahead(added);
-    pool().run(w.outputs / TILE, 1, [&](int64_t begin, int64_t end, int64_t) {
+    pool().run(w.outputs / TILE, FEWEST_TILES, [&](int64_t begin, int64_t end, int64_t) {
         narrowing.help();
         if (few) ask(added, begin, end);
         rows_in_turn(w, rows, [&](int64_t from, int64_t to) {
