@@ -1,12 +1,12 @@
-"""What equal bits cost and drafters gain on a GPU: this checkout against an earlier one, drafters against plain
-decoding, and products against cuBLAS.
+"""What a change costs or gains on a GPU: this checkout against an earlier one, and products against cuBLAS. (Drafters
+against plain decoding of one checkout, and peers: `outrider bench --device cuda`.)
 
 PYTHONPATH=src python scripts/gpu_price.py --before EARLIER --model FOLDER --prompts turns.jsonl --output price.jsonl
 
 Speeds: `LLM.chat` of batches of prompts x 128 tokens, plain and with ngram, prompts in the cache. Each checkout has a
 process of its own that keeps its model open; they run in turns, the order changing from round to round, and only one of
-them works at a time. The ratio of a round is this checkout's tokens/s over the earlier one's; that of a drafter also
-over plain decoding of the same batch in the same round, with whether it wrote the same tokens. Bulk: this checkout,
+them works at a time. The ratio of a round is this checkout's tokens/s over the earlier one's; `same_texts` says whether
+both wrote the same tokens in every round. Bulk: this checkout,
 sampled, 2,048 sequences at once, as in docs/benchmarks/gpu-h200. Products: bfloat16, 2,048 rows, the matrices of an 8B
 Llama, alone and with the norm, gate or residual that a pass has them do; medians of CUDA events. Needs torch, triton
 and transformers.
@@ -32,8 +32,6 @@ HERE = Path(__file__).resolve().parents[1]
 WARM = 2  # calls before the first that counts: a shape that comes a second time is captured as a graph
 ROWS = 2048
 HIDDEN, INNER, QKV, EPS = 4096, 14336, 6144, 1e-5  # sizes of an 8B Llama
-
-PLAIN = "none"  # the drafter that never drafts
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -164,8 +162,7 @@ def speeds(checkouts: list[Checkout], calls: list[Call], given: argparse.Namespa
     for thread in threads:
         thread.join()
     found: dict[Call, list[dict[str, float]]] = {call: [] for call in calls}
-    texts: dict[Call, set[str]] = {call: set() for call in calls}  # digests of this checkout's, over all rounds
-    each: dict[Call, list[list[float]]] = {call: [] for call in calls}  # seconds of each call of a round
+    texts: dict[Call, set[str]] = {call: set() for call in calls}  # digests of both checkouts', over all rounds
     for number in range(given.rounds):
         if number and time.monotonic() > until:
             say({"what": "note", "text": f"{number} of {given.rounds} rounds: the time was up"})
@@ -174,22 +171,11 @@ def speeds(checkouts: list[Checkout], calls: list[Call], given: argparse.Namespa
             turn = checkouts if number % 2 == 0 else checkouts[::-1]
             took = {checkout.name: checkout.ask("chat", *call) for checkout in turn}
             found[call].append({name: said["tokens"] / said["seconds"] for name, said in took.items()})
-            texts[call].add(took["now"]["texts"])
-            each[call].append(took["now"]["each"])
+            texts[call] |= {said["texts"] for said in took.values()}
             steps = round(took["now"]["tokens_per_step"], 3)
             say({"what": "round", "round": number, **call._asdict(), **found[call][-1], "tokens_per_step": steps})
     for call, rounds in found.items():
-        plain = Call(PLAIN, call.batch)
-        said = {"what": "chat", **call._asdict(), **summary(rounds)}
-        if call != plain and plain in found:
-            said |= {"same_texts": len(texts[call] | texts[plain]) == 1, **gain(rounds, found[plain])}
-            by_prompt = [median_of(each[plain], n) / median_of(each[call], n) for n in range(len(each[call][0]))]
-            said |= {"least_prompt": round(min(by_prompt), 3), "prompts_below_098": sum(r < 0.98 for r in by_prompt)}
-        say(said)
-
-
-def median_of(rounds: list[list[float]], place: int) -> float:
-    return statistics.median(each[place] for each in rounds)
+        say({"what": "chat", **call._asdict(), **summary(rounds), "same_texts": len(texts[call]) == 1})
 
 
 def summary(rounds: list[dict[str, float]]) -> dict[str, Any]:
@@ -197,12 +183,6 @@ def summary(rounds: list[dict[str, float]]) -> dict[str, Any]:
     ratios = [each["now"] / each["before"] for each in rounds if "before" in each]
     said: dict[str, Any] = {name: round(statistics.median(each[name] for each in rounds), 1) for name in rounds[0]}
     return {**said, **(spread(ratios) if ratios else {}), "rounds": len(rounds)}
-
-
-def gain(rounds: list[dict[str, float]], plain: list[dict[str, float]]) -> dict[str, float]:
-    """This checkout's speed against its own plain decoding of the same round."""
-    ratios = [one["now"] / other["now"] for one, other in zip(rounds, plain, strict=True)]
-    return {f"against_plain_{name}": value for name, value in spread(ratios).items()}
 
 
 def spread(ratios: list[float]) -> dict[str, float]:

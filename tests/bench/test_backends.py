@@ -81,7 +81,7 @@ def test_a_config_file_says_model_and_drafter(tmp_path, capsys, tiny_folder):
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ("device: cuda", "measure a GPU with python -m outrider.bench.gpu"),
+        ("device: cuda", "torch sees no GPU here"),
         ("backend: vllm\nengine_args: {block_size: 16}", "leave engine_args out of the file"),
         ("backend: vllm\ndtype: float32", "leave dtype out of the file"),
     ],

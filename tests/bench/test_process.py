@@ -143,6 +143,11 @@ def test_worker_needs_nothing_of_ours():
 
 
 def test_threads_are_told_to_every_library():
-    said = process._environment(3)
+    said = process._environment(3, calls=False)
     assert {said[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} == {"3"}
     assert json.dumps(said)
+
+
+def test_texts_become_tokens_on_all_cores_where_that_is_measured():
+    assert process._environment(1, calls=True)["TOKENIZERS_PARALLELISM"] == "true"
+    assert process._environment(1, calls=False)["TOKENIZERS_PARALLELISM"] == "false"

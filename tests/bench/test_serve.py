@@ -171,6 +171,60 @@ def test_options_of_bench_do_not_vanish_before_serve(capsys):
     assert "--rounds stands before serve; write it after" in err
 
 
+def test_the_library_takes_turns_with_the_server(capsys, tiny_folder, prompts, tmp_path):
+    args = (
+        "--prompts",
+        prompts,
+        "--streams",
+        "1,3",
+        "--rounds",
+        2,
+        "--max-tokens",
+        6,
+        "--threads",
+        1,
+        "--draft",
+        "ngram",
+    )
+    more = ("--device", "cpu", "--library", "--ignore-eos", "--warm-up", "--output", tmp_path)
+    code, shown, _ = outrider(capsys, "bench", "serve", "--model", tiny_folder, *args, *more)
+    assert code == 0
+    assert "The same calls without a server" in shown
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [(row["streams"], row["mode"]) for row in report["library"]] == [
+        (1, "none"), (1, "ngram"), (3, "none"), (3, "ngram"),
+    ]  # fmt: skip
+    for row in report["library"]:
+        assert row["share"]["least"] <= row["share"]["value"] <= row["share"]["most"]
+    assert {wave["round"] for wave in report["waves"]} == {1, 2}  # the first one did not count
+    assert {wave["tokens"] for wave in report["waves"]} == {2 * 6, 3 * 6}  # no end token cut an answer short
+    assert report["settings"]["device"] == "cpu"
+
+
+def test_the_share_of_the_library_is_of_one_round():
+    def wave(round, seconds, errors=0):
+        return {"streams": 1, "mode": "none", "round": round, "tokens": 10, "seconds": seconds, "errors": errors}
+
+    served = [wave(1, 2.0), wave(2, 10.0), wave(3, 4.0), wave(4, 1.0, errors=1)]
+    library = [wave(1, 1.0), wave(2, 9.0), wave(3, 2.0), wave(4, 1.0)]
+    [row] = reports._library(served, library)
+    assert row["share"] == {"value": 0.5, "least": 0.5, "most": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (("--library",), "with --ignore-eos"),
+        (("--library", "--ignore-eos", "--temperature", "1"), "greedy"),
+        (("--url", "http://127.0.0.1:1", "--device", "cpu"), "device: only for a server of our own"),
+    ],
+)
+def test_what_cannot_be_beside_the_library(capsys, args, why, tmp_path):
+    code, _, err = outrider(capsys, "bench", "serve", *args, "--output", tmp_path)
+    assert code == 2
+    assert why in " ".join(err.split())
+
+
 # What a request carries
 
 

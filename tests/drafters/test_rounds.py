@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from block_forms import block_forms
 from eagle_forms import FORMS
 from pool_adapters import lora
 from tiny import VOCAB, eagle_head, family, medusa_head, outputs, plainly, prompts
@@ -18,7 +19,7 @@ from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext
 from outrider.drafters.rounds import base, loop, writer
 from outrider.drafters.rounds.loop import DeviceLoop
-from outrider.engine import engine as engine_module
+from outrider.engine import unattended
 from outrider.engine.engine import Engine
 from outrider.engine.policy import DraftingPolicy
 from outrider.models.base import Feed
@@ -73,11 +74,13 @@ def loops(monkeypatch):
 def heads():
     medusa = medusa_head(target()).requires_grad_(False)
     medusa.tree = ((0,), (1,), (0, 0), (0, 1), (0, 0, 0))
-    return {"it": head("eagle-3"), "three": medusa}
+    blocks = {name: block_forms(target(), form) for name, form in (("slots", "own"), ("seen", "public"))}
+    return {"it": head("eagle-3"), "three": medusa, **blocks}
 
 
-def engine(spec="eagle:head=it,tree=6,width=3,length=3"):
-    return Engine(target(), drafters.build(spec, BuildContext(target(), load=None, heads=heads())))
+def engine(spec="eagle:head=it,tree=6,width=3,length=3", policy=None, rounds=True):
+    drafter = drafters.build(spec, BuildContext(target(), load=None, heads=heads()))
+    return Engine(target(), drafter, policy=policy, rounds=rounds)
 
 
 def drain(made, seqs):
@@ -94,6 +97,9 @@ GUESSERS = {
     "ngram:length=3": (SEEDED, {"ngram"}),
     "medusa:head=three": (SamplingParams(5), {"medusa"}),
     "ngram:length=3+eagle:head=it,tree=6,width=3,length=3": (SEEDED, {"ngram", "eagle"}),
+    "block:head=slots": (SEEDED, {"block"}),
+    "block:head=seen,tree=6,width=3,length=3": (SEEDED, {"block"}),
+    "ngram:length=3+block:head=slots,tree=5,width=2,length=3": (SEEDED, {"ngram", "block"}),
 }
 
 
@@ -124,7 +130,7 @@ def adapters():
     return [*own, None], [*other, None]
 
 
-@pytest.mark.parametrize("spec", ["eagle:head=it,length=2", "ngram:length=3", "none"])
+@pytest.mark.parametrize("spec", ["eagle:head=it,length=2", "block:head=slots,length=2", "ngram:length=3", "none"])
 def test_sequences_with_adapters_are_written_without_the_host_too(loops, spec):
     """Two adapters and none in one batch, in rounds or by the target alone; each writes what it writes plainly."""
     params = [SamplingParams(8), SamplingParams(6), SamplingParams(7)]
@@ -155,11 +161,22 @@ def test_a_batch_has_smaller_drafts(monkeypatch, loops):
     assert all(count == 3 and max(map(max, nodes)) == 1 for count, nodes in loops)
 
 
-def test_a_chain_that_a_loop_wrote_goes_on_outside_of_it(loops):
+def test_an_evaluation_drafts_as_much_as_it_is_asked_for(monkeypatch, loops):
+    """A table of tokens per pass is made with many prompts at once, and says what drafts of that size keep."""
+    monkeypatch.setattr(base, "ROW_BUDGETS", ((1 << 30, 4),))
+    made = engine(rounds=False)
+    seqs = drain(made, sequences([SamplingParams(8), SamplingParams(8)]))
+    assert not loops
+    assert all(seq.stats.drafted > 2 * seq.stats.drafts for seq in seqs), "in rounds each would have one node"
+    assert outputs(seqs) == outputs(plain([SamplingParams(8), SamplingParams(8)]))
+
+
+@pytest.mark.parametrize("spec", ["eagle:head=it,length=2", "block:head=slots,length=2"])
+def test_a_chain_that_a_loop_wrote_goes_on_outside_of_it(loops, spec):
     """Half of the text in rounds, then another request asks for log-probabilities, which the host must see."""
     params = [SamplingParams(9), SamplingParams(2, logprobs=1)]
     first, other = sequences(params)
-    made = engine("eagle:head=it,length=2")
+    made = engine(spec)
     made.add(first)
     while not loops:
         made.step()
@@ -184,13 +201,13 @@ def test_what_comes_after_the_end_is_not_committed(loops):
     ("spec", "prediction", "looped"),
     [
         ("auto:head=it,length=2", (), True),
+        ("auto:head=slots,length=2", (), True),
         ("auto:head=it,length=2", (1, 2), False),
         ("eagle:head=it+history", (), False),
     ],
 )
 def test_some_write_without_the_others_where_these_were_not_asked_for(spec, prediction, looped):
-    context = BuildContext(target(), load=None, heads={"it": head("eagle-3")})
-    made = Engine(target(), drafters.build(spec, context))
+    made = engine(spec)
     (seq,) = sequences([SamplingParams(6)])
     seq.prediction = prediction
     made.add(seq)
@@ -223,14 +240,14 @@ def test_what_the_target_writes_by_itself_is_what_single_passes_choose():
         model.free(id)
 
 
-def test_a_head_goes_on_after_plain_writing(loops, monkeypatch):
+@pytest.mark.parametrize("spec", ["eagle:head=it,length=2", "block:head=slots,length=2"])
+def test_a_head_goes_on_after_plain_writing(loops, monkeypatch, spec):
     """Both ways by turns; the head has been shown what the target wrote by itself."""
-    made, ways = engine("eagle:head=it,length=2"), itertools.cycle([True, False])
-    made.policy = DraftingPolicy()
+    made, ways = engine(spec, DraftingPolicy()), itertools.cycle([True, False])
     monkeypatch.setattr(made.policy.trial, "drafts", lambda seqs: next(ways))
     monkeypatch.setattr(made.policy.trial, "prefers_plain", lambda seqs: False)
     monkeypatch.setattr(writer, "PART", 2)
-    monkeypatch.setattr(engine_module, "FIRST_PASSES", 2)
+    monkeypatch.setattr(unattended, "FIRST_PASSES", 2)
     seqs = drain(made, sequences([SamplingParams(16)]))
     assert outputs(seqs) == outputs(plain([SamplingParams(16)]))
     assert len(loops) > 1

@@ -122,10 +122,11 @@ def test_a_row_does_not_depend_on_its_company_even_in_bfloat16(seen, head_dim):
     assert torch.equal(chain, model.forward(company)[0].logits)
 
 
-def engine(spec, model, batch=8, piece=64):
+def engine(spec, model, batch=8, piece=64, policy=None):
     small = cuda_model(seed=3)
     small.weights.embedding.weight.copy_(model.weights.embedding.weight)
-    return Engine(model, drafters.build(spec, BuildContext(model, lambda name, quantize: small)), Limits(batch, piece))
+    drafter = drafters.build(spec, BuildContext(model, lambda name, quantize: small))
+    return Engine(model, drafter, Limits(batch, piece), policy)
 
 
 def answers(spec, params, count=8, model=None, predictions=None, rule="rejection"):
@@ -165,8 +166,7 @@ def test_a_large_batch_that_writes_ahead_equals_one_by_one(spec):
     """With a drafter it drafts for some steps and writes ahead for others, as either is tried."""
     params = SamplingParams(30, temperature=0.7, seed=1)
     model = cuda_model()
-    run = engine(spec, model, batch=128, piece=4096)
-    run.policy = DraftingPolicy()
+    run = engine(spec, model, batch=128, piece=4096, policy=DraftingPolicy())
     luck = random.Random(6)
     prompts = [[luck.randrange(300) for _ in range(luck.randrange(2, 90))] for _ in range(150)]
     seqs = [

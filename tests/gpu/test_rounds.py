@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from block_forms import block_forms
 from cuda_models import cuda_model
 from tiny import eagle_head, medusa_head
 
@@ -24,6 +25,10 @@ SPECS = {
     "medusa:head=three": False,  # where a request samples, the host looks
     "eagle:head=it,tree=16+ngram": True,
     "auto:head=it": True,
+    "block:head=slots": True,
+    "block:head=slots,tree=31": True,
+    "block:head=seen,tree=16": True,
+    "auto:head=slots": True,
 }
 VOCAB, TOKENS = 300, 60
 
@@ -38,7 +43,8 @@ def heads(model):
     torch.manual_seed(7)
     three = medusa_head(model).requires_grad_(False)
     three.tree = ((0,), (1,), (0, 0), (2,), (0, 1), (0, 0, 0), (1, 0))
-    return {"it": eagle_head(model).requires_grad_(False), "three": three}
+    blocks = {name: block_forms(model, form) for name, form in (("slots", "own"), ("seen", "public"))}
+    return {"it": eagle_head(model).requires_grad_(False), "three": three, **blocks}
 
 
 def sequences(count, sampled, **more):
@@ -150,13 +156,14 @@ def test_a_cancel_at_any_part_leaves_the_others_alone(spec, at, model, heads, pl
     assert {seq.id for seq in seqs if seq.finish == "cancelled"} <= {3, 5}
 
 
-def test_a_drafter_that_fails_in_the_midst_costs_nobody_a_text(model, heads, plain):
+@pytest.mark.parametrize("spec", ["eagle:head=it,length=4", "block:head=slots"])
+def test_a_drafter_that_fails_in_the_midst_costs_nobody_a_text(spec, model, heads, plain):
     """A fault is raised in every place of a round in turn."""
     from outrider.drafters.rounds import kernels, loop
 
     for name in ("join", "enter_draft", "judge"):
         whole = getattr(kernels, name)
-        run, seqs = engine("eagle:head=it,length=4", model, heads), sequences(5, True)
+        run, seqs = engine(spec, model, heads), sequences(5, True)
         made = run.drafters[""].writer._loop
 
         def broken(*values, **more):

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from outrider.core.errors import OutriderError
 from outrider.models.export import to_transformers
 from outrider.models.gguf import GGUFFile
-from outrider.models.tokenizer import LONG, GGUFTokenizer, encode_all, end_ids, from_folder, from_gguf
+from outrider.models.tokenizer import LONG, GGUFTokenizer, decoder_of, encode_all, end_ids, from_folder, from_gguf
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog doesn't mind: it's 1234567 to 89.",
@@ -494,3 +494,29 @@ with LLM(sys.argv[1], device="cpu") as llm:
     print(len(llm.chat([{"role": "user", "content": "the path"}], params).token_ids) == 4)
 print("transformers" in sys.modules)
 """
+
+
+class TestDecoding:
+    """`decoder_of` leaves out what transformers does around the decoding, and nothing that changes the text."""
+
+    def tokenizer(self, kind: type = PreTrainedTokenizerFast, **options: Any) -> Any:
+        trained = train_byte_level("gpt-2")
+        return kind(tokenizer_object=trained, eos_token="<|endoftext|>", **options)
+
+    @pytest.mark.parametrize("cleans", [False, True])
+    def test_the_same_text(self, cleans: bool) -> None:
+        tokenizer = self.tokenizer(clean_up_tokenization_spaces=cleans)
+        decode = decoder_of(tokenizer)
+        for text in [*CORPUS, "a .b , c do n't", "<|endoftext|>é <|endoftext|>x"]:
+            ids = tokenizer.encode(text)
+            for begin, end in ((0, len(ids)), (1, len(ids)), (0, 3), (2, 2)):
+                assert decode(ids[begin:end]) == tokenizer.decode(ids[begin:end], skip_special_tokens=True)
+
+    def test_the_library_below_is_asked_where_nothing_is_added(self) -> None:
+        class Loud(PreTrainedTokenizerFast):
+            def _decode(self, *args: Any, **options: Any) -> str:
+                return super()._decode(*args, **options).upper()
+
+        assert decoder_of(self.tokenizer(Loud))(self.tokenizer().encode("a fox")) == "A FOX"
+        plain = self.tokenizer(clean_up_tokenization_spaces=False)
+        assert decoder_of(plain).func.__self__ is plain.backend_tokenizer  # type: ignore[attr-defined]

@@ -83,6 +83,7 @@ class TestWire:
         result = Result("a", [1, 2], "error", [{1: -1.0}, {2: -1.0}], stats, [4], scored, "why", (other,))
         back = wire.result_from_json(over_the_wire(wire.result_to_json(result)))
         assert back == result
+        assert wire.chunk_to_json(Chunk("ab", (Token(1), Token(2)))) == ["ab", [1, 2], 0, None]  # most are small
         assert back.stats.drafted_by_depth[7] == 0  # a Counter again
 
 

@@ -26,16 +26,18 @@ from outrider.train import checkpoint, medusa, results, run
 from outrider.train.adapted import fold, named
 from outrider.train.data.batches import TextBatch
 from outrider.train.data.corpus import FOLDER, CorpusFolder
+from outrider.train.job import BEGUN_RATE
 from outrider.train.step import GradientStep
 from outrider.train.teacher import Teacher
 from outrider.train.tune_tree import rates
 
 PLACE = LoadOptions(torch.device("cpu"), torch.float32, 1 << 26)
-QUICK = ("--batch-tokens", "512", "--rate", "0.1", "--unroll", "3", "--block", "3", "--writers", "16")
+FEW = ("--batch-tokens", "512", "--unroll", "3", "--writers", "16")
+QUICK = (*FEW, "--rate", "0.1", "--block", "3")
 
 
-def train(kind, model, out, *more):
-    args = ["train", kind, "--model", str(model), "--out", str(out), *QUICK, *map(str, more)]
+def train(kind, model, out, *more, how=QUICK):
+    args = ["train", kind, "--model", str(model), "--out", str(out), *how, *map(str, more)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["outrider", *args])
         return main(args)
@@ -113,6 +115,27 @@ def test_a_head_for_an_adapter(kind, adapter, calm_folder, prompt_file, tmp_path
         assert [each.token_ids for each in results_] == [each.token_ids for each in plain]
     assert sum(each.stats.accepted for each in others[1]) > 0
     assert kind in {token.drafter for each in others[0] for token in each.tokens}, "auto has found it"
+
+
+@pytest.mark.parametrize("kind", ["eagle", "block", "medusa"])
+def test_a_trained_head_goes_on_learning(kind, calm_folder, prompt_file, tmp_path, capsys):
+    """It begins as good as it was, not as the target's own layers are, and stays the head that it is."""
+    few = ("--tokens", 2000, "--prompts", prompt_file)
+    assert train(kind, calm_folder, tmp_path / "first", *few, "--epochs", 10) == 0
+    more = (*few, "--epochs", 1, "--data", tmp_path / "first", "--begin", tmp_path / "first")
+    assert train(kind, calm_folder, tmp_path / "second", *more, how=FEW) == 0
+    first, second = (log(tmp_path / name) for name in ("first", "second"))
+    fresh, end, begin = (sum(line["hit1"] for line in lines) / 5 for lines in (first[:5], first[-5:], second[:5]))
+    assert begin > (fresh + end) / 2
+    assert provenance(tmp_path / "second")["job"]["rate"] == BEGUN_RATE
+    heads_ = [safetensors.torch.load_file(tmp_path / name / "model.safetensors") for name in ("first", "second")]
+    shapes = [{name: tensor.shape for name, tensor in head.items()} for head in heads_]
+    assert shapes[0] == shapes[1]
+    assert train(kind, calm_folder, tmp_path / "other", *more, "--draft-vocab", 64, how=FEW) == 2
+    assert "--draft-vocab makes another head than the one that --begin names" in capsys.readouterr().err
+    other = "medusa" if kind == "eagle" else "eagle"
+    assert train(other, calm_folder, tmp_path / "other", *more, how=FEW) == 2
+    assert f"holds no head of the kind {other}" in " ".join(capsys.readouterr().err.split())
 
 
 def digests(folder):

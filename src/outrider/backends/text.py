@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.tokenizer import Tokenizer, decoder_of
 
 UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are not yet a character, or never will be
 CHARACTER = 4  # tokens that one character may take at most: it has up to four bytes in UTF-8, a token at least one
@@ -25,6 +25,7 @@ class Writer:
         """Stop strings that are complete before `least` tokens are written do not count. `visible`: the special tokens
         that are written as text."""
         self._tokenizer, self._stop, self._least, self._visible = tokenizer, stop, least, frozenset(visible)
+        self._plain_text = decoder_of(tokenizer)
         self._tokens: list[int] = []
         self._context = 0  # decoding starts here: a few tokens back, since spaces and bytes join across tokens
         self._decoded = 0  # tokens whose text is in `text`
@@ -100,10 +101,12 @@ class Writer:
 
     def _decode(self, begin: int, end: int) -> str:
         tokens = self._tokens[begin:end]
+        if not self._visible:
+            return self._plain_text(tokens)
         text = ""
         while not self._visible.isdisjoint(tokens):
             place = next(place for place, token in enumerate(tokens) if token in self._visible)
             shown = self._tokenizer.decode([tokens[place]], skip_special_tokens=False)
-            text += self._tokenizer.decode(tokens[:place], skip_special_tokens=True) + shown
+            text += self._plain_text(tokens[:place]) + shown
             tokens = tokens[place + 1 :]
-        return text + str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        return text + self._plain_text(tokens)

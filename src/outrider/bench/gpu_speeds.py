@@ -1,17 +1,15 @@
-"""What is measured on one GPU: passes, one stream, batches, bulk writing, and transformers on the same weights."""
+"""What is measured on one GPU beside whole calls: passes by their rows, oracle drafts, bulk writing."""
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence as Seq
-from typing import Any
+from collections.abc import Sequence as Seq
 
 import torch
 
 from outrider import drafters
-from outrider.bench import gpu_peaks, workloads
+from outrider.bench import gpu_peaks
 from outrider.bench.gpu_report import Found
 from outrider.core.dice import Dice
 from outrider.core.draft import Draft
@@ -21,7 +19,6 @@ from outrider.drafters.base import BuildContext
 from outrider.engine.engine import Engine
 from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import Limits
-from outrider.llm import LLM
 from outrider.models.base import Feed
 from outrider.models.cuda.model import CudaLlama
 from outrider.models.linear import Dense
@@ -30,10 +27,8 @@ from outrider.models.rope import Rope
 from outrider.models.stack import Layer, TorchStack
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-BATCHES = (1, 4, 16, 64, 256)
 STARTS = 5  # times that sequences are started to measure the host's time: a shared processor has slow moments
 TIMED_STEPS, SKIPPED_STEPS = 12, 2  # steps after each start; the first ones capture graphs and do not count
-STREAM_ROUNDS, SKIPPED_ROUNDS = 3, 2  # rounds of one stream; before them some that capture graphs
 DEVICE = torch.device("cuda")
 
 
@@ -179,58 +174,6 @@ def _without_answers(found: Found) -> Found:
     return {key: value for key, value in found.items() if key != "answers"}
 
 
-def one_stream(llm: LLM, prompts: Seq[workloads.BenchPrompt], rounds: int = STREAM_ROUNDS) -> Found:
-    """Plain and prompt lookup, prompt by prompt in turns: tokens a second after the first token, and the same text."""
-    speeds: list[dict[str, list[float]]] = [{"none": [], "ngram": []} for _ in prompts]
-    same = compared = 0
-    for number, (prompt, both) in itertools.product(
-        range(SKIPPED_ROUNDS + rounds), list(zip(prompts, speeds, strict=True))
-    ):
-        answers = {draft: _streamed(llm, prompt.text, draft) for draft in both}
-        if number >= SKIPPED_ROUNDS:
-            for draft, (_, speed) in answers.items():
-                both[draft].append(speed)
-        if number:  # in the first round one computes the prompt and the other finds it in the cache
-            same, compared = same + (answers["none"][0] == answers["ngram"][0]), compared + 1
-    kinds = {}
-    for kind in dict.fromkeys(prompt.kind for prompt in prompts):
-        own = [both for prompt, both in zip(prompts, speeds, strict=True) if prompt.kind == kind]
-        kinds[kind] = _compared(own) | {"prompts": [_compared([both])["ratio"] for both in own]}
-    return {**_compared(speeds), "same_texts": [same, compared], "kinds": kinds}
-
-
-def _streamed(llm: LLM, text: str, draft: str) -> tuple[list[int], float]:
-    """The tokens of an answer, and how many came a second after the first chunk."""
-    params = SamplingParams(max_tokens=128, ignore_eos=True)
-    stream = llm.stream([{"role": "user", "content": text}], params, draft=draft)
-    times = [(time.perf_counter(), len(chunk.tokens)) for chunk in stream]
-    speed = sum(count for _, count in times[1:]) / (times[-1][0] - times[0][0])
-    return [token.id for token in stream.result().tokens], speed
-
-
-def _compared(speeds: Seq[dict[str, list[float]]]) -> Found:
-    """Tokens a second over all of these prompts, and lookup against plain."""
-    plain = statistics.harmonic_mean([speed for both in speeds for speed in both["none"]])
-    lookup = statistics.harmonic_mean([speed for both in speeds for speed in both["ngram"]])
-    return {"plain": plain, "ngram": lookup, "ratio": lookup / plain}
-
-
-def batches(model: CudaLlama, prompts: Seq[Seq[int]]) -> list[Found]:
-    return [_batch(model, [prompts[i % len(prompts)] for i in range(batch)]) for batch in BATCHES]
-
-
-def _batch(model: CudaLlama, prompts: Seq[Seq[int]]) -> Found:
-    """Plain and prompt lookup on these prompts at once."""
-    params = SamplingParams(max_tokens=128, ignore_eos=True)
-    engines = {draft: new_engine(model, draft, len(prompts), pace=True) for draft in ("none", "ngram")}
-    for engine in engines.values():
-        for _ in range(3):  # captures graphs, and the policy learns what passes cost
-            run(engine, prompts, params)
-    found = {draft: run(engine, prompts, params) for draft, engine in engines.items()}
-    same = sum(a == b for a, b in zip(found["none"]["answers"], found["ngram"]["answers"], strict=True))
-    return {"batch": len(prompts), **{draft: _without_answers(one) for draft, one in found.items()}, "same": same}
-
-
 def bulk(model: CudaLlama, prompts: Seq[Seq[int]], batch: int = 2048) -> Found:
     """As much text as it can write: sampled, more sequences than run at once, prompts included in the time."""
     engine = new_engine(model, "none", batch, chunk=2048)
@@ -250,37 +193,3 @@ def bulk(model: CudaLlama, prompts: Seq[Seq[int]], batch: int = 2048) -> Found:
         seconds = time.perf_counter() - begin
     tokens = sum(len(seq.output) for seq in seqs)
     return {"batch": batch, "sequences": len(seqs), "tokens": tokens, "tokens_per_second": tokens / seconds}
-
-
-def transformers(folder: str, llm: LLM, text: str, found: Found, save: Callable[[], None]) -> None:
-    """transformers on the same weights and prompt: as it comes, and with a static cache and compiled."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(DEVICE).eval()
-    ids = torch.tensor([llm.backend.render([{"role": "user", "content": text}])], device=DEVICE)
-    found["outrider"] = one_stream(llm, [workloads.BenchPrompt("", "chat", text)], 2)["plain"]
-    found["default"] = _transformers_speed(model, ids, 1)
-    found["prompt lookup"] = _transformers_speed(model, ids, 1, prompt_lookup_num_tokens=10)
-    save()
-    try:  # generate compiles by itself
-        found["static cache, compiled"] = _transformers_speed(model, ids, 2, cache_implementation="static")
-    except Exception as error:  # somebody else's compiler: the rest was measured all the same
-        found["static cache, compiled"] = f"failed: {type(error).__name__}: {str(error)[:200]}"
-    save()
-
-
-def _transformers_speed(model: Any, ids: torch.Tensor, rounds: int, **options: Any) -> float:
-    """Tokens a second of decoding alone: the difference between an answer of 128 tokens and one of 1."""
-    speeds = []
-    for _ in range(1 + rounds):
-        short, long = (_transformers_seconds(model, ids, count, options) for count in (1, 128))
-        speeds.append(127 / (long - short))
-    return statistics.median(speeds[1:])  # the first round warms up
-
-
-def _transformers_seconds(model: Any, ids: torch.Tensor, count: int, options: dict[str, Any]) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0, **options)
-    torch.cuda.synchronize()
-    return time.perf_counter() - start

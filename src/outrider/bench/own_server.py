@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from outrider.core.errors import OutriderError
 from outrider.drafters.history import LEAST
@@ -24,11 +26,16 @@ KEYS = ("OUTRIDER_API_KEY", "OUTRIDER_TENANT_KEYS")  # in the environment: they 
 class OwnServer:
     """`outrider serve` for `streams` streams at once; everything it prints goes into the log."""
 
-    def __init__(self, model: str, draft: str, streams: int, threads: int, log: Path) -> None:
+    def __init__(
+        self, model: str, draft: str, streams: int, threads: int, log: Path, own: Mapping[str, Any] | None = None
+    ) -> None:
+        """`own`: further settings, by their names."""
         command = [sys.executable, "-c", _MAIN, "serve", "--model-id", model, "--draft", draft, "--port", "0"]
         command += ["--threads", str(threads), "--max-batch", str(streams), "--max-queue", str(2 * streams)]
         command += ["--grace", "1", "--log-level", "warning"]
         command += ["--history-tokens", str(LEAST)]  # rounds repeat the prompts: a history would answer them
+        for name, value in (own or {}).items():
+            command += ["--" + name.replace("_", "-"), str(value)]
         env = {key: value for key, value in os.environ.items() if key not in KEYS}
         self.url, self._log = "", log
         with log.open("wb") as file:  # a session of its own: Ctrl-C is ours to handle

@@ -93,7 +93,7 @@ class BenchRequest:
             threads=self.threads or machine.physical_cores(),
             seed=self.seed,
             timeout=self.timeout,
-            python=_interpreters(self.python),
+            python=interpreters(self.python),
             draft_model=self.draft_model,
             own=dict(self.own),
             speculation=_speculation(self._wanted()) if "vllm" in self.backends else {},
@@ -174,7 +174,7 @@ def _as_drafted(peers: Sequence[Peer], drafts: Sequence[str]) -> list[Peer]:
     return [replace(peer, modes=modes) if drafts and peer.name == "vllm" else peer for peer in peers]
 
 
-def _interpreters(given: Sequence[str]) -> dict[str, str]:
+def interpreters(given: Sequence[str]) -> dict[str, str]:
     """ENGINE=PATH, ... -> the interpreter of every engine; ours where none is named."""
     found = dict.fromkeys(TABLE, sys.executable)
     own = Path(os.environ.get("OUTRIDER_VLLM_PYTHON") or ".venv-vllm/bin/python")  # as `make vllm` sets it up

@@ -99,5 +99,10 @@ def read_tokenizer(path: Path) -> PromptTokenizer:
     return PromptTokenizer(tokenizer, sorted(tokenizers.end_ids(tokenizer, metadata)))
 
 
+def has_chat_template(path: Path) -> bool:
+    """Whether prompts are asked as conversations."""
+    return bool(getattr(read_tokenizer(path).tokenizer, "chat_template", None))
+
+
 def find(name: str, scratch: Path) -> ModelFiles:
     return ModelFiles(sources.resolve(name).resolve(), scratch)

@@ -25,16 +25,19 @@ class Missing(Exception):
 
 
 class EngineProcess:
-    def __init__(self, python: str, engine: Path, config: Mapping[str, Any], threads: int, log: Path) -> None:
-        """Start loading the engine of the file `engine`; everything it prints goes to `log`."""
+    def __init__(
+        self, python: str, engine: Path, config: Mapping[str, Any], threads: int, log: Path, calls: bool = False
+    ) -> None:
+        """Start loading the engine of the file `engine`, for whole calls of texts or for one prompt's ids at a time;
+        everything it prints goes to `log`."""
         self._log, self._closed = log, False
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                [python, str(WORKER), str(engine), json.dumps(config)],
+                [python, str(WORKER), str(engine), json.dumps(config), "load_batches" if calls else "load"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
-                env=_environment(threads),
+                env=_environment(threads, calls),
                 process_group=0,  # Ctrl-C is for the runner; and the engine's own children stop and end with it
             )
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()  # b"" when the worker has ended
@@ -120,6 +123,7 @@ class EngineProcess:
         return f"ended ({how}): {printed[-1].strip()[:200]}" if printed else f"ended ({how})"
 
 
-def _environment(threads: int) -> dict[str, str]:
+def _environment(threads: int, calls: bool) -> dict[str, str]:
+    """Where texts become tokens in the time that is measured, all cores may do it."""
     counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
-    return {**os.environ, **counts, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **counts, "TOKENIZERS_PARALLELISM": str(calls).lower(), "HF_HUB_OFFLINE": "1"}

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from outrider import drafters
-from outrider.bench import workloads
+from outrider.bench import machine, workloads
+from outrider.bench.library import LibraryCalls
 from outrider.bench.load import Answer, Load
 from outrider.bench.own_server import OwnServer
 from outrider.bench.plan import check_writable, checked_draft
@@ -22,6 +24,7 @@ PLAIN = "none"
 WARM_UP_TOKENS = 16  # enough for every mode to draft at least once
 MOST_STREAMS = 1024  # each is a thread of this process
 Show = Callable[[str, int, int], None]  # (what, done, of how many)
+Save = Callable[["LoadResult"], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,10 @@ class LoadSettings:
     seed: int
     timeout: float
     output: Path
+    own: dict[str, Any] = field(default_factory=dict)  # settings of our own server, such as its device
+    ignore_eos: bool = False  # every answer has max_tokens tokens
+    warm_up: bool = False  # a first round of everything that does not count
+    library: bool = False  # the same calls without a server, in turns with it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +59,8 @@ class LoadPlan(LoadSettings):
                 raise OutriderError(f"{name} must be at least {least}, not {getattr(self, name)}")
         if not self.timeout > 0:
             raise OutriderError(f"timeout must be more than 0 seconds, not {self.timeout:g}")
+        if self.library and (self.url or not self.ignore_eos or self.temperature):
+            raise OutriderError("--library is for a server of our own, greedy, with --ignore-eos")
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -93,6 +102,7 @@ class Wave:
 class LoadResult:
     waves: list[Wave] = field(default_factory=list)
     runs: list[StreamMeasurement] = field(default_factory=list)
+    library: list[Wave] = field(default_factory=list)  # the same without a server
     interrupted: bool = False
 
 
@@ -142,32 +152,51 @@ def speculative(mode: str) -> dict[str, Any]:
     return {"method": name, **{key: getattr(options, key) for key in drafters.split(mode)[1]}}
 
 
-def run(plan: LoadPlan, show: Show) -> LoadResult:
-    """Run the plan. Ctrl-C ends it early and keeps the waves that were complete."""
+def run(plan: LoadPlan, show: Show, save: Save = lambda outcome: None) -> LoadResult:
+    """Run the plan; `save` is called after every round. Ctrl-C ends it early and keeps the waves that were complete."""
     outcome = LoadResult()
     try:
         if plan.url:
-            _measure(plan, plan.url, outcome, show)
+            _measure(plan, Load(plan.url, plan.key, plan.timeout), {}, outcome, show, save)
         else:
-            show(f"starting a server with {plan.model}", 0, 0)
-            draft = plan.drafts[0] if plan.drafts else PLAIN
-            with OwnServer(plan.model, draft, max(plan.streams), plan.threads, plan.output / "server.log") as server:
-                _measure(plan, server.url, outcome, show)
+            _measure_own(plan, outcome, show, save)
     except KeyboardInterrupt:
         outcome.interrupted = True
     return outcome
 
 
-def _measure(plan: LoadPlan, url: str, outcome: LoadResult, show: Show) -> None:
-    load = Load(url, plan.key, plan.timeout)
+def _measure_own(plan: LoadPlan, outcome: LoadResult, show: Show, save: Save) -> None:
+    show(f"starting a server with {plan.model}", 0, 0)
+    draft, log = plan.drafts[0] if plan.drafts else PLAIN, plan.output / "server.log"
+    with ExitStack() as opened:
+        server = opened.enter_context(OwnServer(plan.model, draft, max(plan.streams), plan.threads, log, plan.own))
+        calls: dict[str, LibraryCalls] = {}
+        for mode in plan.modes if plan.library else ():
+            show(f"loading {plan.model} with {mode}, without a server", 0, 0)
+            threads = plan.threads or machine.physical_cores()
+            calls[mode] = LibraryCalls(plan.model, mode, max(plan.streams), plan.output, threads=threads, own=plan.own)
+            opened.callback(calls[mode].close)
+        _measure(plan, Load(server.url, plan.key, plan.timeout), calls, outcome, show, save)
+
+
+def _measure(
+    plan: LoadPlan, load: Load, calls: Mapping[str, LibraryCalls], outcome: LoadResult, show: Show, save: Save
+) -> None:
     load.get("/v1/models")
     _warm_up(plan, load, show)
     order, done = random.Random(plan.seed), itertools.count(1)
-    total = plan.rounds * len(plan.modes) * sum(len(asked(plan, streams)) for streams in plan.streams)
-    for streams, number in itertools.product(plan.streams, range(1, plan.rounds + 1)):
+    rounds = range(0 if plan.warm_up else 1, plan.rounds + 1)
+    total = len(rounds) * len(plan.modes) * sum(len(asked(plan, streams)) for streams in plan.streams)
+    for streams, number in itertools.product(plan.streams, rounds):
+        counted = outcome if number else LoadResult()
         for mode in order.sample(plan.modes, len(plan.modes)):
             what = f"{streams} at once, {mode}, round {number}"
-            _wave(plan, load, streams, mode, number, outcome, partial(_tick, show, what, done, total))
+            _wave(plan, load, streams, mode, number, counted, partial(_tick, show, what, done, total))
+            if mode in calls:
+                texts = [plan.prompts[place].text for place in asked(plan, streams)]
+                tokens, seconds = calls[mode].wave(texts, streams, plan.max_tokens, plan.timeout)
+                counted.library.append(Wave(streams, mode, number, tokens, seconds, 0))
+        save(outcome)
 
 
 def _tick(show: Show, what: str, done: Iterator[int], total: int) -> None:
@@ -194,6 +223,7 @@ def body(plan: LoadPlan, mode: str, index: int) -> dict[str, Any]:
         "max_completion_tokens": plan.max_tokens,
         "temperature": plan.temperature,
         "speculative": speculative(mode),
+        **({"ignore_eos": True} if plan.ignore_eos else {}),
     }
     # with a seed of its own each answer is the same with any drafter
     return {**fields, "seed": plan.seed + index} if plan.temperature > 0 else fields

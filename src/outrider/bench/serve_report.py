@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -36,9 +37,16 @@ def assemble(plan: LoadPlan, outcome: LoadResult, command: str) -> Report:
             "temperature": plan.temperature,
             "threads": plan.threads or machine.physical_cores(),
             "seed": plan.seed,
+            "ignore_eos": plan.ignore_eos,
+            "warm_up": plan.warm_up,
+            **plan.own,
         },
         "interrupted": outcome.interrupted,
         "summary": summarise(waves, runs, plan.modes),
+        "library": sorted(
+            _library(waves, [asdict(wave) for wave in outcome.library]),
+            key=lambda row: (row["streams"], plan.modes.index(row["mode"])),
+        ),
         "waves": waves,
         "runs": [_compact(run) for run in runs],
     }
@@ -52,6 +60,33 @@ def summarise(waves: Rows, runs: Rows, modes: Sequence[str]) -> dict[str, Any]:
     kinds = [*dict.fromkeys(run["kind"] for run in least), ALL]
     by_kind = [_by_kind(least, mode, kind) for mode in modes if mode != PLAIN for kind in kinds]
     return {"levels": [row for row in rows if row is not None], "by_kind": by_kind}
+
+
+def _library(served: Rows, library: Rows) -> list[dict[str, Any]]:
+    """By streams and mode: tokens a second without a server, and which share of them the server keeps in a round."""
+    rates = {_wave_key(wave): wave["tokens"] / wave["seconds"] for wave in library}
+    shares: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for wave in served:
+        key = _wave_key(wave)
+        if key in rates and not wave["errors"]:
+            with_server = wave["tokens"] / wave["seconds"]
+            shares.setdefault(key[:2], []).append((rates[key], with_server / rates[key]))
+    found = []
+    for (streams, mode), pairs in shares.items():
+        kept = [share for _, share in pairs]
+        found.append(
+            {
+                "streams": streams,
+                "mode": mode,
+                "tokens_per_second": statistics.median(rate for rate, _ in pairs),
+                "share": {"value": statistics.median(kept), "least": min(kept), "most": max(kept)},
+            }
+        )
+    return found
+
+
+def _wave_key(wave: Mapping[str, Any]) -> tuple[int, str, int]:
+    return wave["streams"], wave["mode"], wave["round"]
 
 
 def _alone(runs: Rows) -> dict[str, str]:
@@ -107,7 +142,12 @@ def tables(report: Report) -> list[ReportTable]:
     """Throughput, waiting, and by kind with the fewest streams."""
     rows, least = report["summary"]["levels"], min(report["settings"]["streams"])
     by_kind = f"Decoding speed of a stream by kind, {least} at once"
-    found = [_throughput(rows), _waiting(rows), _kinds(by_kind, report["summary"]["by_kind"])]
+    found = [
+        _throughput(rows),
+        _beside_library(report["library"]),
+        _waiting(rows),
+        _kinds(by_kind, report["summary"]["by_kind"]),
+    ]
     return [table for table in found if table.rows]
 
 
@@ -157,7 +197,8 @@ def _facts(report: Report) -> str:
         "Every round asks all prompts once in each mode, in random order of modes; the same prompts in the same order. "
         "tok/s: all tokens of a round by its time. Against plain: geometric mean over rounds with its 95 % bootstrap "
         "interval; void where a text differs from plain decoding's. Waiting, as a client sees it: until the first "
-        "piece, then per token, then the pauses between pieces."
+        "piece, then per token, then the pauses between pieces. Without a server: the same prompts in calls of as many "
+        "at once, in turns with the server; its share is the median round, the least and the most in brackets."
     )
     return "  \n".join(lines) + "\n\n" + rule
 
@@ -176,6 +217,20 @@ def _throughput(rows: Rows) -> ReportTable:
         for row in rows
     ]
     return ReportTable("Throughput", columns, body, 2)
+
+
+def _beside_library(rows: Rows) -> ReportTable:
+    columns = ("at once", "mode", "tok/s without a server", "the server's share")
+    body = [
+        (
+            str(row["streams"]),
+            row["mode"],
+            f"{row['tokens_per_second']:,.1f}",
+            f"{row['share']['value']:.2f} [{row['share']['least']:.2f}–{row['share']['most']:.2f}]",
+        )
+        for row in rows
+    ]
+    return ReportTable("The same calls without a server", columns, body, 2)
 
 
 def _waiting(rows: Rows) -> ReportTable:

@@ -1,6 +1,6 @@
 """The worker process: it loads one engine, then answers every JSON line on stdin with one on stdout.
 
-    python worker.py ENGINE_FILE CONFIG
+    python worker.py ENGINE_FILE CONFIG LOAD
 
 It runs under any interpreter, so that an engine can live in an environment of its own: nothing of outrider is imported
 here, and an engine's file imports its package only inside `load`.
@@ -9,6 +9,10 @@ An engine's file has PACKAGES (what must be installed) and `load(config)`, which
 `generate(mode, ids, max_tokens)`. An answer holds `ids` or `text`, `tokens`, `first` (how many of them came with the
 first chunk), `prefill_s`, `decode_s` (from the first chunk to the end), `timing` (whose clock: "stream" ours, "engine"
 its own) and perhaps `stats`. The function may have an attribute `about`: what a report should say of the engine.
+
+LOAD is `load`, or `load_batches` for whole calls: then `generate` is given texts instead of ids, all of them at once,
+writes exactly `max_tokens` tokens of each, and answers with `ids` (a list for each text), `seconds` and perhaps
+`writing_s` (from the first token to the last), `steps`, `drafted` and `accepted`.
 """
 
 from __future__ import annotations
@@ -24,15 +28,15 @@ from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any, TextIO
 
-Generate = Callable[[str, list[int], int], dict[str, Any]]
+Generate = Callable[[str, list[Any], int], dict[str, Any]]
 
 
-def main(path: str, config: dict[str, Any]) -> None:
+def main(path: str, config: dict[str, Any], load: str) -> None:
     answers = _own_stdout()
     engine = _import(path)
     begin = time.perf_counter()
     try:
-        generate = engine.load(config)
+        generate = getattr(engine, load)(config)
     except Exception as error:
         _send(answers, _refusal(error, engine.PACKAGES))
         return
@@ -94,4 +98,4 @@ def _send(answers: TextIO, answer: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     sys.path.pop(0)  # the folder of this script: its neighbours must not hide packages of the same name
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    main(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3])

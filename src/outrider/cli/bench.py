@@ -18,7 +18,8 @@ from outrider.bench.build_peers import INSTRUCTIONS
 from outrider.bench.formats import FORMATS
 from outrider.bench.peers import TABLE
 from outrider.bench.run import Show, run
-from outrider.cli import bench_matrix, bench_serve, options
+from outrider.cli import bench_batches, bench_matrix, bench_serve, options
+from outrider.cli.bench_batches import BatchOptions
 from outrider.cli.bench_serve import WHAT, WorkloadOptions
 from outrider.cli.fields import Given, command, fields, was_given
 from outrider.cli.options import DEFAULT
@@ -47,7 +48,7 @@ app.command("matrix")(bench_matrix.matrix_command)
 
 
 @dataclass(frozen=True)
-class BenchOptions(WorkloadOptions):
+class BenchOptions(BatchOptions, WorkloadOptions):
     backend: tuple[str, ...] = option(
         (),
         f"One of {', '.join(BACKENDS)}, with the same drafters. Repeatable: both, side by side.",
@@ -87,8 +88,10 @@ class BenchOptions(WorkloadOptions):
 
 SETTINGS = options.settings(
     "model",
+    "device",
     "dtype",
     "threads",
+    device={"help": "cpu or cuda: on a GPU whole calls of batches are measured.", "panel": "", "shown": "cpu"},
     dtype={"help": "Of our own engine: as with generate.", "panel": ""},
     threads={"help": "CPU threads of every engine; 0: one per core.", "panel": ""},
 )
@@ -113,10 +116,14 @@ def bench(
     against the same engine's plain decoding, with its 95 % confidence interval, and it is [bold]void[/] where the text
     differs. Writes report.json, report.md and report.png.
 
+    On a GPU (or with --batches) whole calls of many prompts are measured, prompts included, each drafter in a process
+    of its own, with transformers and vLLM beside them if they are named; every turn is written as it ends.
+
     [dim]$[/] outrider bench --quick
     [dim]$[/] outrider bench --draft ngram --draft layer_skip --kind edit --kind code
     [dim]$[/] outrider bench --engine all --python vllm=/path/to/python
     [dim]$[/] outrider bench --backend local --backend vllm --draft ngram:length=5
+    [dim]$[/] outrider bench --device cuda --draft auto --draft ngram --engine transformers --prompts spec_bench.jsonl
     [dim]$[/] outrider bench serve --streams 1,4,16,32
     [dim]$[/] outrider bench matrix --quick
     """
@@ -126,6 +133,11 @@ def bench(
     config = options.chosen(given)
     if "config" in given:
         own = _with_file(own, config)
+    if bench_batches.asked_for(own, config.settings):
+        output = own.output or bench_serve.dated_folder("outrider-bench")
+        interrupted = bench_batches.measure(own, config.settings, _changed(config.settings), output)
+        raise typer.Exit(130 if interrupted else 0)
+    bench_batches.refuse(own)
     request = _request(own, config.settings)
     plan = request.plan()
     options.pull_known(plan.model, own.draft_model)
@@ -162,8 +174,12 @@ def _in_formats(plan: plans.BenchPlan, show: Show) -> bool:
     return False
 
 
+def _changed(settings: Settings) -> dict[str, Any]:
+    """Settings of our own engine that are not the default's."""
+    return {name: getattr(settings, name) for name in OWN if getattr(settings, name) != getattr(DEFAULT, name)}
+
+
 def _request(own: BenchOptions, settings: Settings) -> plans.BenchRequest:
-    changed = {name: getattr(settings, name) for name in OWN if getattr(settings, name) != getattr(DEFAULT, name)}
     return plans.BenchRequest(
         model=settings.model,
         engines=own.engine or ([] if own.backend else ["outrider"]),
@@ -179,7 +195,7 @@ def _request(own: BenchOptions, settings: Settings) -> plans.BenchRequest:
         timeout=own.timeout,
         python=own.python,
         draft_model=own.draft_model,
-        own=changed if settings.backend == "local" else {},
+        own=_changed(settings) if settings.backend == "local" else {},
         output=own.output or bench_serve.dated_folder("outrider-bench"),
         **{name: getattr(own, name) for name in PEERS},
     )
@@ -207,11 +223,6 @@ def _with_file(own: BenchOptions, config: Config) -> BenchOptions:
 
 def _refuse_settings(config: Config, backends: Sequence[str]) -> None:
     """What a file says and a benchmark cannot honour."""
-    if config.settings.device not in ("auto", "cpu"):
-        raise OutriderError(
-            f"outrider bench runs on the CPU, not on {config.settings.device}; leave out device, or measure a GPU with "
-            "python -m outrider.bench.gpu"
-        )
     if "vllm" in backends:
         for name in VLLM_DEFAULTS:
             if getattr(config.settings, name) != getattr(DEFAULT, name):

@@ -34,12 +34,31 @@ class Request:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one step added to one sample."""
+    """What one step added to one sample, or several."""
 
     text: str
     tokens: tuple[Token, ...]
     index: int = 0  # which of the request's n samples
     finish_reason: Finish | None = None
+
+
+def joined(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """The same text in as few chunks as there can be: neighbours of one sample become one."""
+    if len(chunks) < 2:
+        return list(chunks)
+    found: list[list[Chunk]] = []
+    for chunk in chunks:
+        if found and found[-1][-1].index == chunk.index:
+            found[-1].append(chunk)
+        else:
+            found.append([chunk])
+    return [_one(run) if len(run) > 1 else run[0] for run in found]
+
+
+def _one(run: Sequence[Chunk]) -> Chunk:
+    """Of neighbours only the last can have ended its sample."""
+    tokens = tuple(token for chunk in run for token in chunk.tokens)
+    return Chunk("".join(chunk.text for chunk in run), tokens, run[0].index, run[-1].finish_reason)
 
 
 @dataclass(frozen=True)

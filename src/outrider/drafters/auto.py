@@ -4,6 +4,8 @@ earlier ones; the answer that the caller expects; the grammar of the request; a 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,9 @@ TREE_ON_GPU = 24
 # Of `history`: lookup copies from the request's own prompt already, so where no other text is there it is not asked
 # (LOG, 2026-11-17, why auto was slower than the head: two lookups of the same text took 0.2 ms a step).
 OWN = {"own": False}
+# Heads in the order in which they are taken where both are there. On a GPU a block head runs its layers once for a
+# whole draft, an EAGLE head for every level of it; on a CPU a chain of an EAGLE head is one call of the kernels.
+ON_GPU, ON_CPU = (BLOCK, EAGLE), (EAGLE, BLOCK)
 
 
 class Auto(Combined):
@@ -49,28 +54,35 @@ class Auto(Combined):
 
     @classmethod
     def share(cls, options: Any, target: str) -> float:
-        near = any(files.beside(kind, target) is not None for kind in (EAGLE, BLOCK))
-        head = options.head or near or files.shipped(EAGLE, target) is not None
+        head = options.head or _there(ON_CPU, target) is not None
         return drafters.find(EAGLE).cache_share if head else 0.0
 
 
 def _head(options: Auto.Options, given: dict[str, Any], context: BuildContext) -> list[Drafter]:
     """None where no head fits the target, unless one was asked for."""
-    try:
-        tree = TREE_ON_GPU if isinstance(context.target, Paged) else 0
-        return [_member(_kind(options, context), {"head": options.head, "tree": tree, **given}, context)]
-    except OutriderError:
-        if options.head:
-            raise
-        return []
+    tree = TREE_ON_GPU if isinstance(context.target, Paged) else 0
+    for kind in _kinds(options, context):
+        try:
+            return [_member(kind, {"head": options.head, "tree": tree, **given}, context)]
+        except OutriderError:
+            if options.head:
+                raise
+    return []
 
 
-def _kind(options: Auto.Options, context: BuildContext) -> str:
-    """EAGLE, unless the head that is given, or the only one beside the target, is a block head."""
+def _kinds(options: Auto.Options, context: BuildContext) -> list[str]:
+    """Of the head that is given; else in which order heads are looked for, what is there first."""
     if options.head:
-        return files.kind_in(options.head, context.heads.get(options.head))
-    near = files.beside(EAGLE, context.name) is None and files.beside(BLOCK, context.name) is not None
-    return BLOCK if near else EAGLE
+        return [files.kind_in(options.head, context.heads.get(options.head))]
+    order = ON_GPU if isinstance(context.target, Paged) else ON_CPU
+    return sorted(order, key=lambda kind: kind != _there(order, context.name))
+
+
+def _there(kinds: Seq[str], target: str) -> str | None:
+    """The first of these kinds of which a head lies beside the target, else of which one is shipped for it."""
+    beside = (kind for kind in kinds if files.beside(kind, target) is not None)
+    shipped = (kind for kind in kinds if files.shipped(kind, target) is not None)
+    return next(itertools.chain(beside, shipped), None)
 
 
 def _member(name: str, values: dict[str, Any], context: BuildContext) -> Drafter:

@@ -9,43 +9,45 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence as Seq
 from time import perf_counter, thread_time
 
-from torch import Tensor
-
 from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import one_line
 from outrider.core.sequence import Sequence
 from outrider.core.stats import Stats
 from outrider.core.verify import Verdict
-from outrider.drafters.base import Drafter, JudgedSteps, Step
+from outrider.drafters.base import Drafter, Step
 from outrider.engine import bulk, judge
 from outrider.engine.drafting import DrafterPool
 from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import FeedPlan, Limits, Scheduler
-from outrider.engine.throughput import FIRST_PASSES
+from outrider.engine.unattended import UnattendedSteps, share_time
 from outrider.models.base import Feed, Model, Output, Outputs, Paged, SharesPrefixes
 
 # Chunks of prompts that wait from which on they are read beside the tokens of the sequences that write already, and the
 # number of these from which on that is never done: passes with a prompt and many tokens come in many shapes, each of
 # which is captured as a graph of its own (LOG, 2026-11-17). Chosen by hand, not tried.
 LONG_PROMPTS, MANY = 4, 64
-# Passes of a step without the host after which the engine looks around again where nobody has come or ended meanwhile:
-# requests that wait for memory, and whether drafting still pays, can wait for some 60 ms of a small model.
-LONGEST_STEP = 48
 
 
 class Engine:
     def __init__(
-        self, model: Model, drafter: Drafter, limits: Limits = Limits(), policy: DraftingPolicy | None = None
+        self,
+        model: Model,
+        drafter: Drafter,
+        limits: Limits = Limits(),
+        policy: DraftingPolicy | None = None,
+        rounds: bool = True,
     ) -> None:
         """`drafter` serves the sequences that name no other; more can be put into `drafters`. Without a policy every
-        draft is as long as its drafter makes it."""
-        self.model, self.policy = model, policy
+        draft is as long as its drafter makes it; without `rounds` in any batch, for in rounds on a device the sequences
+        share the rows of a pass."""
+        self.model, self.policy, self._rounds = model, policy, rounds
         self._pool = DrafterPool(drafter, model)
         self._paged = model if isinstance(model, Paged) else None
         self._prefixes = model if isinstance(model, SharesPrefixes) else None
         page = 1 if self._prefixes is None else self._prefixes.page
         self.scheduler = Scheduler(limits, model.context, model.capacity, page)
         self._passing = False
+        self._unattended = UnattendedSteps(model, self._pool, policy, self._wait, lambda: self.interrupted())
         self.stats = Stats()  # of every sequence that has ended
         self.meanwhile: Callable[[], None] | None = None  # called while a pass runs, where the host only waits for it
         self.interrupted: Callable[[], bool] = lambda: False  # whether somebody waits for the step to end
@@ -89,7 +91,7 @@ class Engine:
         running = self.scheduler.running
         if self._prefixes is not None:
             self._take_prefixes(self._prefixes, running)
-        writer = self._pool.writer(running, self.scheduler.widest)
+        writer = self._pool.writer(running, self.scheduler.widest) if self._rounds else None
         if writer is not None and (unread := bulk.unread(running, self.model.length)):
             return self._read(unread)
         if writer is not None and not self._pool.writes(writer, running):
@@ -109,13 +111,14 @@ class Engine:
     def _advance(self, writer: Drafter | None, drafting: bool) -> list[Sequence]:
         """`writer`: who can draft without the host now."""
         running, paged = self.scheduler.running, self._paged
-        if drafting and writer is not None and self._write(writer, running):
+        if drafting and writer is not None and self._unattended.draft(writer, running):
             return self.sweep()
         if paged is None or not running or not bulk.possible(running, self._pool, drafting):
             return self._pass(self._plan(), drafting)
         if unread := bulk.unread(running, self.model.length):
             return self._read(unread)
-        return self._write_plainly(running, paged)
+        self._unattended.write(running, paged, self._measures_drafting(running))
+        return self.sweep()
 
     def _read(self, unread: Seq[Sequence]) -> list[Sequence]:
         """Prompts, before all go on without the host. Long ones are read beside the tokens of the others, so that these
@@ -125,66 +128,10 @@ class Engine:
         beside = waiting > LONG_PROMPTS * self.scheduler.limits.chunk and len(running) < MANY
         return self._pass(self._plan(None if beside else unread), drafting=False)
 
-    def _write_plainly(self, running: Seq[Sequence], paged: Paged) -> list[Sequence]:
-        """Several tokens of each that the target writes by itself. Who reads its states is shown them, unless plain
-        writing was found to be faster anyway: states of a large batch take much memory."""
-        begin, layers = perf_counter(), self._pool.layers(running)
-        if layers and self._prefers_plain(len(running)):
-            self._pool.rest(running)
-            layers = []
-        seqs, steps, first, share = list(running), 0, False, _PartShare(running)
-        settled = not self._measures_drafting(seqs) or self._prefers_plain(len(seqs))
-        for written in bulk.write(seqs, self.model, paged, layers, self._wait, self._going(seqs, settled)):
-            steps, first = steps + len(written.tokens), first or written.first
-            if written.hidden is not None:
-                self._show(seqs, written.hidden, layers)
-            share()
-        if self.policy is not None and not first:
-            self.policy.cost.learn(len(seqs), (perf_counter() - begin) / steps)
-        return self.sweep()
-
-    def _show(self, seqs: Seq[Sequence], hidden: Tensor, layers: Seq[int]) -> None:
-        """The states [steps, sequences, layers, hidden] of tokens that the target wrote by itself."""
-        steps = len(hidden)
-        for seq, own in zip(seqs, hidden.unbind(1), strict=True):
-            if seq.finish is None:
-                fed, verdict = seq.tokens[-1 - steps : -1], Verdict((), seq.tokens[-1])
-                self._pool.observe(Step(seq, fed, EMPTY, verdict, own), layers, drafting=False)
-
-    def _going(self, seqs: Seq[Sequence], settled: bool) -> Callable[[int], bool]:
-        """Whether a step without the host may go on after as many passes: nobody has ended, and nobody waits for its
-        end. `settled`: else it is to be found out whether the other way is faster, in no more passes than that takes,
-        and in parts as later, so that the two are compared as they will run."""
-        most = LONGEST_STEP if settled else FIRST_PASSES
-        return lambda begun: begun < most and not self.interrupted() and all(seq.finish is None for seq in seqs)
-
-    def _prefers_plain(self, seqs: int) -> bool:
-        return self.policy is not None and self.policy.trial.prefers_plain(seqs)
-
-    def _write(self, drafter: Drafter, running: Seq[Sequence]) -> bool:
-        """Several steps that the drafter and the target take without the host; False: they could not."""
-        wrote, seqs, share = False, list(running), _PartShare(running)
-        settled = self.policy is None or self.policy.trial.prefers_drafts(len(seqs))
-        for part in self._pool.write(drafter, seqs, self._wait, self._going(seqs, settled)):
-            wrote = True
-            for seq, steps in zip(seqs, part, strict=True):
-                if seq.finish is None:
-                    self._commit(seq, steps, drafter.name)
-            share()
-        return wrote
-
-    def _commit(self, seq: Sequence, steps: JudgedSteps, drafter: str) -> None:
-        """Steps that the device has judged; what comes after the end of the sequence is not kept."""
-        judge.commit_steps(seq, steps, drafter)
-        seq.stats.unmeasured += steps.drafts
-        self.model.crop(seq.id, len(seq.tokens) - 1)
-        if self._prefixes is not None:
-            self._prefixes.seen(seq.id, seq.tokens, seq.scope)
-
     def _take_prefixes(self, model: SharesPrefixes, running: Seq[Sequence]) -> None:
         """A sequence whose prompt is not run yet takes what others have run of it by now, as far as its drafter has
         read that too; all of it where nobody would draft anyway."""
-        plain = self._paged is not None and self._prefers_plain(len(running))
+        plain = self._paged is not None and self._unattended.prefers_plain(len(running))
         for seq in running:
             if plain and not seq.output:
                 seq.stats.cached += model.begin(seq.id, seq.tokens, seq.scope)
@@ -229,7 +176,7 @@ class Engine:
             self._pool.observe(step, layers, drafting)
             observing += perf_counter() - judged
         verifying = perf_counter() - ran - observing
-        _share(
+        share_time(
             [("draft", drafted - begin + observing), ("target", ran - drafted), ("verify", verifying)],
             [plan.seq for plan in plans],
         )
@@ -307,24 +254,3 @@ class Engine:
 def _progress(seqs: Seq[Sequence]) -> tuple[int, int]:
     """Tokens that they have written, and passes of the sequence that had most."""
     return sum(len(seq.output) for seq in seqs), max(seq.stats.steps for seq in seqs)
-
-
-def _share(phases: Seq[tuple[str, float]], seqs: Seq[Sequence]) -> None:
-    """Each sequence of the step gets its share of the time."""
-    for phase, seconds in phases:
-        for seq in seqs:
-            seq.stats.spend(phase, seconds / len(seqs))
-
-
-class _PartShare:
-    """The time of a step that comes in parts: a sequence that ends with one of them is told its result before the step
-    is over."""
-
-    def __init__(self, seqs: Seq[Sequence]) -> None:
-        self._going, self._since = list(seqs), perf_counter()
-
-    def __call__(self) -> None:
-        """A part is over."""
-        now = perf_counter()
-        _share([("target", now - self._since)], self._going)
-        self._going, self._since = [seq for seq in self._going if seq.finish is None], now

@@ -18,6 +18,8 @@ SEQUENTIAL = ("vanilla", "gated", "rnn")
 MINUTES = 10.0  # minutes of a run for which neither time nor tokens are given
 LARGE_VOCABULARY = 40_000  # tokens: from this size on a head writes the most frequent ones only
 DRAFT_VOCABULARY = 32_768  # tokens that it then writes (docs/LOG.md: accepts more than 8,192 and 4,096)
+RATE, BEGUN_RATE = 0.015, 0.006  # of Muon, for a new head and for one that is trained already (docs/LOG.md)
+SHIPPED = "shipped"  # in place of a folder: the head that is shipped for the model or lies beside it
 DATA, LEARN = "What is learned from", "How it is learned"  # headings of --help
 
 
@@ -38,6 +40,10 @@ def _vocabulary(text: str) -> int:
 
 def _whole_path(text: str) -> str:
     return str(Path(text).expanduser().resolve())
+
+
+def _head_path(text: str) -> str:
+    return text if text == SHIPPED else _whole_path(text)
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,13 @@ class TrainingJob:
         panel=LEARN,
         parse=_block_numbers,
     )
+    begin: str = option(
+        "",
+        "Begin with this trained head, which goes on learning: a folder, or shipped for the model's own.",
+        shown="the target's layers",
+        panel=LEARN,
+        parse=_head_path,
+    )
     heads: int = option(4, "Of Medusa.", panel=LEARN)
     unroll: int = option(6, "Draft steps an EAGLE head learns.", panel=LEARN)
     block: int = option(8, "Tokens that one call of a block head guesses.", panel=LEARN)
@@ -92,7 +105,7 @@ class TrainingJob:
         panel=LEARN,
         parse=_vocabulary,
     )
-    rate: float = option(0.015, "Of Muon.", panel=LEARN)
+    rate: float = option(0.0, "Of Muon.", shown=f"{RATE:g}, with --begin {BEGUN_RATE:g}", panel=LEARN)
     norm_rate: float = option(0.001, "Of AdamW, for norms.", panel=LEARN)
     seed: int = option(0, "Decides texts and order.")
 
@@ -107,6 +120,19 @@ class TrainingJob:
         if not self.minutes and not self.tokens:
             object.__setattr__(self, "minutes", MINUTES)
         object.__setattr__(self, "reads", tuple(self.reads))
+        object.__setattr__(self, "rate", self.rate or (BEGUN_RATE if self.begin else RATE))
+        if self.begin:
+            self._check_begun()
+
+    def _check_begun(self) -> None:
+        """A head that is trained already is as it is."""
+        if self.kind == "draft":
+            raise OutriderError("--begin takes a head; a draft model begins with the target's own layers")
+        usual = {field.name: field.default for field in dataclasses.fields(self)}
+        other = next((name for name in _SHAPES if getattr(self, name) != usual[name]), None)
+        if other is not None:
+            option = f"--{other.replace('_', '-')}"
+            raise OutriderError(f"{option} makes another head than the one that --begin names; leave one of them out")
 
     def draft_tokens(self, vocab: int) -> int:
         """How many tokens a head can write."""
@@ -131,6 +157,7 @@ _LEAST = {
     "seed": 0,
     "writers": 0,
 }
+_SHAPES = ("layers", "inner", "reads", "heads", "block", "sequential", "public", "draft_vocab")  # decide what a head is
 _CHANGEABLE = {"minutes", "writers"}  # may change when a run is resumed: they do not decide its losses
 
 
@@ -140,7 +167,7 @@ def new(kind: str, given: Mapping[str, Any]) -> TrainingJob:
 
 def resumed(kind: str, given: Mapping[str, Any], stored: Mapping[str, Any]) -> TrainingJob:
     """The stored job; what is given again must be as it was."""
-    stored = {"adapter": "", **stored}  # runs of earlier versions had none
+    stored = {"adapter": "", "begin": "", **stored}  # runs of earlier versions had none
     for name, value in {"kind": kind, **given}.items():
         before = tuple(stored[name]) if name == "reads" else stored[name]
         if name not in _CHANGEABLE and value != before:

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from outrider.core.errors import OutriderError
 from outrider.drafters.block.head import BlockHead, Sequential
 from outrider.drafters.eagle.head import EagleHead
 from outrider.drafters.heads import files as heads
@@ -16,12 +17,13 @@ from outrider.drafters.medusa.head import MedusaHead
 from outrider.models.tokenizer import Tokenizer
 from outrider.train import block, eagle, medusa
 from outrider.train.draft_model import DraftNet
-from outrider.train.job import TrainingJob
+from outrider.train.job import SHIPPED, TrainingJob
 from outrider.train.objective import Figures, TeacherBatch
 from outrider.train.teacher import Target
 
 CHAIN, TREE = 5, 16  # nodes of the drafts that are measured, as in docs/benchmarks
 BLOCK_CHAIN, LARGE_TREES = 7, (32, 64)  # those of block heads, too: longer drafts cost them little
+_HEADS = {"eagle": EagleHead, "block": BlockHead, "medusa": MedusaHead}
 _LAYERS = {"eagle": 1, "block": block.DEPTH, "medusa": 1, "draft": 4}  # where none are asked for
 
 
@@ -46,6 +48,14 @@ def fresh(job: TrainingJob, target: Target, draft_ids: Tensor | None, longest: i
         sequential = cast(Sequential, job.sequential)  # checked by the job
         return block.fresh(target, draft_ids, job.reads, layers, job.block, job.inner, sequential, job.public)
     return eagle.fresh(target, draft_ids, job.reads, layers, inner=job.inner)
+
+
+def begun(job: TrainingJob, target: Target) -> nn.Module:
+    """The head that goes on learning."""
+    head = heads.find(job.kind, "" if job.begin == SHIPPED else job.begin, target, Path(job.model).name)
+    if not isinstance(head, _HEADS[job.kind]):
+        raise OutriderError(f"{job.begin} holds no head of the kind {job.kind}: begin with one that is, or with none")
+    return head.train().float().requires_grad_(True)
 
 
 def loss(student: nn.Module, batch: TeacherBatch, steps: int) -> tuple[Tensor, Figures]:

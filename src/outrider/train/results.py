@@ -42,7 +42,8 @@ Measured = Mapping[str, Mapping[str, Stats]]  # way of drafting -> kind of promp
 class Evaluator:
     """Counts the tokens per pass of a drafter in the running engine.
 
-    Without the policy that chooses draft lengths, all prompts in one batch; greedy unless a temperature is given.
+    Without the policy that chooses draft lengths, all prompts in one batch, each with drafts of the size that is asked
+    for; greedy unless a temperature is given.
     """
 
     target: Loaded
@@ -58,7 +59,7 @@ class Evaluator:
         model, params = self.target.model, SamplingParams(max_tokens=max_tokens, temperature=temperature)
         tokens = [(kind, self.chat.ask(text)) for kind, text in prompts]
         fitting = [(kind, ids) for kind, ids in tokens if len(ids) + max_tokens <= model.context]
-        engine = Engine(model, self._drafter(spec), Limits(len(fitting), self.chunk))
+        engine = Engine(model, self._drafter(spec), Limits(len(fitting), self.chunk), rounds=False)
         seqs = [
             Sequence(id, ids, params, self.target.ends, dice=Dice(0, id), rule=rule)
             for id, (_, ids) in enumerate(fitting)

@@ -234,20 +234,24 @@ class _TrainingRun:
     # Learning.
 
     def _student(self, corpus: Corpus) -> nn.Module:
+        student = self._new_student(corpus) if not self._job.begin else kinds.begun(self._job, self._teacher.model)
+        student = student.to(self._device)
+        self._teacher.layers = student.reads  # type: ignore[assignment]
+        self._state.figures["parameters"] = sum(weight.numel() for weight in student.parameters())
+        return student
+
+    def _new_student(self, corpus: Corpus) -> nn.Module:
         vocab = self._loaded.model.vocab_size
         count = self._job.draft_tokens(vocab)
         ids: Tensor | None = None
         if count < vocab:
             ids = corpus.frequent(count, vocab, sorted(self._loaded.ends))
-        student = kinds.fresh(self._job, self._teacher.model, ids, self._teacher.longest).to(self._device)
-        self._teacher.layers = student.reads  # type: ignore[assignment]
-        self._state.figures["parameters"] = sum(weight.numel() for weight in student.parameters())
-        return student
+        return kinds.fresh(self._job, self._teacher.model, ids, self._teacher.longest)
 
     def _learn(self, learning: _Learning) -> LossLog:
         state, budget, student = self._state, self._budget, learning.student
         self._plan(learning.order)
-        if not state.step:
+        if not state.step and not self._job.begin:
             kinds.prepare(student, self._teacher.read(learning.order.batch(0)))
         log = LossLog(self._out, state.step)
         loop = TrainingLoop(student, self._teacher, learning.order, learning.optimiser, self._job.unroll)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from typing import Any
@@ -45,6 +46,49 @@ def load(config: dict[str, Any]) -> Any:
         }
 
     generate.about = {"instructions": _kernels(backend)}  # type: ignore[attr-defined]
+    return generate
+
+
+def load_batches(config: dict[str, Any]) -> Any:
+    """The one drafter of `modes`, loaded as a server would load it."""
+    from outrider import build
+    from outrider.core.errors import OutriderError
+    from outrider.core.request import Request
+    from outrider.core.sampling import SamplingParams
+    from outrider.settings import Settings
+
+    (draft,) = config["modes"]
+    where = {"device": config["device"], "threads": config["threads"], "max_batch": config["batch"]}
+    backend = build.local(Settings(config["model"], draft=draft, **where, **config["own"]))
+    calls = itertools.count()
+
+    def generate(mode: str, texts: list[str], max_tokens: int) -> dict[str, Any]:
+        more: dict[str, Any] = {"params": SamplingParams(max_tokens=max_tokens, ignore_eos=True)}
+        if not config.get("cached"):  # tenants share neither prefixes nor histories: no prompt is known before its call
+            more["tenant"] = f"call {next(calls)}"
+        backend.forget_texts()
+        begin = time.perf_counter()
+        asked = [
+            Request(messages=[{"role": "user", "content": text}], **more)
+            if config["chat"]
+            else Request(prompt=text, **more)
+            for text in texts
+        ]
+        results = [stream.result() for stream in backend.submit_all(asked)]
+        seconds = time.perf_counter() - begin
+        for result in results:
+            if result.error:
+                raise OutriderError(result.error)
+        stats = sum((result.stats for result in results[1:]), results[0].stats)
+        return {
+            "ids": [result.token_ids for result in results],
+            "seconds": seconds,
+            "writing_s": max(result.stats.writing_seconds for result in results),
+            "steps": stats.steps,
+            "drafted": stats.drafted,
+            "accepted": stats.accepted,
+        }
+
     return generate
 
 

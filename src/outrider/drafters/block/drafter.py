@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -15,12 +15,16 @@ from outrider.drafters.base import BuildContext
 from outrider.drafters.block.head import BlockHead
 from outrider.drafters.block.runner import BlockRunner
 from outrider.drafters.confidence import StatedCalibration
-from outrider.drafters.eagle.drafter import NARROW, NEVER, STOP, Eagle
-from outrider.drafters.eagle.runner import HeadOutput, gathered
+from outrider.drafters.eagle.drafter import NARROW, NEVER, NODES, SHARPNESS, STOP, Eagle, in_rounds
+from outrider.drafters.eagle.runner import DraftShape, HeadOutput, gathered
 from outrider.drafters.heads import files
 from outrider.drafters.heads.chooser import Chooser, offers_with_noise
 from outrider.drafters.heads.kinds import BLOCK
-from outrider.models.base import Readable
+from outrider.drafters.heads.output import bits
+from outrider.models.base import Paged, Readable
+
+if TYPE_CHECKING:  # needs Triton, as a target on a device does
+    from outrider.drafters.block.device_runner import BlockDeviceRunner
 
 
 class BlockDrafter(Eagle):
@@ -52,13 +56,14 @@ class BlockDrafter(Eagle):
         target = context.readable("a block head")
         self._options: BlockDrafter.Options = options  # type: ignore[assignment]
         self._seen = context.target.length
-        self._length = min(options.length or head.config.block, head.config.block)
         if options.vocab or target.packed:
             head.narrow(options.vocab or NARROW)
+        shape = _shape(head, options, target)
+        self._length, self._stop = shape.depth, shape.stop
         self.layers = head.config.layers
-        self._places = _places(head, target, context.cache_bytes)
-        self._runner: BlockRunner = BlockRunner(head, target, self._length, options.quantize)
-        self._guesser, self._stop = None, options.stop if options.stop >= 0.0 else STOP if target.packed else 0.0
+        self._places = _places(head, target, context.cache_bytes, shape)
+        self._runner: BlockRunner | BlockDeviceRunner = start(head, target, options.quantize, self._places, shape)
+        self._guesser = in_rounds(self, self._runner)
         self._ids, self._vocab = head.draft_ids.to(target.device), target.vocab_size
         self._states = {}
         self._guessing, self._drawing = StatedCalibration(), StatedCalibration()
@@ -89,15 +94,46 @@ class BlockDrafter(Eagle):
             return super()._take_in(seqs, keep)
         shown = [self.shown(seq, keep) for seq in seqs]
         hidden = gathered([states for _, some in shown for states in some])
-        self._runner.take_in([seq.id for seq in seqs], [len(tokens) for tokens, _ in shown], hidden)
+        self._runner.read([seq.id for seq in seqs], [tokens for tokens, _ in shown], hidden)
+        for seq in seqs:
+            self.keep_prefix(seq)
         return HeadOutput(hidden[:0], hidden[:0])
 
 
-def _places(head: BlockHead, target: Readable, memory: int) -> int:
-    """Tokens whose keys and values the head may hold in `memory` bytes, in buffers that double in number and length."""
+def start(
+    head: BlockHead, target: Readable, quantize: str, places: int, shape: DraftShape
+) -> BlockRunner | BlockDeviceRunner:
+    """The head at work beside its target."""
+    if isinstance(target, Paged) and _fits_device(head, shape):
+        from outrider.drafters.block.device_runner import BlockDeviceRunner  # needs Triton, as such a target does
+        from outrider.models.cuda.model import CudaLlama
+
+        if isinstance(target, CudaLlama) and not bits(quantize, target):
+            return BlockDeviceRunner(head, target, min(places, target.capacity), shape)
+    return BlockRunner(head, target, shape.depth, quantize)
+
+
+def _fits_device(head: BlockHead, shape: DraftShape) -> bool:
+    """Whether the GPU's kernels run it: drafts no larger than a pass of the target takes."""
+    return len(head.draft_ids) >= shape.width and max(shape.nodes, head.config.block) <= NODES
+
+
+def _shape(head: BlockHead, options: BlockDrafter.Options, target: Readable) -> DraftShape:
+    block = head.config.block
+    length = min(options.length or block, block)
+    stop = options.stop if options.stop >= 0.0 else STOP if target.packed else 0.0
+    if not options.tree:
+        return DraftShape(length, 1, length, 1.0, stop)
+    return DraftShape(length, min(options.width, options.tree), options.tree, 1.0 / SHARPNESS, stop)
+
+
+def _places(head: BlockHead, target: Readable, memory: int, shape: DraftShape) -> int:
+    """Tokens whose keys and values the head may hold in `memory` bytes: in pages, or in buffers of torch, which double
+    in number and length and so may take four times what they hold."""
     dtype = target.embed(torch.zeros(1, dtype=torch.long, device=target.device)).dtype
-    config = head.config
-    return memory // (2 * 4 * dtype.itemsize * config.depth * config.num_kv_heads * config.head_dim)
+    config, in_pages = head.config, isinstance(target, Paged) and _fits_device(head, shape)
+    size = dtype.itemsize * (1 if in_pages else 4)
+    return memory // (2 * size * config.depth * config.num_kv_heads * config.head_dim)
 
 
 def _check(options: BlockDrafter.Options) -> None:

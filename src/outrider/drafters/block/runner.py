@@ -53,8 +53,12 @@ class BlockRunner:
     def free(self, id: int) -> None:
         self._slots.free(id)
 
+    def read(self, ids: Seq[int], tokens: Seq[Seq[int]], hidden: Tensor) -> None:
+        """Take in what was committed where nothing is drafted after it."""
+        self._take_in(ids, [len(each) for each in tokens], hidden)
+
     @torch.inference_mode()
-    def take_in(self, ids: Seq[int], counts: Seq[int], hidden: Tensor) -> Tensor:
+    def _take_in(self, ids: Seq[int], counts: Seq[int], hidden: Tensor) -> Tensor:
         """Keep the keys and values of the target's states [rows, layers, hidden], so many for each sequence; what they
         are made of, [rows, hidden]."""
         joined = self._head.joined(hidden.to(self._dtype))
@@ -76,7 +80,7 @@ class BlockRunner:
     def extend(self, ids: Seq[int], tokens: Seq[Seq[int]], hidden: Tensor) -> HeadOutput:
         """Take in the target's states before these tokens, and run the block after the last token of each sequence."""
         counts = [len(each) for each in tokens]
-        joined = self.take_in(ids, counts, hidden)
+        joined = self._take_in(ids, counts, hidden)
         ends = torch.tensor(counts, device=self._device).cumsum(0) - 1
         last = torch.tensor([each[-1] for each in tokens], device=self._device)
         unknown = self._embed(torch.full_like(last[:1], self.config.mask_token))

@@ -1,10 +1,10 @@
-"""An EAGLE head in rounds on a GPU: it takes in what was kept of the round before, and drafts grow from there."""
+"""A head in rounds on a GPU: it takes in what was kept of the round before, and drafts grow from there."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,11 +13,11 @@ from torch import Tensor
 from outrider.core.sequence import Sequence
 from outrider.drafters.eagle import loop_kernels
 from outrider.drafters.eagle.device_kernels import SequenceField
-from outrider.drafters.eagle.device_runner import DeviceRunner
 from outrider.drafters.eagle.runner import DraftRequest, DraftShape, ShownStates
+from outrider.drafters.heads.device_runner import DeviceHeadRunner
 from outrider.drafters.rounds.base import DraftSize, LoopedRounds, RoundTables
 from outrider.models.cuda.batch import Field
-from outrider.models.cuda.graphs import Shape, pinned
+from outrider.models.cuda.graphs import pinned
 
 
 class ShownTexts(Protocol):
@@ -54,7 +54,7 @@ class ShownTexts(Protocol):
 class HeadGuesser:
     reads_texts = is_chain = False
 
-    def __init__(self, texts: ShownTexts, runner: DeviceRunner) -> None:
+    def __init__(self, texts: ShownTexts, runner: DeviceHeadRunner[Any]) -> None:
         self.name, self.layers, self._texts, self._runner = texts.name, texts.layers, texts, runner
         self._slots: list[int] = []  # of the sequences whose rounds begin
 
@@ -97,7 +97,7 @@ class HeadGuesser:
 
 
 class HeadGuesses:
-    def __init__(self, runner: DeviceRunner, sequences: int, shape: DraftShape, guesser: HeadGuesser) -> None:
+    def __init__(self, runner: DeviceHeadRunner[Any], sequences: int, shape: DraftShape, guesser: HeadGuesser) -> None:
         self._runner, self._guesser = runner, guesser
         self._group = runner.group(sequences, shape)
         self.size, self.found = DraftSize(shape.nodes, shape.depth), self._group.growth.found
@@ -151,7 +151,7 @@ class HeadGuesses:
         loop_kernels.enter_kept(
             tables.kept, tables.texts, self._sequences, self._table, tables.nodes, runner.block, runner.padding
         )
-        shape = Shape(rows, rows, longest, runner.tile)
+        shape = runner.small(rows, longest)
         runner.take_in(self._group, self._sequences, self._table, shape, tables.target.hidden)
         runner.grow(self._group, self._sequences, longest)
 

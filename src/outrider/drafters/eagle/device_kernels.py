@@ -17,6 +17,7 @@ from torch import Tensor
 from outrider.drafters.heads.chooser import BLUR
 from outrider.models.cuda.batch import Field
 from outrider.models.cuda.kernels import mix32, mix64
+from outrider.models.cuda.launch import begin_after, early, nearly_done
 
 PART = 2048  # logits that one program looks through for the likeliest
 NEVER = -1e9  # the logarithm of probability 0, finite so that sums of it are no NaN
@@ -135,16 +136,23 @@ def _scores(x, token, temperature, position, key_low, key_high):
     return (x / temperature - tl.log(tl.maximum(noise, 1e-30))) / _BLUR
 
 
-@triton.jit(do_not_specialize=["stage"])
+@triton.jit(do_not_specialize=["stage", "slots"])
 def _likeliest(
-    logits_ptr, ids_ptr, sequences_ptr, stride, most_ptr, sum_ptr, value_ptr, index_ptr, size, sharpness, stage,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, slots_ptr, slots_stride, slots, ids_ptr, sequences_ptr, stride, most_ptr, sum_ptr, value_ptr, index_ptr,
+    size, sharpness, stage,
+    SLOTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    SOON: tl.constexpr,
 ):  # fmt: skip
     """Of each part of a row of logits: the WIDTH highest with their places, and what its softmax sums to. ROWS of them
-    belong to a sequence."""
+    belong to a sequence. SLOTS: what all rows of a stage have in common is added, a row of `slots` for each stage."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
+    begin_after(SOON)
+    nearly_done(SOON)
     x = tl.load(logits_ptr + row * size + column, mask=column < size, other=float("-inf"))
+    if SLOTS:
+        slot = row // ROWS * slots + stage
+        x += tl.load(slots_ptr + slot * slots_stride + column, mask=column < size, other=0.0)
     sequence = sequences_ptr + row // ROWS
     temperature = tl.load(sequence + _TEMPERATURE * stride).to(tl.float32, bitcast=True)
     if temperature > 0:
@@ -173,10 +181,13 @@ def _grow(
     most_ptr, sum_ptr, value_ptr, index_ptr, ids_ptr, sequences_ptr, stride,
     old_ptr, old_score_ptr, new_ptr, new_score_ptr, table_stride, seen_ptr, seen_score_ptr, stage, offset,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, SEEN: tl.constexpr,
-    RP: tl.constexpr, PP: tl.constexpr, CP: tl.constexpr, JP: tl.constexpr,
+    RP: tl.constexpr, PP: tl.constexpr, CP: tl.constexpr, JP: tl.constexpr, WP: tl.constexpr, SOON: tl.constexpr,
 ):  # fmt: skip
     """The children of the ROWS nodes that a sequence ran, among all that were seen, and the table of the next stage:
-    the best WIDTH of them. `seen` [sequences, 2, SEEN]: their tokens and parents."""
+    the best WIDTH of them. `seen` [sequences, 2, SEEN]: their tokens and parents. What is found is gathered first, and
+    then read and written at once: one program waits for the memory, so that few waits are what matters."""
+    begin_after(SOON)
+    nearly_done(SOON)
     seq = tl.program_id(0).to(tl.int64)
     row, part, choice = tl.arange(0, RP)[:, None], tl.arange(0, PP)[None, :], tl.arange(0, CP)[None, :]
     at = (seq * ROWS + row) * PARTS + part
@@ -196,49 +207,57 @@ def _grow(
     reached = tl.where(stage > 0, tl.load(old_score_ptr + seq * WIDTH + ran, mask=live, other=0.0), 0.0)
     parent = tl.where(stage > 0, tl.load(old_ptr + _SEEN * table_stride + seq * WIDTH + ran, mask=live, other=-1), -1)
     tokens, parents, scores = seen_ptr + seq * 2 * SEEN, seen_ptr + (seq * 2 + 1) * SEEN, seen_score_ptr + seq * SEEN
-    for place in tl.static_range(WIDTH):
+    place = tl.arange(0, WP)[None, :]
+    picked = tl.zeros([RP, WP], tl.int32)
+    reach = tl.zeros([RP, WP], tl.float32)
+    for turn in tl.static_range(WIDTH):
         high = tl.max(value, 1)
         where = tl.min(tl.where(value == high[:, None], choice, CP), 1)
         taken = choice == where[:, None]
         token = tl.sum(tl.where(taken, index, 0), 1)
         value = tl.where(taken, float("-inf"), value)
         score = tl.where(high > float("-inf"), reached + tl.minimum(high - whole, 0.0), _NEVER)
-        child = offset + ran * WIDTH + place
-        tl.store(tokens + child, tl.load(ids_ptr + token, mask=live, other=0).to(tl.int32), mask=live)
-        tl.store(parents + child, parent, mask=live)
-        tl.store(scores + child, score, mask=live)
+        picked = tl.where(place == turn, token[:, None], picked)
+        reach = tl.where(place == turn, score[:, None], reach)
+    child, real = offset + row * WIDTH + place, (row < ROWS) & (place < WIDTH)
+    tl.store(tokens + child, tl.load(ids_ptr + picked, mask=real, other=0).to(tl.int32), mask=real)
+    tl.store(parents + child, tl.broadcast_to(parent[:, None], [RP, WP]), mask=real)
+    tl.store(scores + child, reach, mask=real)
     tl.debug_barrier()
-    child = tl.arange(0, JP)
+    child, place = tl.arange(0, JP), tl.arange(0, WP)
     score = tl.load(scores + offset + child, mask=child < ROWS * WIDTH, other=float("-inf"))
+    best = tl.zeros([WP], tl.int32)
+    reach = tl.zeros([WP], tl.float32)
+    for turn in tl.static_range(WIDTH):
+        high = tl.max(score, 0)
+        where = tl.min(tl.where(score == high, child, JP), 0)
+        score = tl.where(child == where, float("-inf"), score)
+        best = tl.where(place == turn, where, best)
+        reach = tl.where(place == turn, high, reach)
     slot = tl.load(sequences_ptr + _SLOT * stride + seq)
     base = tl.load(sequences_ptr + _LENGTH * stride + seq)
-    for place in tl.static_range(WIDTH):
-        high = tl.max(score, 0)
-        best = tl.min(tl.where(score == high, child, JP), 0)
-        score = tl.where(child == best, float("-inf"), score)
-        source = best // WIDTH
-        path = old_ptr + seq * WIDTH + source
-        low = tl.where(stage > 0, tl.load(path + _LOW * table_stride), 0)
-        high_half = tl.where(stage > 0, tl.load(path + _HIGH * table_stride), 0)
-        node = stage * WIDTH + place
-        bit = 1 << (node % 32)
-        low |= tl.where(node < 32, bit, 0)
-        high_half |= tl.where(node < 32, 0, bit)
-        to = new_ptr + seq * WIDTH + place
-        tl.store(to + _TOKEN * table_stride, tl.load(tokens + offset + best))
-        tl.store(to + _POSITION * table_stride, base + stage)
-        tl.store(to + _PLACE * table_stride, base + node)
-        tl.store(to + _ROW_SLOT * table_stride, slot)
-        tl.store(to + _BASE * table_stride, base)
-        tl.store(to + _END * table_stride, base + (stage + 1) * WIDTH)
-        tl.store(to + _LOW * table_stride, low)
-        tl.store(to + _HIGH * table_stride, high_half)
-        tl.store(to + _BLOCK_ROW * table_stride, (seq * WIDTH + place).to(tl.int32))
-        tl.store(to + _BLOCK_COUNT * table_stride, 1)
-        tl.store(to + _BLOCK_TREE * table_stride, 1)
-        tl.store(to + _SOURCE * table_stride, (seq * ROWS + source).to(tl.int32))
-        tl.store(to + _SEEN * table_stride, offset + best)
-        tl.store(new_score_ptr + seq * WIDTH + place, high)
+    inside, source, node = place < WIDTH, best // WIDTH, stage * WIDTH + place
+    path = old_ptr + seq * WIDTH + source
+    low = tl.where(stage > 0, tl.load(path + _LOW * table_stride, mask=inside, other=0), 0)
+    high_half = tl.where(stage > 0, tl.load(path + _HIGH * table_stride, mask=inside, other=0), 0)
+    bit = 1 << (node % 32)
+    low |= tl.where(node < 32, bit, 0)
+    high_half |= tl.where(node < 32, 0, bit)
+    to, zero = new_ptr + seq * WIDTH + place, tl.zeros([WP], tl.int32)
+    tl.store(to + _TOKEN * table_stride, tl.load(tokens + offset + best, mask=inside, other=0), mask=inside)
+    tl.store(to + _POSITION * table_stride, zero + base + stage, mask=inside)
+    tl.store(to + _PLACE * table_stride, base + node, mask=inside)
+    tl.store(to + _ROW_SLOT * table_stride, zero + slot, mask=inside)
+    tl.store(to + _BASE * table_stride, zero + base, mask=inside)
+    tl.store(to + _END * table_stride, zero + base + (stage + 1) * WIDTH, mask=inside)
+    tl.store(to + _LOW * table_stride, low, mask=inside)
+    tl.store(to + _HIGH * table_stride, high_half, mask=inside)
+    tl.store(to + _BLOCK_ROW * table_stride, (seq * WIDTH + place).to(tl.int32), mask=inside)
+    tl.store(to + _BLOCK_COUNT * table_stride, zero + 1, mask=inside)
+    tl.store(to + _BLOCK_TREE * table_stride, zero + 1, mask=inside)
+    tl.store(to + _SOURCE * table_stride, (seq * ROWS + source).to(tl.int32), mask=inside)
+    tl.store(to + _SEEN * table_stride, offset + best, mask=inside)
+    tl.store(new_score_ptr + seq * WIDTH + place, reach, mask=inside)
 
 
 @triton.jit
@@ -324,14 +343,17 @@ class Growth:
         self._ranks = torch.zeros(sequences * self._count, dtype=torch.int32, device=device)
         self.found = torch.zeros(sequences, 1 + 3 * most, dtype=torch.int32, device=device)
 
-    def choose(self, stage: int, logits: Tensor, sequences: Tensor, sharpness: float) -> None:
+    def choose(
+        self, stage: int, logits: Tensor, sequences: Tensor, sharpness: float, slots: Tensor | None = None
+    ) -> None:
         """The nodes of this stage, of what the head says after the nodes of the one before (after the committed text:
-        stage 0)."""
-        size, width, parts = logits.shape[1], self.width, self._parts
+        stage 0). `slots` [sequences, stages, draft vocabulary]: what is added to the logits of a stage."""
+        size, width, parts, soon = logits.shape[1], self.width, self._parts, early(logits.device)
         rows, power = len(logits) // self.sequences, triton.next_power_of_2
         _likeliest[(len(logits), parts)](
-            logits, self._ids, sequences, sequences.stride(0), self._most_of, self._sum_of, self._values, self._indices,
-            size, sharpness, stage, rows, width, parts, PART, num_warps=4,
+            logits, slots, 0 if slots is None else slots.stride(1), 0 if slots is None else slots.shape[1],
+            self._ids, sequences, sequences.stride(0), self._most_of, self._sum_of, self._values, self._indices,
+            size, sharpness, stage, slots is not None, rows, width, parts, PART, soon, num_warps=4, launch_pdl=soon,
         )  # fmt: skip
         before = max(stage - 1, 0)
         offset = 0 if stage == 0 else width + (stage - 1) * width * width
@@ -339,7 +361,8 @@ class Growth:
             self._most_of, self._sum_of, self._values, self._indices, self._ids, sequences, sequences.stride(0),
             self.tables[before], self._scores[before], self.tables[stage], self._scores[stage], self.tables.stride(1),
             self._seen, self._seen_scores, stage, offset, rows, width, parts, self._count,
-            power(rows), power(parts), power(parts * width), power(rows * width), num_warps=4,
+            power(rows), power(parts), power(parts * width), power(rows * width), power(width), soon, num_warps=4,
+            launch_pdl=soon,
         )  # fmt: skip
 
     def collect(self, sequences: Tensor, stop: float) -> None:

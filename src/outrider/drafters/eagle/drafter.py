@@ -97,7 +97,7 @@ class Eagle(Drafter):
         self._runner = start(head, target, options.quantize, common, self._places, shape)
         if isinstance(self._runner, PackedRunner):
             self._runner.warm(len(self.layers))
-        self._guesser = _in_rounds(self, self._runner)
+        self._guesser = in_rounds(self, self._runner)
         self._stop = shape.stop
         self._ids, self._vocab = head.draft_ids.to(target.device), target.vocab_size
         self._states: dict[int, _EagleState] = {}
@@ -247,10 +247,10 @@ class Eagle(Drafter):
             hidden += shown
         ahead = self._runner.extend([seq.id for seq in seqs], tokens, gathered(hidden))
         for seq in seqs:
-            self._keep(seq)
+            self.keep_prefix(seq)
         return ahead
 
-    def _keep(self, seq: Sequence) -> None:
+    def keep_prefix(self, seq: Sequence) -> None:
         """What the head has taken in of this text is there for others, if it is all from the beginning."""
         if isinstance(self._runner, KeepsPrefixes) and not self._states[seq.id].first:
             self._runner.keep(seq.id, seq.tokens, seq.scope)
@@ -271,7 +271,7 @@ class Eagle(Drafter):
         for chooser, grown in zip(
             able, runner.write([w.seq.id for w in able], tokens, shown, list(map(_request, able))), strict=True
         ):
-            self._keep(chooser.seq)
+            self.keep_prefix(chooser.seq)
             chooser.tokens, chooser.parents, chooser.stated = grown.tokens, grown.parents, grown.acceptance
         return [chooser for chooser in choosers if not chooser.by_rows]
 
@@ -284,7 +284,7 @@ class Eagle(Drafter):
             return False
         tokens, shown = self.shown(chooser.seq, keep=0)
         chain = runner.chain(chooser.seq.id, tokens, shown, chooser.length, self._stop)
-        self._keep(chooser.seq)
+        self.keep_prefix(chooser.seq)
         for token, stated in chain:
             if not chooser.put(token, stated):
                 break
@@ -438,14 +438,14 @@ def start(
     return DenseRunner(head, target)
 
 
-def _in_rounds(texts: Eagle, runner: Runner) -> RoundGuesser | None:
+def in_rounds(texts: Eagle, runner: Runner) -> RoundGuesser | None:
     """The head without the host, where that can be."""
     if not isinstance(runner, WritesDrafts):
         return None
     from outrider.drafters.eagle.device_guesser import HeadGuesser
-    from outrider.drafters.eagle.device_runner import DeviceRunner
+    from outrider.drafters.heads.device_runner import DeviceHeadRunner
 
-    return HeadGuesser(texts, runner) if isinstance(runner, DeviceRunner) else None
+    return HeadGuesser(texts, runner) if isinstance(runner, DeviceHeadRunner) else None
 
 
 def _fits_device(head: EagleHead, shape: DraftShape) -> bool:

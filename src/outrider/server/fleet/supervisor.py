@@ -19,7 +19,7 @@ from typing import Any
 from outrider.backends.base import BackendLoad
 from outrider.core.adapter import AdapterChoice
 from outrider.core.errors import OutriderError
-from outrider.core.request import Chunk, Request, Result
+from outrider.core.request import Chunk, Request, Result, joined
 from outrider.core.stats import estimated_speedup
 from outrider.server.errors import Busy, Failed, Gone
 from outrider.server.fleet import wire
@@ -67,8 +67,10 @@ class ServerStream:
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         while True:
-            while self._chunks:
-                yield self._chunks.popleft()
+            while self._chunks:  # a client that is slower than the worker gets fewer and longer ones
+                waiting = joined([self._chunks.popleft() for _ in range(len(self._chunks))])
+                for chunk in waiting:
+                    yield chunk
             if self.done:
                 break
             self._changed.clear()
@@ -257,6 +259,8 @@ class Worker:
     def __init__(self, spec: LaunchSpec, limits: WorkerLimits, metrics: Metrics) -> None:
         self.spec, self._limits, self._metrics = spec, limits, metrics
         self.uid, self.status, self.reason = spec.uid, "loading", ""
+        # of these two every chunk is told
+        self._first_token, self._gap = metrics.first_token.labels(spec.uid), metrics.gap.labels(spec.uid)
         self.created, self.restarts = int(time.time()), 0
         self.info: dict[str, Any] = {}
         self.adapters = AdapterBook(spec.uid)
@@ -454,9 +458,9 @@ class Worker:
             return
         now = time.perf_counter()
         if not stream.last:
-            self._metrics.first_token.labels(self.uid).observe(now - stream.begun)
+            self._first_token.observe(now - stream.begun)
         elif chunk.tokens:
-            self._metrics.gap.labels(self.uid).observe((now - stream.last) / len(chunk.tokens))
+            self._gap.observe((now - stream.last) / len(chunk.tokens))
         stream.last = now
         stream.put(chunk)
 

@@ -64,14 +64,16 @@ def request_from_json(fields: Mapping[str, Any]) -> Request:
     return Request(**{**fields, **own})
 
 
-def _token_to_json(token: Token) -> list[Any]:
-    """[id, drafter, depth, logprob, top], without the end that says nothing."""
+def _token_to_json(token: Token) -> int | list[Any]:
+    """[id, drafter, depth, logprob, top], without the end that says nothing; most tokens are their id alone."""
     if token.logprob is not None:
         return [token.id, token.drafter, token.depth, token.logprob, token.top]
-    return [token.id, token.drafter, token.depth] if token.drafter is not None else [token.id]
+    return [token.id, token.drafter, token.depth] if token.drafter is not None else token.id
 
 
-def _token_from_json(fields: list[Any]) -> Token:
+def _token_from_json(fields: int | list[Any]) -> Token:
+    if isinstance(fields, int):
+        return Token(fields)
     if len(fields) < 5:
         return Token(*fields)
     id, drafter, depth, logprob, top = fields

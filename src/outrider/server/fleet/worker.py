@@ -26,7 +26,7 @@ from outrider import build, drafters
 from outrider.backends.adapters import AdapterRefused
 from outrider.backends.base import Backend, BackendBusy, BackendStopped, Stream
 from outrider.core.errors import OutriderError, one_line, quoted
-from outrider.core.request import Request
+from outrider.core.request import Request, joined
 from outrider.core.sequence import Token
 from outrider.models.token_bytes import TokenBytes
 from outrider.server import tools
@@ -217,7 +217,7 @@ class Session:
         if stream is None:
             return
         ended = stream.done  # looked at first: what came before the end is in the chunks
-        chunks = stream.take()
+        chunks = joined(stream.take())
         if id in self._showing:
             self._show((token for chunk in chunks for token in chunk.tokens), frame)
         frame.setdefault("chunks", []).extend([id, wire.chunk_to_json(chunk)] for chunk in chunks)
