@@ -36,9 +36,8 @@ class ThroughputTrial:
     and adapters of the sequences. A head that pays for a model may cost time with an adapter that changes its texts."""
 
     def __init__(self) -> None:
-        self._kinds: OrderedDict[tuple[int, Hashable], _KindOfStep] = (
-            OrderedDict()
-        )  # by the bits of the number, and work
+        # by the bits of the number of sequences, and their work
+        self._kinds: OrderedDict[tuple[int, Hashable], _KindOfStep] = OrderedDict()
 
     def drafts(self, seqs: int, work: Hashable = None) -> bool:
         """Whether such a step should draft."""
