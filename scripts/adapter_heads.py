@@ -1,4 +1,4 @@
-"""What heads bring beside adapters: tokens per pass and speed-up, with the model's head and with heads of their own.
+"""What heads bring beside adapters: tokens per pass and speed-up with the model's head, and with one for each adapter.
 
 PYTHONPATH=src python scripts/adapter_heads.py --model MODEL --adapter haiku=DIR --head haiku=HEAD_DIR \
     --prompts spec_bench.jsonl --each 2 > heads.jsonl

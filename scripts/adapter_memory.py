@@ -2,10 +2,9 @@
 
     python scripts/adapter_memory.py --model smollm2-135m --adapters 200 --fit 8 --requests 500
 
-Random adapters on all seven matrices of every layer, in folders. First each one's text with memory for all of them,
-one request at a time; then, in an engine with memory for `--fit`, the requests from `--threads` threads at once,
-whose texts are compared. The memory of the process (RSS, and the part of it that is no file) after every tenth of
-them.
+Random adapters on all seven matrices of every layer, in folders. First each one's text with memory for all of them, one
+request at a time; then, in an engine with memory for `--fit`, the requests from `--threads` threads at once, all texts
+compared. The memory of the process (RSS, and the part of it that is no file) after every tenth of them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from typing import Any
 from adapter_gpu import write_adapter
 
 from outrider import LLM, SamplingParams
-from outrider.models.adapters import files
 
 PROMPT = "Once upon a time there was"
 GIB = 1 << 30
@@ -86,12 +84,12 @@ def main() -> None:
                 name: write_adapter(Path(folder) / name, model.adapter_base.shapes, given.rank, int(name), 0.3)
                 for name in names
             }
-            size = model.adapter_bytes(files.read(Path(paths["0"]), model.adapter_base))
             plain = list(llm.generate(PROMPT, params).token_ids)
             expected = {}
             for name, path in paths.items():
                 llm.load_adapter(name, path)
                 expected[name] = list(llm.generate(PROMPT, params, adapter=name).token_ids)
+            size = max(info.nbytes for info in llm.adapters)
         changed = sum(text != plain for text in expected.values())
         say("adapters", count=len(names), bytes_of_each=size, texts_that_they_change=changed)
         with LLM(given.model, draft="none", adapter_memory=given.fit * size / GIB) as llm:

@@ -212,7 +212,8 @@ def compare(paths: dict[str, str], model: str) -> None:
         asked = [chat for name in names for chat in chats]
         owners = [name for name in names for _ in chats]
         results = llm.chat(asked, SamplingParams(max_tokens=96), adapter=owners, progress=False)
-        prompts = [llm.tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
+        words = [llm.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
+        prompts = [llm.tokenizer.encode(text, add_special_tokens=False) for text in words]
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     wrapped = peft.PeftModel.from_pretrained(target, paths[names[1]], adapter_name=names[1])
     for name in names[2:]:
@@ -220,7 +221,7 @@ def compare(paths: dict[str, str], model: str) -> None:
     for place, name in enumerate(names):
         equal = 0
         for number, prompt in enumerate(prompts):
-            ids = torch.tensor([getattr(prompt, "input_ids", prompt)])
+            ids = torch.tensor([prompt])
             with torch.inference_mode(), wrapped.disable_adapter() if not name else contextlib.nullcontext():
                 if name:
                     wrapped.set_adapter(name)

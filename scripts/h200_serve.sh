@@ -12,6 +12,8 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
 site=${SITE-$here/.carry/site}
 export PYTHONPATH="$here/src${site:+:$site}${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+# uvicorn needs click, which comes with most versions of typer: a second one before it could be one too many
+"${PYTHON:-python3}" -c "import click" 2>/dev/null || PYTHONPATH="$PYTHONPATH:$(dirname "$site")/extra/click"
 model=$1 prompts=$2 out=$3
 shift 3
 drafts=()

@@ -108,6 +108,55 @@ class TestWhatEndsIt:
         local.close()
 
 
+class Writes:
+    """What writes rounds without the host, and fails at the first one. A lost device fails in every later pass, too."""
+
+    def __init__(self, model, error):
+        self.model, self.error, self.begun = model, error, 0
+
+    def serves(self, seqs, budget):
+        return True
+
+    def can(self, seqs):
+        return True
+
+    def write(self, seqs, wait, going):
+        self.begun += 1
+        self.model.error = self.error if self.error is LOST else None
+        raise self.error
+        yield
+
+
+class TestRoundsWithoutTheHost:
+    def writing(self, error):
+        model = Failing(seed=3)
+        local = backend("ngram", model=model)
+        [drafter] = local.engine.drafters.values()
+        drafter.writer = Writes(model, error)
+        return local, drafter.writer
+
+    def test_a_device_that_is_lost_in_one(self):
+        """A drafter that fails is left out, but this is no fault of a drafter's."""
+        local, writer = self.writing(LOST)
+        assert str(LOST) in ask(local).result().error
+        assert writer.begun == 1
+        assert str(LOST) in local.load().fault
+        with pytest.raises(BackendStopped, match="CUDA error"):
+            ask(local)
+        local.close()
+
+    def test_memory_that_runs_out_in_one(self):
+        """The sequence goes on step by step, to the same text; so does the next one."""
+        plain = backend("none", model=Failing(seed=3))
+        local, writer = self.writing(FULL)
+        for _ in range(2):
+            assert ask(local, 8).result().text == ask(plain, 8).result().text
+        assert writer.begun == 2  # once for each sequence
+        assert not local.load().fault
+        local.close()
+        plain.close()
+
+
 class TestWhatItSurvives:
     @pytest.mark.parametrize("error", [FULL, MemoryError("none left"), ValueError("cannot convert float NaN")])
     def test_one_pass_that_fails(self, error, caplog):

@@ -208,7 +208,7 @@ def test_the_share_of_the_library_is_of_one_round():
     served = [wave(1, 2.0), wave(2, 10.0), wave(3, 4.0), wave(4, 1.0, errors=1)]
     library = [wave(1, 1.0), wave(2, 9.0), wave(3, 2.0), wave(4, 1.0)]
     [row] = reports._library(served, library)
-    assert row["share"] == {"value": 0.5, "least": 0.5, "most": 0.9}
+    assert row["share"] == pytest.approx({"value": 0.5, "least": 0.5, "most": 0.9})
 
 
 @pytest.mark.parametrize(

@@ -191,11 +191,10 @@ struct MadeAdapter {
         for (float& scale : scales.back()) scale *= 1e-4f;
         to.scales = scales.back().data();
         to.rank = TILE;
-        to.inputs = inputs;
         to.count = parts;
         for (int64_t p = 0; p < parts; p++) {
             const int64_t first = parts == 1 || !p ? 0 : w.outputs - each, outputs = parts == 1 ? w.outputs : each;
-            bytes.push_back(Made::bytes(outputs * (rank + rank % 2)));
+            bytes.push_back(Made::bytes(outputs * rank));
             to.parts[p] = {bytes.back().data(), first, outputs, p * rank, rank};
         }
     }

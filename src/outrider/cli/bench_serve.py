@@ -122,7 +122,7 @@ def serve(*, own: Annotated[BenchServeOptions, fields(BenchServeOptions)]) -> No
     def save(outcome: serving.LoadResult) -> None:
         reports.write(reports.assemble(plan, outcome, command), plan.output)
 
-    with bar("{task.completed:.0f}/{task.total:.0f}", plain=10.0) as show:
+    with bar("{task.completed:.0f}/{task.total:.0f}") as show:
         outcome = serving.run(plan, show, save)
     save(outcome)
     reports.show(reports.assemble(plan, outcome, command))

@@ -36,36 +36,37 @@ class ThroughputTrial:
     and adapters of the sequences. A head that pays for a model may cost time with an adapter that changes its texts."""
 
     def __init__(self) -> None:
-        self._batches: OrderedDict[tuple[int, Hashable], _Batch] = OrderedDict()  # by the bits of the number, and work
+        # by the bits of the number of sequences, and their work
+        self._kinds: OrderedDict[tuple[int, Hashable], _KindOfStep] = OrderedDict()
 
     def drafts(self, seqs: int, work: Hashable = None) -> bool:
         """Whether such a step should draft."""
-        return self._batch(seqs, work).drafts()
+        return self._kind(seqs, work).drafts()
 
     def prefers_plain(self, seqs: int, work: Hashable = None) -> bool:
         """Whether both ways were tried, and plain steps were faster."""
-        return self._batch(seqs, work).prefers_plain
+        return self._kind(seqs, work).prefers_plain
 
     def prefers_drafts(self, seqs: int, work: Hashable = None) -> bool:
         """Whether both ways were tried, and drafting was faster."""
-        return self._batch(seqs, work).prefers_drafts
+        return self._kind(seqs, work).prefers_drafts
 
     def learn(
         self, seqs: int, drafted: bool, tokens: int, seconds: float, passes: int = 1, work: Hashable = None
     ) -> None:
         """What a step wrote, which may be several passes of the target."""
-        self._batch(seqs, work).learn(drafted, tokens, seconds, passes)
+        self._kind(seqs, work).learn(drafted, tokens, seconds, passes)
 
-    def _batch(self, seqs: int, work: Hashable) -> _Batch:
+    def _kind(self, seqs: int, work: Hashable) -> _KindOfStep:
         key = seqs.bit_length(), work
-        found = self._batches.setdefault(key, _Batch())
-        self._batches.move_to_end(key)
-        if len(self._batches) > REMEMBERED:
-            self._batches.popitem(last=False)
+        found = self._kinds.setdefault(key, _KindOfStep())
+        self._kinds.move_to_end(key)
+        if len(self._kinds) > REMEMBERED:
+            self._kinds.popitem(last=False)
         return found
 
 
-class _Batch:
+class _KindOfStep:
     def __init__(self) -> None:
         self.ways: dict[bool, _DraftedSteps | _PlainSteps] = {True: _DraftedSteps(), False: _PlainSteps()}
         self._better, self._again = True, TRY_AGAIN

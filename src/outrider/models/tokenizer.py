@@ -410,8 +410,8 @@ def _adds_bos(metadata: Mapping[str, Any]) -> bool:
 
 
 def decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """Token ids to text, special tokens left out. A stream decodes after every step, and of the 20 µs that a tokenizer
-    of transformers takes, 4 are the decoding: where it adds nothing to that, what it stands on is asked directly."""
+    """Token ids to text, special tokens left out. A stream decodes after every step, and half of the time that a
+    tokenizer of transformers takes is around the decoding: where that adds nothing, what it stands on is asked."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None and _only_decodes(tokenizer):
         return functools.partial(backend.decode, skip_special_tokens=True)

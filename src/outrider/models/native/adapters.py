@@ -39,18 +39,15 @@ class PackedAdapter:
 class _PackedPairs:
     """The pairs of one joined matrix, not yet where they will lie."""
 
-    a: Tensor  # int8 [rank / 16, inputs / 2, 16, 2]
+    a: Tensor  # int8 [rank / 16, inputs, 16]
     scales: Tensor  # [rank]
-    b: Sequence[Tensor]  # int8 [outputs / 16, pairs of inner values, 16, 2] each
+    b: Sequence[Tensor]  # int8 [outputs / 16, rank, 16] each
     parts: Sequence[tuple[int, LowRank]]  # the first output of each
 
 
 def packed_bytes(adapter: Adapter) -> int:
     """At most what `pack` takes."""
-    small = sum(
-        pair.a.shape[1] * (pair.rank + TILE) + pair.b.shape[0] * (pair.rank + 1) + 8 * pair.rank
-        for pair in _in_layers(adapter)
-    )
+    small = sum(pair.a.shape[1] * (pair.rank + TILE) + pair.b.numel() + 8 * pair.rank for pair in _in_layers(adapter))
     ends = (adapter.pairs[name] for name in (EMBEDDING, OUTPUT) if name in adapter.pairs)
     return small + 3 * ALIGN * len(adapter.pairs) + sum(pair.a.nbytes + pair.b.nbytes for pair in ends)
 
@@ -84,16 +81,11 @@ def _packed(parts: Sequence[tuple[int, LowRank]]) -> _PackedPairs:
     factors = [step * pair.scale for (_, step), (_, pair) in zip(columns, parts, strict=True)]
     scales = scales * torch.cat([*factors, a.new_zeros(fill)])
     return _PackedPairs(
-        _in_pairs(whole),
+        whole.view(-1, TILE, a.shape[1]).transpose(1, 2).contiguous(),
         scales,
-        [_in_pairs(torch.nn.functional.pad(b, (0, b.shape[1] % 2))) for b, _ in columns],
+        [b.view(-1, TILE, b.shape[1]).transpose(1, 2).contiguous() for b, _ in columns],
         parts,
     )
-
-
-def _in_pairs(values: Tensor) -> Tensor:
-    """[rows, columns] -> [rows / 16, columns / 2, 16, 2]."""
-    return values.view(-1, TILE, values.shape[1] // 2, 2).transpose(1, 2).contiguous()
 
 
 def _rounded(values: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -123,11 +115,7 @@ class _Placing:
 
 def _matrix(each: _PackedPairs, place: _Placing) -> structs.AdapterMatrix:
     matrix = structs.AdapterMatrix(
-        a=place(each.a),
-        scales=place(each.scales),
-        rank=len(each.scales),
-        inputs=each.parts[0][1].a.shape[1],
-        count=len(each.parts),
+        a=place(each.a), scales=place(each.scales), rank=len(each.scales), count=len(each.parts)
     )
     low = 0
     for i, ((first, pair), b) in enumerate(zip(each.parts, each.b, strict=True)):

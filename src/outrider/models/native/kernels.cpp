@@ -11,14 +11,12 @@
 // it, change the greedy text of half of the prompts; the second part costs nothing where memory is the limit.) A matrix can
 // be told to take 8 bits: then the high part is 0, and kernels may leave it out.
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
-#include <memory>
 #include <vector>
 
 #include "lanes.h"
@@ -758,24 +756,19 @@ double dots_per_second(double seconds) {
 #endif
 }
 
-// ---- adapters: y += B (A x); each row by the same operations in the same order, whatever rows are beside it ----
-//
-// A and B have 8 bits; x, and A x, are rounded to 16 with one scale for a row. Their products are summed as integers, as far as 32
-// bits reach, and then in float.
+// ---- adapters: y += B (A x), in float; each row by the same operations in the same order, whatever rows are beside it ----
 
 struct AdapterPart {  // of one of the joined matrices
-    const int8_t* b;      // [outputs / 16][pairs of inner values][16][2], with a zero after an odd number of them
+    const int8_t* b;      // [outputs / 16][rank][16]
     int64_t first, outputs;  // which outputs of the joined matrices these are
     int64_t low, rank;       // which of the inner values are its own
-
-    int64_t tile_size() const { return (rank + 1) / 2 * 2 * TILE; }  // bytes
 };
 
 struct AdapterMatrix {
-    const int8_t* a;      // [rank / 16][inputs / 2][16][2]
+    const int8_t* a;      // [rank / 16][inputs][16]
     const float* scales;  // [rank] of A's rows, B's columns and the adapter together
     int64_t rank;         // of all parts together, a multiple of 16; 0: nothing is added to these matrices
-    int64_t inputs, count;  // count: of parts
+    int64_t count;        // parts
     AdapterPart parts[3];
 };
 
@@ -797,52 +790,26 @@ struct RowGroup {  // neighbours with the same adapter, within a group of 8 rows
 };
 
 constexpr int ADAPTED = 4;    // rows of one adapter that share a reading of its matrices
-constexpr int SEGMENT = 192;  // inputs whose products are summed by themselves: fewer than 32 bits hold, and threads share one row's
+constexpr int SEGMENT = 192;  // inputs whose products are added up by themselves, so that threads can share one row's
 constexpr int FEW_GROUPS = 4; // groups of rows up to which they do
-constexpr int TOGETHER_LOW = 256;      // inner values whose products are summed by themselves: fewer than 32 bits hold
-constexpr float MOST_WORD = 32767.0f;  // the largest number of 16 bits
-constexpr int LINE = 64;      // bytes of a line of the caches, on most processors
-
-// Numbers [0, size) -> 16 bits, zeros up to the next 16; their scale, which is none where one of them is none.
-inline float round_to_words(const float* x, int64_t size, int16_t* q) {
-    Lanes most = all_lanes(0.0f), none = all_lanes(0.0f);
-    const auto some = [&](int64_t i) { return i + LANES <= size ? load(x + i) : load_some(x + i, size - i); };
-    for (int64_t i = 0; i < size; i += LANES) {
-        const Lanes v = some(i);
-        most = larger(larger(v, sub(all_lanes(0.0f), v)), most);
-        none = fused(v, all_lanes(0.0f), none);
-    }
-    const float largest = largest_of(most), wrong = sum_of(none);
-    const bool fits = wrong == 0.0f && largest >= LEAST;
-    const Lanes inverse = all_lanes(fits ? MOST_WORD / largest : 0.0f);
-    for (int64_t i = 0; i < size; i += LANES) {
-        int32_t whole[LANES];
-        if (fits) nearest_integers(mul(some(i), inverse), whole);
-        for (int j = 0; j < LANES; j++) q[i + j] = fits ? static_cast<int16_t>(whole[j]) : 0;
-    }
-    return fits ? largest / MOST_WORD : wrong;
-}
+constexpr int FEWEST_TILES = 6;  // that a thread takes at a time: each time costs a look at the others, and reads a bit of B
 
 // The rows of a pass that have adapters, and memory that its products use one after the other.
 struct AdaptedRows {
     const Adapters* adapters;
-    int64_t layers, widest;  // of the model; the most inputs of any of its matrices
+    int64_t layers;  // of the model
     std::vector<RowGroup> groups;
     std::vector<int64_t> starts;
-    std::vector<float> parts, scales;    // scales: of each row's inputs
-    std::unique_ptr<int16_t[]> rounded;  // [rows][widest] inputs
+    std::vector<float> parts;
 
-    AdaptedRows(const Adapters* given, int64_t rows, int64_t layers, int64_t widest) : adapters(given), layers(layers), widest(widest) {
-        if (!given) return;
-        for (int64_t row = 0; row < rows;) {
+    AdaptedRows(const Adapters* given, int64_t rows, int64_t layers) : adapters(given), layers(layers) {
+        for (int64_t row = 0; given && row < rows;) {
             RowGroup group = {given->rows[row], row, 1};
             for (int64_t next = row + 1; group.count < ADAPTED && next < rows && next % ROWS && given->rows[next] == group.layers; next++)
                 group.count++;
             if (group.layers) groups.push_back(group);
             row += group.count;
         }
-        scales.resize(rows);
-        rounded.reset(new int16_t[rows * widest]);
     }
     bool few() const { return static_cast<int64_t>(groups.size()) <= FEW_GROUPS; }
 };
@@ -862,13 +829,6 @@ struct Added {
     const AdapterMatrix& of(const RowGroup& group) const { return group.layers[layer].*field; }
     float* low(int64_t row) const { return rows->adapters->low + row * rows->adapters->stride; }
 
-    // x: the inputs of the product, as floats. For each row before the product begins.
-    void take(int64_t row, const float* x, int64_t inputs) const {
-        if (!rows || !rows->adapters) return;
-        const AdapterLayer* const own = rows->adapters->rows[row];
-        if (own && (own[layer].*field).rank) rows->scales[row] = round_to_words(x, inputs, rows->rounded.get() + row * rows->widest);
-    }
-
     // What the product after this one adds; null after the last.
     const AdapterMatrix* next(const RowGroup& group) const {
         const AdapterLayer& own = group.layers[layer];
@@ -879,43 +839,49 @@ struct Added {
     }
 };
 
+constexpr int LINE = 64;  // bytes of a line of the caches, on most processors
+
 // Without the empty instruction GCC takes a function that does nothing else for one that does nothing.
-inline void soon(const int8_t* q) {
+inline void soon(const void* q) {
     __builtin_prefetch(q);
     asm volatile("");
 }
 
-// Of one tile of A: the products of inputs [begin, end) with N rows, `step` numbers apart; several sums, so that no product waits
-// for the last.
+// Of one tile of A: the products of inputs [begin, end) with N rows, `step` floats apart. Four sums for each row, by the place of
+// an input modulo 4, so that no product waits for the last.
 template <int N>
-inline void segment_sums(const int8_t* a, const int16_t* x, int64_t step, int64_t begin, int64_t end, Lanes (&to)[N]) {
-    constexpr int PARTS = 4;
-    Sums sums[N][PARTS];
+inline void segment_sums(const int8_t* a, const float* x, int64_t step, int64_t begin, int64_t end, Lanes (&to)[N]) {
+    Lanes sums[N][4];
     for (int n = 0; n < N; n++)
-        for (int j = 0; j < PARTS; j++) sums[n][j] = no_sums();
-    for (int64_t i = begin; i < end; i += 2 * PARTS) {
+        for (int j = 0; j < 4; j++) sums[n][j] = all_lanes(0.0f);
+    for (int64_t i = begin; i < end; i += 4) {
         soon(a + i * TILE + 1024);
-        soon(a + i * TILE + 1024 + LINE);
 #pragma GCC unroll 4
-        for (int j = 0; j < PARTS; j++) {
-            const Pairs weights = load_pairs(a + (i + 2 * j) * TILE);
-            for (int n = 0; n < N; n++) sums[n][j] = add_pairs(sums[n][j], weights, x + n * step + i + 2 * j);
+        for (int j = 0; j < 4; j++) {
+            const Lanes weights = load_bytes(a + (i + j) * TILE);
+            for (int n = 0; n < N; n++) sums[n][j] = fused(weights, all_lanes(x[n * step + i + j]), sums[n][j]);
         }
     }
-    for (int n = 0; n < N; n++) to[n] = as_floats(add_sums(add_sums(sums[n][0], sums[n][1]), add_sums(sums[n][2], sums[n][3])));
+    for (int n = 0; n < N; n++) to[n] = add(add(sums[n][0], sums[n][1]), add(sums[n][2], sums[n][3]));
 }
 
-// y += B low for N rows and some tiles of outputs, `size` bytes of B each; low: [N][TOGETHER_LOW], `scales` of each row.
+// y += B low for N rows and some tiles of outputs; two sums for each row.
 template <int N>
-void widen_tiles(const int8_t* b, int64_t pairs, int64_t size, int64_t tiles, const int16_t* low, const float* scales, float* y, int64_t step) {
-    for (int64_t tile = 0; tile < tiles; tile++, b += size, y += TILE) {
-        Sums sums[N];
-        for (int n = 0; n < N; n++) sums[n] = no_sums();
-        for (int64_t k = 0; k < pairs; k++) {
-            const Pairs weights = load_pairs(b + 2 * k * TILE);
-            for (int n = 0; n < N; n++) sums[n] = add_pairs(sums[n], weights, low + n * TOGETHER_LOW + 2 * k);
+void widen_tiles(const int8_t* b, int64_t rank, int64_t tiles, const float* low, int64_t stride, float* y, int64_t step) {
+    for (int64_t tile = 0; tile < tiles; tile++, b += rank * TILE, y += TILE) {
+        Lanes sums[N][2];
+        for (int n = 0; n < N; n++) sums[n][0] = sums[n][1] = all_lanes(0.0f);
+        for (int64_t k = 0; k + 1 < rank; k += 2)
+#pragma GCC unroll 2
+            for (int j = 0; j < 2; j++) {
+                const Lanes weights = load_bytes(b + (k + j) * TILE);
+                for (int n = 0; n < N; n++) sums[n][j] = fused(weights, all_lanes(low[n * stride + k + j]), sums[n][j]);
+            }
+        if (rank % 2) {
+            const Lanes weights = load_bytes(b + (rank - 1) * TILE);
+            for (int n = 0; n < N; n++) sums[n][0] = fused(weights, all_lanes(low[n * stride + rank - 1]), sums[n][0]);
         }
-        for (int n = 0; n < N; n++) store(y + n * step, fused(as_floats(sums[n]), all_lanes(scales[n]), load(y + n * step)));
+        for (int n = 0; n < N; n++) store(y + n * step, add(load(y + n * step), add(sums[n][0], sums[n][1])));
     }
 }
 
@@ -923,9 +889,10 @@ void widen_tiles(const int8_t* b, int64_t pairs, int64_t size, int64_t tiles, co
 // few rows, the segments of one row's sums are shared out, and the last thread that is done adds them up; a row's sums are the same.
 class Narrowing {
   public:
-    Narrowing(const Added& added, int64_t inputs)
-        : added_(added), groups_(added.rows->groups), starts_(added.rows->starts), parts_(added.rows->parts), inputs_(inputs),
-          segments_((inputs + SEGMENT - 1) / SEGMENT), split_(added.rows->few() && pool().size() > 1) {
+    // x: where row 0 is, `step` floats from row to row.
+    Narrowing(const Added& added, const float* x, int64_t inputs, int64_t step)
+        : added_(added), groups_(added.rows->groups), starts_(added.rows->starts), parts_(added.rows->parts), x_(x), inputs_(inputs),
+          step_(step), segments_((inputs + SEGMENT - 1) / SEGMENT), split_(added.rows->few() && pool().size() > 1) {
         int64_t tiles = 0;
         starts_.clear();
         for (const RowGroup& group : groups_) {
@@ -938,8 +905,9 @@ class Narrowing {
         left_.store(count_, std::memory_order_relaxed);
     }
 
-    // Take part, as long as there is something to do.
+    // Take part, as long as there is something to do. Whoever comes again only looks: to write would take the line from the others.
     void help() {
+        if (next_.load(std::memory_order_relaxed) >= count_) return;
         for (int64_t begin; (begin = next_.fetch_add(share_, std::memory_order_relaxed)) < count_;) {
             const int64_t end = begin + share_ < count_ ? begin + share_ : count_;
             for (int64_t item = begin; item < end; item++) {
@@ -977,11 +945,11 @@ class Narrowing {
     void run_rows(size_t g, int64_t tile, int64_t segment) {
         const RowGroup& group = groups_[g];
         const int8_t* a = added_.of(group).a + tile * inputs_ * TILE;
-        const int16_t* x = added_.rows->rounded.get() + group.first * added_.rows->widest;
+        const float* x = x_ + group.first * step_;
         Lanes sums[N], total[N];
         for (int64_t s = segment < 0 ? 0 : segment; s < (segment < 0 ? segments_ : segment + 1); s++) {
             const int64_t end = (s + 1) * SEGMENT < inputs_ ? (s + 1) * SEGMENT : inputs_;
-            segment_sums<N>(a, x, added_.rows->widest, s * SEGMENT, end, sums);
+            segment_sums<N>(a, x, step_, s * SEGMENT, end, sums);
             for (int n = 0; n < N; n++) total[n] = s == 0 || segment >= 0 ? sums[n] : add(total[n], sums[n]);
         }
         for (int n = 0; n < N; n++) {
@@ -1001,8 +969,7 @@ class Narrowing {
     }
 
     void finish(const RowGroup& group, int64_t n, int64_t tile, const Lanes& total) {
-        const Lanes scaled = mul(total, all_lanes(added_.rows->scales[group.first + n]));
-        store(added_.low(group.first + n) + tile * TILE, mul(scaled, load(added_.of(group).scales + tile * TILE)));
+        store(added_.low(group.first + n) + tile * TILE, mul(total, load(added_.of(group).scales + tile * TILE)));
     }
 
     int64_t tiles(size_t g) const { return added_.of(groups_[g]).rank / TILE; }
@@ -1017,10 +984,12 @@ class Narrowing {
     const std::vector<RowGroup>& groups_;
     std::vector<int64_t>& starts_;
     std::vector<float>& parts_;
-    int64_t inputs_, segments_, count_ = 0, share_;
+    const float* x_;
+    int64_t inputs_, step_, segments_, count_ = 0, share_;
     bool split_;
-    std::atomic<int64_t> next_{0}, left_{0};
-    std::atomic<bool> ready_{false};
+    alignas(LINE) std::atomic<int64_t> next_{0};
+    alignas(LINE) std::atomic<int64_t> left_{0};
+    alignas(LINE) std::atomic<bool> ready_{false};
 };
 
 // Calls some(part, first tile of the part, first tile, tiles) for what an adapter adds to tiles [begin, end) of a product.
@@ -1043,16 +1012,8 @@ void widen(const Added& added, int64_t begin, int64_t end, int64_t from, int64_t
                               : group.count == 2 ? widen_tiles<2>
                               : group.count == 3 ? widen_tiles<3>
                                                  : widen_tiles<4>;
-            const int64_t size = part.tile_size();
-            for (int64_t k = 0; k < part.rank; k += TOGETHER_LOW) {
-                const int64_t count = part.rank - k < TOGETHER_LOW ? part.rank - k : TOGETHER_LOW;
-                int16_t low[ADAPTED * TOGETHER_LOW];
-                float scales[ADAPTED];
-                for (int64_t n = 0; n < group.count; n++)
-                    scales[n] = round_to_words(added.low(group.first + n) + part.low + k, count, low + n * TOGETHER_LOW);
-                some(part.b + (tile - first) * size + k * TILE, (count + 1) / 2, size, tiles, low, scales,
-                     y + group.first * outputs + tile * TILE, outputs);
-            }
+            some(part.b + (tile - first) * TILE * part.rank, part.rank, tiles, added.low(group.first) + part.low,
+                 added.rows->adapters->stride, y + group.first * outputs + tile * TILE, outputs);
         });
     }
 }
@@ -1061,18 +1022,18 @@ void widen(const Added& added, int64_t begin, int64_t end, int64_t from, int64_t
 void ask(const Added& added, int64_t begin, int64_t end) {
     for (const RowGroup& group : added.rows->groups)
         parts_of_tiles(added.of(group), begin, end, [&](const AdapterPart& part, int64_t first, int64_t tile, int64_t tiles) {
-            const int64_t size = part.tile_size();
-            for (int64_t i = 0; i < tiles * size; i += LINE) soon(part.b + (tile - first) * size + i);
+            const int8_t* b = part.b + (tile - first) * TILE * part.rank;
+            for (int64_t i = 0; i < tiles * TILE * part.rank; i += LINE) soon(b + i);
         });
 }
 
-// Ask memory for this share, tiles [begin, end) of all, of what the next product begins with.
-void ask_next(const Added& added, int64_t begin, int64_t end, int64_t all) {
+// Ask memory for the description of what the next product adds, and for the scales of this one: both are read where nothing else can
+// be done meanwhile.
+void ask_ahead(const Added& added) {
     for (const RowGroup& group : added.rows->groups) {
-        const AdapterMatrix* const next = added.next(group);
-        if (!next || !next->rank) continue;
-        const int64_t size = next->rank * next->inputs;
-        for (int64_t i = size * begin / all; i < size * end / all; i += LINE) soon(next->a + i);
+        const AdapterMatrix &own = added.of(group), *const next = added.next(group);
+        for (int64_t tile = 0; tile < own.rank / TILE; tile++) soon(own.scales + tile * TILE);
+        for (size_t i = 0; next && i < sizeof(AdapterMatrix); i += LINE) soon(reinterpret_cast<const char*>(next) + i);
     }
 }
 
@@ -1104,13 +1065,14 @@ void product(const JoinedMatrices& w, const Activations& x, int64_t rows, float*
     });
 }
 
-// The same with what adapters add, which have taken their inputs.
-void adapted_product(const JoinedMatrices& w, const Activations& x, int64_t rows, float* y, const float* add, const Added& added) {
+// The same with what adapters add; inputs: the floats that x was made of, `step` from row to row.
+void adapted_product(const JoinedMatrices& w, const Activations& x, int64_t rows, float* y, const float* add, const Added& added,
+                     const float* inputs, int64_t step) {
     if (!added.some()) return product(w, x, rows, y, add);
-    Narrowing narrowing(added, w.parts[0].inputs);
+    Narrowing narrowing(added, inputs, w.parts[0].inputs, step);
     const bool few = added.rows->few();
-    const int64_t tiles = w.outputs / TILE;
-    pool().run(tiles, 1, [&](int64_t begin, int64_t end, int64_t) {
+    if (few) ask_ahead(added);
+    pool().run(w.outputs / TILE, FEWEST_TILES, [&](int64_t begin, int64_t end, int64_t) {
         narrowing.help();
         if (few) ask(added, begin, end);
         rows_in_turn(w, rows, [&](int64_t from, int64_t to) {
@@ -1118,7 +1080,6 @@ void adapted_product(const JoinedMatrices& w, const Activations& x, int64_t rows
             narrowing.wait();
             widen(added, begin, end, from, to, y, w.outputs);
         });
-        if (few) ask_next(added, begin, end, tiles);
     });
 }
 
@@ -1772,10 +1733,9 @@ static void linear(const JoinedMatrices* w, const float* x, const float* norm, f
                 row = work->normed + r * inputs;
             }
             quantise_row(row, inputs, r, rows, w->activations, work->x);
-            added.take(r, row, inputs);
         }
     });
-    adapted_product(*w, work->x, rows, y, nullptr, added);
+    adapted_product(*w, work->x, rows, y, nullptr, added, norm ? work->normed : x, inputs);
 }
 
 void outrider_linear(const JoinedMatrices* w, const float* x, const float* norm, float eps, int64_t rows, float* y, const Work* work) {
@@ -1830,7 +1790,7 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
             work->owners[row] = static_cast<int32_t>(n);
         }
     }
-    AdaptedRows adapted(adapters, rows, s.layers, std::max({s.hidden, q_size, s.inner}));
+    AdaptedRows adapted(adapters, rows, s.layers);
     std::vector<Item> items = attention_items(s, spans, span_count);
     std::vector<Span> ends(spans, spans + span_count);
     for (int64_t index = 0; index < s.layers; index++) {
@@ -1853,28 +1813,23 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
             rows = 1;
         }
         const float* mixed = work->mixed + ends[0].first * q_size;
-        const Added to_output = {&adapted, index, &AdapterLayer::output}, to_down = {&adapted, index, &AdapterLayer::down};
         pool().run(static_cast<int64_t>(items.size()), 1, [&](int64_t begin, int64_t end, int64_t id) {
             for (int64_t item = begin; item < end; item++)
                 attend_item(s, layer, items[item], ends[items[item].span], index, all, id, work);
         });
         pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
-            for (int64_t r = begin; r < end; r++) {
-                quantise_row(mixed + r * q_size, q_size, r, rows, layer.output.activations, work->x);
-                to_output.take(r, mixed + r * q_size, q_size);
-            }
+            for (int64_t r = begin; r < end; r++) quantise_row(mixed + r * q_size, q_size, r, rows, layer.output.activations, work->x);
         });
-        adapted_product(layer.output, work->x, rows, x, x, to_output);
+        adapted_product(layer.output, work->x, rows, x, x, {&adapted, index, &AdapterLayer::output}, mixed, q_size);
         linear(&layer.gate_up, x, layer.mlp_norm, s.eps, rows, work->inner, work, {&adapted, index, &AdapterLayer::gate_up});
         pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
             for (int64_t r = begin; r < end; r++) {
                 float *gate = work->inner + r * 2 * s.inner, *up = gate + s.inner;
                 gated(gate, up, s.inner);
                 quantise_row(gate, s.inner, r, rows, layer.down.activations, work->x);
-                to_down.take(r, gate, s.inner);
             }
         });
-        adapted_product(layer.down, work->x, rows, x, x, to_down);
+        adapted_product(layer.down, work->x, rows, x, x, {&adapted, index, &AdapterLayer::down}, work->inner, 2 * s.inner);
         for (int64_t k = 0; k < wanted_count; k++)
             if (wanted[k] == index) std::memcpy(kept + k * rows * s.hidden, x, rows * s.hidden * sizeof(float));
     }

@@ -94,7 +94,6 @@ class AdapterMatrix(Structure):
         ("a", c_void_p),
         ("scales", c_void_p),
         ("rank", c_int64),
-        ("inputs", c_int64),
         ("count", c_int64),
         ("parts", AdapterPart * 3),
     )

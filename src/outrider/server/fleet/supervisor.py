@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from outrider.backends.base import BackendLoad
@@ -259,8 +260,6 @@ class Worker:
     def __init__(self, spec: LaunchSpec, limits: WorkerLimits, metrics: Metrics) -> None:
         self.spec, self._limits, self._metrics = spec, limits, metrics
         self.uid, self.status, self.reason = spec.uid, "loading", ""
-        # of these two every chunk is told
-        self._first_token, self._gap = metrics.first_token.labels(spec.uid), metrics.gap.labels(spec.uid)
         self.created, self.restarts = int(time.time()), 0
         self.info: dict[str, Any] = {}
         self.adapters = AdapterBook(spec.uid)
@@ -452,13 +451,18 @@ class Worker:
         self._metrics.adapters.labels(self.uid).set(len(self.adapters))
         self._metrics.adapters_in_memory.labels(self.uid).set(load.adapters)
 
+    @cached_property
+    def _gap(self) -> Any:
+        """The histogram of its tokens' gaps, looked up once: every chunk is counted there."""
+        return self._metrics.gap.labels(self.uid)
+
     def _chunk(self, id: int, chunk: Chunk) -> None:
         stream = self._streams.get(id)
         if stream is None:
             return
         now = time.perf_counter()
         if not stream.last:
-            self._first_token.observe(now - stream.begun)
+            self._metrics.first_token.labels(self.uid).observe(now - stream.begun)
         elif chunk.tokens:
             self._gap.observe((now - stream.last) / len(chunk.tokens))
         stream.last = now
