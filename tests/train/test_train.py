@@ -127,7 +127,9 @@ def test_a_trained_head_goes_on_learning(kind, calm_folder, prompt_file, tmp_pat
     first, second = (log(tmp_path / name) for name in ("first", "second"))
     fresh, end, begin = (sum(line["hit1"] for line in lines) / 5 for lines in (first[:5], first[-5:], second[:5]))
     assert begin > (fresh + end) / 2
-    assert provenance(tmp_path / "second")["job"]["rate"] == BEGUN_RATE
+    said = provenance(tmp_path / "second")
+    assert (said["job"]["rate"], said["job"]["begin"]) == (BEGUN_RATE, "first")
+    assert str(tmp_path) not in json.dumps(said)
     heads_ = [safetensors.torch.load_file(tmp_path / name / "model.safetensors") for name in ("first", "second")]
     shapes = [{name: tensor.shape for name, tensor in head.items()} for head in heads_]
     assert shapes[0] == shapes[1]
@@ -136,6 +138,9 @@ def test_a_trained_head_goes_on_learning(kind, calm_folder, prompt_file, tmp_pat
     other = "medusa" if kind == "eagle" else "eagle"
     assert train(other, calm_folder, tmp_path / "other", *more, how=FEW) == 2
     assert f"holds no head of the kind {other}" in " ".join(capsys.readouterr().err.split())
+    assert train(kind, calm_folder, tmp_path / "other", *few, "--begin", tmp_path / "nothing", how=FEW) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists(), "it says so before it writes any text"
 
 
 def digests(folder):

@@ -52,7 +52,7 @@ def fresh(job: TrainingJob, target: Target, draft_ids: Tensor | None, longest: i
 
 def begun(job: TrainingJob, target: Target) -> nn.Module:
     """The head that goes on learning."""
-    head = heads.find(job.kind, "" if job.begin == SHIPPED else job.begin, target, Path(job.model).name)
+    head = heads.find(job.kind, "" if job.begin == SHIPPED else job.begin, target, job.model)
     if not isinstance(head, _HEADS[job.kind]):
         raise OutriderError(f"{job.begin} holds no head of the kind {job.kind}: begin with one that is, or with none")
     return head.train().float().requires_grad_(True)

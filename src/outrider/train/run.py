@@ -126,6 +126,8 @@ class _TrainingRun:
         self._loaded = load(task.job.model, task.where)
         self._teacher = Teacher(self._loaded.model, (), min(LONGEST, self._loaded.model.context))
         self._adapter = self._fold()
+        # read now, so that nobody waits for texts to hear that there is no such head
+        self._begun = kinds.begun(task.job, self._teacher.model) if task.job.begin else None
         chat, chunk = ChatFormat.of(self._loaded.tokenizer), writer.PROMPT_CHUNK[self._device.type]
         self._evaluator = results.Evaluator(self._loaded, chat, task.where, chunk)
         source = sources.resolve(task.job.model)
@@ -234,8 +236,7 @@ class _TrainingRun:
     # Learning.
 
     def _student(self, corpus: Corpus) -> nn.Module:
-        student = self._new_student(corpus) if not self._job.begin else kinds.begun(self._job, self._teacher.model)
-        student = student.to(self._device)
+        student = (self._begun or self._new_student(corpus)).to(self._device)
         self._teacher.layers = student.reads  # type: ignore[assignment]
         self._state.figures["parameters"] = sum(weight.numel() for weight in student.parameters())
         return student
@@ -251,7 +252,7 @@ class _TrainingRun:
     def _learn(self, learning: _Learning) -> LossLog:
         state, budget, student = self._state, self._budget, learning.student
         self._plan(learning.order)
-        if not state.step and not self._job.begin:
+        if not state.step and self._begun is None:
             kinds.prepare(student, self._teacher.read(learning.order.batch(0)))
         log = LossLog(self._out, state.step)
         loop = TrainingLoop(student, self._teacher, learning.order, learning.optimiser, self._job.unroll)
@@ -372,7 +373,12 @@ class _TrainingRun:
     def _write_provenance(self, measured: results.Measured) -> None:
         state = self._state
         facts = {
-            "job": {**as_dict(self._job), "model": self._name, "adapter": self._adapter},
+            "job": {
+                **as_dict(self._job),
+                "model": self._name,
+                "adapter": self._adapter,
+                "begin": Path(self._job.begin).name,
+            },
             "steps": state.step,
             "planned_steps": state.planned,
             "seconds": round(self._budget.spent, 1),
