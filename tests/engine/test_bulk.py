@@ -2,11 +2,13 @@
 
 import collections
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from tiny import Markov, Scripted, drain, outputs, plainly
 
+from outrider.core.adapter import ReadyAdapter
 from outrider.core.dice import Dice
 from outrider.core.sampling import SamplingParams, warp
 from outrider.core.sequence import Sequence
@@ -158,6 +160,25 @@ def test_both_ways_are_tried_in_parts_and_for_no_longer_than_that_takes():
     model.written.clear()
     engine.step()
     assert len(model.written) > FIRST_PASSES // 4
+
+
+def test_whether_drafts_pay_is_found_out_for_each_drafter_and_adapter():
+    """A head that pays for a model may cost time with an adapter; what one has shown does not decide for the other."""
+    policy, asked = DraftingPolicy(), collections.defaultdict(set)
+
+    def noted(name, own, *batch):
+        asked[name].add(batch[-1])
+        return own(*batch)
+
+    for name in ("drafts", "learn", "prefers_plain"):
+        setattr(policy.trial, name, partial(noted, name, getattr(policy.trial, name)))
+    engine = Engine(PagedMarkov(), Scripted(lambda seq, guessed: 0, 6), Limits(4), policy)
+    engine.drafters["other"] = Scripted(lambda seq, guessed: 0, 6)
+    for id, more in enumerate([{}, {"adapter": ReadyAdapter("haiku", None, 0)}, {"draft": "other"}]):
+        engine.add(Sequence(id, [1, 2], SamplingParams(60), **more))
+        drain(engine)
+    kinds = {frozenset({("", "")}), frozenset({("", "haiku")}), frozenset({("other", "")})}
+    assert asked == {"drafts": kinds, "learn": kinds, "prefers_plain": kinds}
 
 
 @pytest.mark.parametrize("options", [dict(top_k=2), dict(logprobs=1), dict(logit_bias={1: -9.0})], ids=str)
