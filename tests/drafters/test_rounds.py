@@ -10,7 +10,7 @@ import torch
 from block_forms import block_forms
 from eagle_forms import FORMS
 from pool_adapters import lora
-from tiny import VOCAB, eagle_head, family, medusa_head, outputs, plainly, prompts
+from tiny import VOCAB, eagle_head, family, medusa_head, noisy, ours, outputs, plainly, prompts
 
 from outrider import drafters
 from outrider.core.dice import Dice
@@ -78,8 +78,15 @@ def heads():
     return {"it": head("eagle-3"), "three": medusa, **blocks}
 
 
+@functools.cache
+def draft_model(name, quantize="none"):
+    """ "same": the target's own weights, of which all is kept; "like": nearly its weights."""
+    model = family("llama")[1] if name == "same" else ours(noisy(family("llama")[0], 0.05))
+    return CudaLlama(model.config, model.weights, 1 << 22)
+
+
 def engine(spec="eagle:head=it,tree=6,width=3,length=3", policy=None, rounds=True):
-    drafter = drafters.build(spec, BuildContext(target(), load=None, heads=heads()))
+    drafter = drafters.build(spec, BuildContext(target(), draft_model, heads=heads()))
     return Engine(target(), drafter, policy=policy, rounds=rounds)
 
 
@@ -100,6 +107,11 @@ GUESSERS = {
     "block:head=slots": (SEEDED, {"block"}),
     "block:head=seen,tree=6,width=3,length=3": (SEEDED, {"block"}),
     "ngram:length=3+block:head=slots,tree=5,width=2,length=3": (SEEDED, {"ngram", "block"}),
+    "layer_skip:layers=1": (SEEDED, {"layer_skip"}),
+    "draft_model:model=same,length=3": (SEEDED, {"draft_model"}),
+    "draft_model:model=like,length=3": (SEEDED, {"draft_model"}),
+    "ngram:length=3+draft_model:model=like,length=2": (SEEDED, {"ngram", "draft_model"}),
+    "draft_model:model=like,length=2+eagle:head=it,tree=6,width=3,length=3": (SEEDED, {"eagle", "draft_model"}),
 }
 
 
