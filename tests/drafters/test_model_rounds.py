@@ -24,6 +24,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext
 from outrider.drafters.rounds import writer
+from outrider.engine.policy import DraftingPolicy
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled: tests/gpu"),
@@ -39,16 +40,16 @@ def parts(monkeypatch):
     found = []
 
     def seen(seqs, rounds):
-        found.append([(list(seq.tokens), own) for seq, own in zip(seqs, rounds, strict=True)])
+        going = [pair for pair in zip(seqs, rounds, strict=True) if pair[0].finish is None]
+        found.append({seq.id: (list(seq.tokens), own) for seq, own in going})
 
     watch(monkeypatch, seen)
     return found
 
 
-def drafts(parts, place, name):
+def drafts(parts, id, name):
     """What one drafter guessed for one sequence, round by round, each with the text before it and what was kept."""
-    for part in parts:
-        text, rounds = part[place]
+    for text, rounds in (part[id] for part in parts if id in part):
         for number, tokens in enumerate(rounds.tokens):
             one = rounds.round(number)
             own = [token for token, source in zip(one.tokens, one.sources, strict=True) if source == name]
@@ -81,8 +82,8 @@ def test_chains_are_those_that_the_host_drafts(parts, monkeypatch, spec, beside,
     seqs[0].prompt = 1
     drain(engine("+".join(filter(None, [beside, spec]))), seqs)
     name, kept = spec.partition(":")[0], set()
-    for place, seq in enumerate(seqs):
-        for text, own, tokens in drafts(parts, place, name):
+    for seq in seqs:
+        for text, own, tokens in drafts(parts, seq.id, name):
             assert own == chain(spec, text, seq, length)
             kept.add(len(tokens) - 1)
     assert len(parts) > 1
@@ -146,8 +147,8 @@ def test_an_early_exit_runs_the_adapter_of_each_sequence(parts):
         seq.adapter = own
     drain(engine(f"layer_skip:layers={target().num_layers},length=2"), seqs)
     assert outputs(seqs) == outputs(wanted)
-    for place in range(3):
-        assert all(len(tokens) == 3 for _, _, tokens in drafts(parts, place, "layer_skip"))
+    for seq in seqs:
+        assert all(len(tokens) == 3 for _, _, tokens in drafts(parts, seq.id, "layer_skip"))
 
 
 def test_past_its_own_context_a_draft_model_guesses_nothing(parts, monkeypatch):
@@ -160,7 +161,7 @@ def test_past_its_own_context_a_draft_model_guesses_nothing(parts, monkeypatch):
     drain(engine("draft_model:model=short,length=2"), [seq])
     assert outputs([seq]) == outputs([wanted])
     assert parts
-    assert seq.stats.drafts > sum(len(own.tokens) for part in parts for _, own in part)
+    assert seq.stats.drafts > sum(len(own.tokens) for part in parts for _, own in part.values())
 
 
 def test_without_memory_for_the_draft_the_text_is_the_same(parts, monkeypatch):
@@ -170,6 +171,23 @@ def test_without_memory_for_the_draft_the_text_is_the_same(parts, monkeypatch):
     assert not parts
     assert outputs([seq]) == outputs(plain([SamplingParams(6)]))
     assert seq.stats.drafted, "the host drafts"
+
+
+@pytest.mark.parametrize("repays", [True, False])
+def test_a_prompt_that_does_not_repay_is_not_read(parts, monkeypatch, repays):
+    asked, policy = [], DraftingPolicy()
+
+    def answer(readers, seqs, work):
+        asked.append([reader.name for reader in readers])
+        return repays
+
+    monkeypatch.setattr(policy, "reading_repays", answer)
+    (seq,) = sequences([SamplingParams(6)])
+    made = engine("ngram:length=3+" + LIKE, policy)
+    drain(made, [seq])
+    assert outputs([seq]) == outputs(plain([SamplingParams(6)]))
+    assert bool(parts) == bool(seq.stats.drafted) == repays
+    assert asked[0] == ["ngram", "draft_model"]
 
 
 @pytest.mark.parametrize(
