@@ -122,11 +122,35 @@ def test_memory_comes_back_whatever_ends_a_text(parts, monkeypatch):
         assert model.free_pages == model._pages.count - 1
 
 
+@pytest.mark.parametrize("beside", ["", "ngram:length=6"])
+def test_between_rounds_the_host_drafts_from_the_same_cache(parts, monkeypatch, beside):
+    """Wherever the rounds stop, also after another drafter's guesses were kept, the cache claims no more than it has
+    read: what the host drafts there is what it drafts from the beginning."""
+    monkeypatch.setattr(writer, "PART", 1)
+    (seq,) = sequences([SamplingParams(14)])
+    seq.tokens[:] = (seq.tokens * 9)[:18]  # it repeats itself
+    seq.prompt = 18
+    made = engine("+".join(filter(None, [beside, LIKE])))
+    drafter, compared = made.drafters[""].members[-1], 0
+    made.interrupted = lambda: True
+    made.add(seq)
+    while seq.finish is None:
+        made.step()
+        length = drafter._model.length(seq.id)
+        if seq.finish is None and length:
+            (draft,) = drafter.propose([seq], [2])
+            assert list(draft.tokens) == chain(LIKE, list(seq.tokens), seq, 2)
+            drafter._model.crop(seq.id, length)
+            compared += 1
+    assert compared > 1
+
+
 def test_a_text_goes_on_outside_of_rounds(parts):
     """Half of it in rounds, then another request asks for log-probabilities, which the host must see."""
-    params = [SamplingParams(9), SamplingParams(2, logprobs=1)]
+    params = [SamplingParams(6), SamplingParams(2, logprobs=1)]
     first, other = sequences(params)
     made = engine(LIKE)
+    made.interrupted = lambda: True
     made.add(first)
     while not parts:
         made.step()
