@@ -74,8 +74,11 @@ def chain(spec, text, seq, length):
     ],
 )
 def test_chains_are_those_that_the_host_drafts(parts, monkeypatch, spec, beside, length):
-    """Whatever was kept before, also of another drafter's guesses; greedy, and under a seed; over several parts."""
+    """Whatever was kept before, also of another drafter's guesses; greedy, and under a seed; over several parts, and
+    prompts that are read in several passes."""
     monkeypatch.setattr(writer, "PART", 2)
+    monkeypatch.setattr("outrider.drafters.draft_model.CHUNK", 4)
+    monkeypatch.setattr("outrider.drafters.draft_model.READ_AT_ONCE", 5)
     params = [SamplingParams(9), SamplingParams(8, 0.8, seed=3)]
     seqs = sequences(params)
     seqs[0].tokens[:] = seqs[0].tokens[:1]  # a text of one token: nothing stands before the last
