@@ -78,7 +78,7 @@ def chain(spec, text, seq, length):
     [
         ("layer_skip:layers=1", "", 3),
         ("draft_model:model=like,length=3", "", 3),
-        (LIKE, "ngram:length=4", 2),
+        ("draft_model:model=same,length=2", "", 2),
         (LIKE, RIGHT, 2),
     ],
 )
@@ -86,8 +86,8 @@ def test_chains_are_those_that_the_host_drafts(parts, monkeypatch, spec, beside,
     """Whatever was kept before, also of another drafter's guesses; greedy, and under a seed; over several parts, and
     prompts that are read in several passes."""
     monkeypatch.setattr(writer, "PART", 2)
-    monkeypatch.setattr("outrider.drafters.draft_model.CHUNK", 4)
-    monkeypatch.setattr("outrider.drafters.draft_model.READ_AT_ONCE", 5)
+    monkeypatch.setattr("outrider.drafters.draft_model.CHUNK", 6)
+    monkeypatch.setattr("outrider.drafters.draft_model.READ_AT_ONCE", 3)
     monkeypatch.setattr(base, "ROW_BUDGETS", ((1 << 30, 128),))  # the second drafter has its whole length, too
     params = [SamplingParams(7), SamplingParams(7, 0.8, seed=3), SamplingParams(6)]
     seqs = sequences(params)
@@ -102,7 +102,10 @@ def test_chains_are_those_that_the_host_drafts(parts, monkeypatch, spec, beside,
             assert beside or draft.tokens == wanted
             kept.add(len(tokens) - 1)
     assert len(parts) > 1
-    assert kept == {3} if beside == RIGHT else len(kept) > 1
+    if beside or "same" in spec:
+        assert kept == {3 if beside else 2}, "all of every draft is kept"
+    else:
+        assert len(kept) > 1
 
 
 def test_a_batch_of_one_kind_is_counted_the_same_every_time():

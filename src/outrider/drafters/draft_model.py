@@ -116,7 +116,7 @@ class ModelDrafter(Drafter):
         feeds, rows = list[Feed](), 0
         for seq in seqs:
             tokens = self._unseen(seq)[:-1]
-            if rows + len(tokens) > READ_AT_ONCE:
+            if feeds and rows + len(tokens) > READ_AT_ONCE:
                 self._model.forward(feeds)
                 feeds, rows = [], 0
             if tokens:
