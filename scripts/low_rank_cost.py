@@ -44,10 +44,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "before": {},
     "own_kernel": {"INSIDE": False, "LEAST_WARPS": 2, "SHARES": 2, "LANES": 160},
     "own_kernel_4_warps": {"INSIDE": False, "LEAST_WARPS": 4, "SHARES": 2, "LANES": 160},
-    "own_kernel_narrow": {"INSIDE": False, "LEAST_WARPS": 2, "SHARES": 1, "LANES": 80},
+    "own_kernel_narrow": {"INSIDE": False, "LEAST_WARPS": 2, "SHARES": 2, "LANES": 80},
+    "own_kernel_1_share": {"INSIDE": False, "LEAST_WARPS": 2, "SHARES": 1, "LANES": 160},
     "inside": {"INSIDE": True, "LEAST_WARPS": 2, "SHARES": 2, "LANES": 160},
     "inside_4_warps": {"INSIDE": True, "LEAST_WARPS": 4, "SHARES": 2, "LANES": 160},
 }
+
+
+LARGE = ("before", "own_kernel", "inside")  # variants that the larger shape has, too
+
+
+def variants_of(shape: str, named: list[str]) -> list[str]:
+    return [name for name in named if shape != "8b" or name in LARGE]
 
 
 def say(what: str, **values: Any) -> None:
@@ -232,7 +240,7 @@ def time_all(shape: str, model: Model, variants: list[str], all_rows: list[int])
             middle = statistics.median(each)
             say("layer", shape=shape, rows=rows, adapters=count, variant=variant, microseconds=round(middle, 2),
                 range=[round(min(each), 2), round(max(each), 2)], added=round(middle - none, 2))  # fmt: skip
-        for variant in ("before", "own_kernel", "own_kernel_narrow"):
+        for variant in ("before", "own_kernel", "own_kernel_1_share"):
             for count in COUNTS[1:]:
                 if variant in variants and count <= rows:
                     use(variant)
@@ -318,7 +326,7 @@ def main() -> None:
         parts = [
             subprocess.Popen([*command, str(count), "--shapes", shape, "--variants", variant])
             for shape in shapes
-            for variant in variants
+            for variant in variants_of(shape, variants)
             for count in sorted({max(16, count) for count in rows})
         ]
         for part in parts:
@@ -326,8 +334,8 @@ def main() -> None:
         say("compiled", seconds=time.perf_counter() - begin, device=torch.cuda.get_device_name())
         for shape in shapes:
             model = Model(shape)
-            compare(shape, model, variants)
-            time_all(shape, model, variants, rows)
+            compare(shape, model, variants_of(shape, variants))
+            time_all(shape, model, variants_of(shape, variants), rows)
             del model
             torch.cuda.empty_cache()
     say("end", seconds=time.perf_counter() - begin)

@@ -154,9 +154,10 @@ def _own_values(inner_ptr, rows, firsts, counts, matrix, begin, MATRICES: tl.con
         place = lane[None, :] // _UNIT + shift[:, None]
         return tl.load(inner_ptr + at[:, None] + shift[:, None] * _UNIT + lane[None, :],
                        mask=(place >= 0) & (place < counts[:, None]), other=0.0, cache_modifier=".cg")  # fmt: skip
-    place = lane[:, None] // _UNIT + shift[None, :]
-    return tl.load(inner_ptr + at[None, :] + shift[None, :] * _UNIT + lane[:, None],
-                   mask=(place >= 0) & (place < counts[None, :]), other=0.0, cache_modifier=".cg")  # fmt: skip
+    else:
+        place = lane[:, None] // _UNIT + shift[None, :]
+        return tl.load(inner_ptr + at[None, :] + shift[None, :] * _UNIT + lane[:, None],
+                       mask=(place >= 0) & (place < counts[None, :]), other=0.0, cache_modifier=".cg")  # fmt: skip
 
 
 @triton.jit
@@ -200,9 +201,9 @@ def added(
         if READ:
             begin = tl.where(each == matrix, low + WIDE // _UNIT, low)
         for number in tl.range(begin, high, WIDE // _UNIT, num_stages=1):
-            b = outer_factors(b_ptr, units_ptr, high, number, outputs, own, size, WIDE)
-            inner = _own_values(inner_ptr, rows, firsts, counts, each, number, MATRICES, WIDE, ROWS_FIRST)
-            total = _summed_on(total, b, inner, ROWS_FIRST)
+            factors = outer_factors(b_ptr, units_ptr, high, number, outputs, own, size, WIDE)
+            values = _own_values(inner_ptr, rows, firsts, counts, each, number, MATRICES, WIDE, ROWS_FIRST)
+            total = _summed_on(total, factors, values, ROWS_FIRST)
     return total
 
 
