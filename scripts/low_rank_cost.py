@@ -1,6 +1,6 @@
 """What adapters add to the products of a layer on a GPU, and whether a row's bits depend on its company.
 
-    PYTHONPATH=src python scripts/low_rank_cost.py [--shapes smollm2,8b] [--variants NAMES] [--rows 1,16,64]
+    PYTHONPATH=src python scripts/low_rank_cost.py [--shapes smollm2,8b] [--variants NAMES] [--rows 1,16,64,256,2048]
 
 Random weights of enough layers that no cache holds them; adapters of rank 16 on all matrices, rows in turns. The four
 products of a layer after each other, all layers as one CUDA graph, each kernel set up while the one before ends, as in
@@ -42,20 +42,22 @@ SHAPES = {  # hidden, inner, ends of queries, keys and values, layers
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "before": {},
-    "own_kernel": {"INSIDE": False, "LEAST_WARPS": 2, "SHARES": 2, "LANES": 160},
+    "own_kernel": {"INSIDE": False, "LEAST_WARPS": 2, "SHARES": 2, "LANES": 160, "MANY_WIDE": 32},
     "own_kernel_4_warps": {"INSIDE": False, "LEAST_WARPS": 4, "SHARES": 2, "LANES": 160},
     "own_kernel_narrow": {"INSIDE": False, "LEAST_WARPS": 2, "SHARES": 2, "LANES": 80},
     "own_kernel_1_share": {"INSIDE": False, "LEAST_WARPS": 2, "SHARES": 1, "LANES": 160},
+    "own_kernel_wide": {"INSIDE": False, "LEAST_WARPS": 2, "SHARES": 2, "LANES": 320, "MANY_WIDE": 128},
     "inside": {"INSIDE": True, "LEAST_WARPS": 2, "SHARES": 2, "LANES": 160},
     "inside_4_warps": {"INSIDE": True, "LEAST_WARPS": 4, "SHARES": 2, "LANES": 160},
 }
 
 
+MANY = ("before", "own_kernel", "own_kernel_wide")  # that passes of many rows have
 LARGE = ("before", "own_kernel", "inside")  # variants that the larger shape has, too
 
 
-def variants_of(shape: str, named: list[str]) -> list[str]:
-    return [name for name in named if shape != "8b" or name in LARGE]
+def variants_of(shape: str, named: list[str], rows: int = 64) -> list[str]:
+    return [name for name in named if (shape != "8b" or name in LARGE) and (rows <= 64 or name in MANY)]
 
 
 def say(what: str, **values: Any) -> None:
@@ -95,9 +97,14 @@ class Model:
         self.gain = 1 + rand(hidden, scale=0.1)
 
 
+def tile_of(rows: int) -> int:
+    return 16 if rows <= 64 else 64
+
+
 def tables(owners: list[int], new: bool) -> dict[str, Tensor]:
     """`owners`: the adapter of each row, from 1 on; 0: none."""
-    rows, tile, tiles = len(owners), 16, -(-min(len(owners), len(owners) // 16 + UNITS) // 4) * 4
+    rows, tile = len(owners), tile_of(len(owners))
+    tiles = -(-min(rows, rows // tile + UNITS) // 4) * 4
     adapters = list(dict.fromkeys(owner for owner in owners if owner))
     at = {owner: number for number, owner in enumerate(adapters)}
     order = sorted(range(rows), key=lambda row: at.get(owners[row], -1))
@@ -128,7 +135,8 @@ class Pass:
     def __init__(self, model: Model, module: ModuleType, owners: list[int], x: Tensor, mixed: Tensor) -> None:
         self.model, self.module, rows = model, module, len(owners)
         self.start, self.mixed = x, mixed
-        self.x, self.work = x.clone(), module.Workspace(rows, model.hidden, max(model.qkv, model.hidden), BF16, x.device)
+        widest = max(model.qkv, model.hidden)
+        self.x, self.work = x.clone(), module.Workspace(rows, model.hidden, widest, BF16, x.device)
         self.joined = torch.empty(rows, model.qkv, dtype=BF16, device=DEVICE)
         self.inner = torch.empty(rows, model.inner, dtype=BF16, device=DEVICE)
         self.ready = torch.zeros(len(model.layers) * 4, 1, dtype=torch.int32, device=DEVICE)
@@ -142,7 +150,7 @@ class Pass:
                 for place, (field, own) in enumerate(layer.items()):
                     more = {"ready": self.ready[4 * number + place]} if new else {}
                     kind = low_rank.LowRankSum if new else before_low_rank.LowRankSum
-                    self.sums[number][field] = kind(a=own.a, b=own.b, ends=own.ends, inner=inner, tile=16,
+                    self.sums[number][field] = kind(a=own.a, b=own.b, ends=own.ends, inner=inner, tile=tile_of(rows),
                                                     **table, **more)  # fmt: skip
 
     def run(self) -> None:
@@ -217,14 +225,14 @@ def owners_of(rows: int, adapters: int) -> list[int]:
 def inputs(model: Model, rows: int) -> tuple[Tensor, Tensor]:
     """The same beginnings for any number of rows."""
     made = torch.Generator(DEVICE).manual_seed(5)
-    x = torch.randn(2, 64, model.hidden, generator=made, device=DEVICE).to(BF16)
+    x = torch.randn(2, max(64, rows), model.hidden, generator=made, device=DEVICE).to(BF16)
     return x[0, :rows].contiguous(), x[1, :rows].contiguous()
 
 
-def time_all(shape: str, model: Model, variants: list[str], all_rows: list[int]) -> None:
+def time_all(shape: str, model: Model, named: list[str], all_rows: list[int]) -> None:
     layers, again = len(model.layers), 20 if shape == "smollm2" else 10
     for rows in all_rows:
-        graphs = {}
+        graphs, variants = {}, variants_of(shape, named, rows)
         for variant in variants:
             module = use(variant)
             for count in COUNTS:
@@ -302,7 +310,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="smollm2,8b")
     parser.add_argument("--variants", default=",".join(VARIANTS))
-    parser.add_argument("--rows", default="1,16,64")
+    parser.add_argument("--rows", default="1,16,64,256,2048")
     parser.add_argument("--compile", action="store_true", help="only compile, in this process")
     given = parser.parse_args()
     shapes, variants = given.shapes.split(","), given.variants.split(",")
@@ -326,8 +334,8 @@ def main() -> None:
         parts = [
             subprocess.Popen([*command, str(count), "--shapes", shape, "--variants", variant])
             for shape in shapes
-            for variant in variants_of(shape, variants)
             for count in sorted({max(16, count) for count in rows})
+            for variant in variants_of(shape, variants, count)
         ]
         for part in parts:
             part.wait()
@@ -335,7 +343,7 @@ def main() -> None:
         for shape in shapes:
             model = Model(shape)
             compare(shape, model, variants_of(shape, variants))
-            time_all(shape, model, variants_of(shape, variants), rows)
+            time_all(shape, model, variants, rows)
             del model
             torch.cuda.empty_cache()
     say("end", seconds=time.perf_counter() - begin)

@@ -31,7 +31,6 @@ class PlacedAdapter:
     units: tuple[int, ...]  # of the pool, in their order
 
 
-
 @dataclass(frozen=True, eq=False)
 class _JoinedPool:
     """The units of one joined matrix of every layer."""

@@ -151,32 +151,18 @@ def _own_values(inner_ptr, rows, firsts, counts, matrix, begin, MATRICES: tl.con
     at = (rows.to(tl.int64) * MATRICES + matrix) * (_PLACES * _UNIT)
     shift = begin - firsts
     if ROWS_FIRST:
-        place = lane[None, :] // _UNIT + shift[:, None]
-        return tl.load(inner_ptr + at[:, None] + shift[:, None] * _UNIT + lane[None, :],
-                       mask=(place >= 0) & (place < counts[:, None]), other=0.0, cache_modifier=".cg")  # fmt: skip
+        lane, at, shift, counts = lane[None, :], at[:, None], shift[:, None], counts[:, None]
     else:
-        place = lane[:, None] // _UNIT + shift[None, :]
-        return tl.load(inner_ptr + at[None, :] + shift[None, :] * _UNIT + lane[:, None],
-                       mask=(place >= 0) & (place < counts[None, :]), other=0.0, cache_modifier=".cg")  # fmt: skip
+        lane, at, shift, counts = lane[:, None], at[None, :], shift[None, :], counts[None, :]
+    place = lane // _UNIT + shift
+    own = (place >= 0) & (place < counts)
+    return tl.load(inner_ptr + at + shift * _UNIT + lane, mask=own, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
-def first_matrix(column, MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr):
-    """Which of three matrices an output belongs to."""
-    if MATRICES == 3:
-        return (column >= FIRST_END).to(tl.int32) + (column >= SECOND_END).to(tl.int32)
-    else:
-        return 0
-
-
-@triton.jit
-def of_matrix(outputs, inside, matrix, MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr):
-    """Which outputs are of one of three matrices."""
-    if MATRICES == 3:
-        number = (outputs >= FIRST_END).to(tl.int32) + (outputs >= SECOND_END).to(tl.int32)
-        return inside & (number == matrix)
-    else:
-        return inside
+def matrix_of(outputs, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr):
+    """Which of three matrices."""
+    return (outputs >= FIRST_END).to(tl.int32) + (outputs >= SECOND_END).to(tl.int32)
 
 
 @triton.jit
@@ -190,13 +176,15 @@ def added(
     told by FIRST_END and SECOND_END, else it is `matrix`. `low`, `high`: the units of these rows are among those."""
     last = matrix
     if MATRICES == 3:
-        matrix = first_matrix(column, MATRICES, FIRST_END, SECOND_END)
-        last = first_matrix(tl.minimum(column + WIDTH, size) - 1, MATRICES, FIRST_END, SECOND_END)
+        matrix = matrix_of(column, FIRST_END, SECOND_END)
+        last = matrix_of(tl.minimum(column + WIDTH, size) - 1, FIRST_END, SECOND_END)
     if READ:
         inner = _own_values(inner_ptr, rows, firsts, counts, matrix, low, MATRICES, WIDE, ROWS_FIRST)
         total = _summed_on(total, b, inner, ROWS_FIRST)
     for each in range(matrix, last + 1):
-        own = of_matrix(outputs, inside, each, MATRICES, FIRST_END, SECOND_END)
+        own = inside
+        if MATRICES == 3:
+            own = inside & (matrix_of(outputs, FIRST_END, SECOND_END) == each)
         begin = low
         if READ:
             begin = tl.where(each == matrix, low + WIDE // _UNIT, low)
@@ -210,9 +198,10 @@ def added(
 @triton.jit
 def _summed_on(total, b, inner, ROWS_FIRST: tl.constexpr):
     if ROWS_FIRST:
-        return tl.dot(inner, b.T, total, input_precision="ieee")
+        total = tl.dot(inner, b.T, total, input_precision="ieee")
     else:
-        return tl.dot(b, inner, total, input_precision="ieee")
+        total = tl.dot(b, inner, total, input_precision="ieee")
+    return total
 
 
 class _Arguments(NamedTuple):
@@ -225,17 +214,20 @@ class _Arguments(NamedTuple):
 _NO_ADAPTERS = _Arguments()
 
 
-def low_rank_arguments(own: LowRankSum | None, lanes: int, threads: int) -> _Arguments:
+def low_rank_arguments(own: LowRankSum | None, lanes: int, threads: int, many: bool = False) -> _Arguments:
     """What the kernel of a product takes. `lanes`: rows and outputs of a program; `threads`: of it."""
     if own is None:
         return _NO_ADAPTERS
     first, second = own.ends[0], own.ends[min(1, len(own.ends) - 1)]
     # units at once: many, so that few steps wait for memory; no more than there are registers for
     wide = next((w for w in (256, 128, 64, 32) if lanes * w <= LANES * threads), UNIT)
+    if many:
+        wide = min(wide, MANY_WIDE)
     tensors = own.inner, own.b, own.units, own.firsts, own.counts
     return _Arguments(tensors, (len(own.ends), first, second, wide))
 
 
+MANY_WIDE = 32  # where rows are many, those of a tile are of few adapters
 LANES = 160  # inner values and factors of B that a thread holds at once, at most
 
 

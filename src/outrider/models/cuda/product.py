@@ -26,11 +26,10 @@ from outrider.models.cuda.launch import begin_after, early, nearly_done
 from outrider.models.cuda.low_rank import (
     LowRankSum,
     added,
-    first_matrix,
     inner_arguments,
     low_rank_arguments,
+    matrix_of,
     multiply_inner,
-    of_matrix,
     outer_factors,
     wait_for_inner,
     write_inner,
@@ -117,8 +116,9 @@ def _few(
         counts = tl.load(counts_ptr + rows, mask=rows < count, other=0)
         units = tl.load(units_ptr)
         whole = size * 2 if GATE else size
-        matrix = first_matrix(strip * BN, MATRICES, FIRST_END, SECOND_END)
-        own = of_matrix(first, first < size, matrix, MATRICES, FIRST_END, SECOND_END)
+        own = first < size
+        if MATRICES == 3:
+            own &= matrix_of(first, FIRST_END, SECOND_END) == matrix_of(strip * BN, FIRST_END, SECOND_END)
         a_outer = outer_factors(b_ptr, units_ptr, units, 0, first, own, whole, WIDE)
         b_outer = a_outer
         if GATE:
@@ -468,7 +468,7 @@ def _linear_many(
     if around.eps is not None:
         scale = norm_scales(work, rows, inner, around.eps)
     copied = _copies(x, weight, inner, block)
-    low = low_rank_arguments(around.adapters, tile.rows + tile.outputs, 32 * tile.warps)
+    low = low_rank_arguments(around.adapters, tile.rows + tile.outputs, 32 * tile.warps, True)
     _many[(triton.cdiv(rows, tile.rows) * triton.cdiv(size, tile.outputs),)](
         TensorDescriptor.from_tensor(x, [tile.rows, block]) if copied else x,
         TensorDescriptor.from_tensor(weight, [tile.outputs, block]) if copied else weight,
