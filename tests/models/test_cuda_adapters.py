@@ -99,6 +99,12 @@ def test_a_pass_with_more_units_than_are_read_at_once_equals_plain_torch():
     pair.run([(id, pair.text(11), NONE, id % 4) for id in range(10, 17)])
 
 
+def test_rows_of_many_inputs_equal_plain_torch():
+    """Inner values are sums of several sums, whose last inputs fill no block."""
+    pair = Pair(ranks=(3, 20), units=3, hidden=172, inner=300)
+    pair.run([(id, pair.text(2), NONE, id % 3) for id in range(1, 5)])
+
+
 def test_the_table_of_a_pass_tells_each_row_its_own_units():
     """Units in the order in which their adapters come; every row with an adapter is in one tile."""
     pair = Pair()
