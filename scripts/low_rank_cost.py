@@ -40,20 +40,9 @@ SHAPES = {  # hidden, inner, ends of queries, keys and values, layers
     "8b": (4096, 14336, (4096, 5120, 6144), 1),
     "tiny": (32, 48, (32, 48, 64), 1),
 }
-VARIANTS: dict[str, dict[str, Any]] = {
-    "before": {},
-    "own_kernel": {"INSIDE": False, "LEAST_WARPS": 2, "SHARES": 2, "LANES": 160, "MANY_WIDE": 32},
-    "own_kernel_4_warps": {"INSIDE": False, "LEAST_WARPS": 4, "SHARES": 2, "LANES": 160},
-    "own_kernel_narrow": {"INSIDE": False, "LEAST_WARPS": 2, "SHARES": 2, "LANES": 80},
-    "own_kernel_1_share": {"INSIDE": False, "LEAST_WARPS": 2, "SHARES": 1, "LANES": 160},
-    "own_kernel_wide": {"INSIDE": False, "LEAST_WARPS": 2, "SHARES": 2, "LANES": 320, "MANY_WIDE": 128},
-    "inside": {"INSIDE": True, "LEAST_WARPS": 2, "SHARES": 2, "LANES": 160},
-    "inside_4_warps": {"INSIDE": True, "LEAST_WARPS": 4, "SHARES": 2, "LANES": 160},
-}
-
-
-MANY = ("before", "own_kernel", "own_kernel_wide")  # that passes of many rows have
-LARGE = ("before", "own_kernel", "inside")  # variants that the larger shape has, too
+VARIANTS = ("before", *low_rank.VARIANTS)
+MANY = ("before", "kernel_fetched")  # that passes of many rows have
+LARGE = ("before", "kernel_fetched", "inside_fetched")  # that the larger shape has, too
 
 
 def variants_of(shape: str, named: list[str], rows: int = 64) -> list[str]:
@@ -213,9 +202,10 @@ def microseconds(graph: Any, layers: int, again: int) -> float:
 
 
 def use(variant: str) -> ModuleType:
-    for name, value in VARIANTS[variant].items():
-        setattr(product if hasattr(product, name) else low_rank, name, value)
-    return before_product if variant == "before" else product
+    if variant == "before":
+        return before_product
+    low_rank.chosen = low_rank.VARIANTS[variant]
+    return product
 
 
 def owners_of(rows: int, adapters: int) -> list[int]:
@@ -248,7 +238,7 @@ def time_all(shape: str, model: Model, named: list[str], all_rows: list[int]) ->
             middle = statistics.median(each)
             say("layer", shape=shape, rows=rows, adapters=count, variant=variant, microseconds=round(middle, 2),
                 range=[round(min(each), 2), round(max(each), 2)], added=round(middle - none, 2))  # fmt: skip
-        for variant in ("before", "own_kernel", "own_kernel_1_share"):
+        for variant in ("before", "kernel", "kernel_fetched", "kernel_1_share"):
             for count in COUNTS[1:]:
                 if variant in variants and count <= rows:
                     use(variant)

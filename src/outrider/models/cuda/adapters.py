@@ -19,6 +19,7 @@ from outrider.core.adapter import ReadyAdapter
 from outrider.core.errors import OutriderError
 from outrider.models.adapters.adapter import EMBEDDING, OUTPUT, Adapter, AdapterBase
 from outrider.models.adapters.dense import FIELDS, joined
+from outrider.models.cuda import low_rank
 from outrider.models.cuda.batch import FEW_ROWS
 from outrider.models.cuda.low_rank import HEADER, PLACES, UNIT, LowRankSum
 
@@ -217,8 +218,9 @@ class PassAdapters:
         self._device.copy_(self._host, non_blocking=True)
 
     def begin(self) -> None:
-        """A pass begins: nothing is ready yet."""
-        self._ready.zero_()
+        """A pass begins: no inner values are there yet."""
+        if low_rank.chosen.inside:
+            self._ready.zero_()
 
     def sum(self, layer: int, field: str) -> LowRankSum:
         """What the adapters add to one joined matrix."""

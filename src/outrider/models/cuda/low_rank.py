@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from outrider.models.cuda.batch import FEW_ROWS
 from outrider.models.cuda.launch import begin_after, early, nearly_done
 
 UNIT = 16  # inner values of a unit: what the matrix units sum at once; a smaller rank is filled up with zeros
@@ -27,9 +28,34 @@ PLACES = 16  # units of one adapter, at most: rank 256 (models/adapters/adapter.
 HEADER = 4  # numbers before the units of a table: how many units and tiles the pass has, and what makes 16 bytes of it
 CHAINS = 4  # sums of one inner value: a sum of many steps waits for itself at each
 BLOCK = 64  # inputs that each of them takes at a time
-SHARES = 2  # programs that share the units of one adapter
+FEW_TILES = 16  # programs of a product that write the inner values of one matrix
+MANY_WIDE = 32  # inner values that a product of many rows takes at once: rows of a tile are mostly of one adapter
 
 _UNIT, _PLACES, _HEADER, _CHAINS = tl.constexpr(UNIT), tl.constexpr(PLACES), tl.constexpr(HEADER), tl.constexpr(CHAINS)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How passes of few rows are cut into programs. No bit depends on it."""
+
+    inside: bool = False  # inner values by programs of the product, which the others wait for; else by a kernel before
+    fetched: bool = False  # A on its way to the cache while the kernel before ends
+    warps: int = 2  # of a product, at least
+    shares: int = 2  # programs that share the units of an adapter
+    lanes: int = 160  # inner values and factors of B that a thread holds at once, at most
+
+
+VARIANTS = {
+    "kernel": Variant(),
+    "kernel_fetched": Variant(fetched=True),
+    "kernel_4_warps": Variant(fetched=True, warps=4),
+    "kernel_narrow": Variant(fetched=True, lanes=80),
+    "kernel_1_share": Variant(fetched=True, shares=1),
+    "inside": Variant(inside=True),
+    "inside_fetched": Variant(inside=True, fetched=True),
+    "inside_4_warps": Variant(inside=True, fetched=True, warps=4),
+}  # timed by scripts/low_rank_cost.py
+chosen = VARIANTS["kernel_fetched"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +72,7 @@ class LowRankSum:
     order: Tensor  # [rows] int32: the rows, those of one adapter side by side
     tiles: Tensor  # [4, tiles] int32: rows of one adapter: its first unit, its units, the first in `order`, rows
     tile: int  # rows of a tile, at most
-    ready: Tensor  # [1] int32: programs that have written their inner values
+    ready: Tensor  # [1] int32: programs of the product that have written their inner values
 
 
 @triton.jit
@@ -63,7 +89,7 @@ def _inner_values(
     second = tl.zeros([ROWS, _UNIT], tl.float32)
     third = tl.zeros([ROWS, _UNIT], tl.float32)
     fourth = tl.zeros([ROWS, _UNIT], tl.float32)
-    for k in range(0, K, _CHAINS * BK):
+    for k in tl.range(0, K, _CHAINS * BK, num_stages=3):
         first = _step(first, x_rows, a_rows, k, each, live, K)
         second = _step(second, x_rows, a_rows, k + BK, each, live, K)
         third = _step(third, x_rows, a_rows, k + 2 * BK, each, live, K)
@@ -71,6 +97,17 @@ def _inner_values(
     total = (first + second) + (third + fourth)
     to = inner_ptr + ((rows * MATRICES + matrix) * _PLACES + place)[:, None] * _UNIT + value[None, :]
     tl.store(to, total.to(inner_ptr.dtype.element_ty), mask=live[:, None])
+
+
+@triton.jit
+def _fetch(wanted, a_ptr, units_ptr, number, matrix, MATRICES: tl.constexpr, K: tl.constexpr, LINES: tl.constexpr):
+    """One unit's A on its way to the cache: lines of 128 bytes."""
+    EACH: tl.constexpr = 1024 // a_ptr.dtype.element_ty.primitive_bitwidth
+    if wanted:
+        unit = tl.load(units_ptr + _HEADER + number).to(tl.int64)
+        value, line = tl.arange(0, _UNIT), tl.arange(0, LINES)
+        at = ((unit * MATRICES + matrix) * _UNIT + value[:, None]) * K + tl.minimum(line * EACH, K - 1)[None, :]
+        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [a_ptr + at], tl.int32, False, 1)
 
 
 @triton.jit
@@ -95,11 +132,13 @@ def _tile_rows(order_ptr, tiles_ptr, tile, tiles, ROWS: tl.constexpr):
 def _multiply_inner(
     x_ptr, a_ptr, inner_ptr, units_ptr, order_ptr, tiles_ptr, tiles,
     MATRICES: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, SHARES: tl.constexpr,
-    SOON: tl.constexpr,
+    LINES: tl.constexpr, SOON: tl.constexpr,
 ):  # fmt: skip
     """inner [rows, MATRICES, PLACES, UNIT]: A x for some rows of one adapter."""
     tile, matrix, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, live, first, held = _tile_rows(order_ptr, tiles_ptr, tile, tiles, ROWS)
+    if LINES > 0:
+        _fetch(share < held, a_ptr, units_ptr, first + share, matrix, MATRICES, K, LINES)
     begin_after(SOON)
     nearly_done(SOON)  # x is there: the product may begin, and waits for this kernel before it reads inner values
     for place in range(share, held, SHARES):
@@ -111,15 +150,19 @@ def _multiply_inner(
 def write_inner(
     program, x_ptr, a_ptr, inner_ptr, units_ptr, order_ptr, tiles_ptr, tiles, ready_ptr,
     MATRICES: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
-    SOON: tl.constexpr,
+    SHARES: tl.constexpr, LINES: tl.constexpr, SOON: tl.constexpr,
 ):  # fmt: skip
-    """The same by PROGRAMS programs of the product itself."""
-    live_tiles = tl.load(units_ptr + 1)
+    """The same by PROGRAMS programs of the product itself: its first, so that they run before others wait for them."""
+    tasks = tl.load(units_ptr + 1) * MATRICES
+    if LINES > 0:
+        number = tl.load(tiles_ptr + program // MATRICES, mask=program < tasks, other=0)
+        _fetch(program < tasks, a_ptr, units_ptr, number, program % MATRICES, MATRICES, K, LINES)
     begin_after(SOON)
-    for task in range(program, live_tiles * MATRICES, PROGRAMS):
-        rows, live, first, held = _tile_rows(order_ptr, tiles_ptr, task // MATRICES, tiles, ROWS)
-        for place in range(held):
-            _inner_values(x_ptr, a_ptr, inner_ptr, units_ptr, rows, live, task % MATRICES, first + place, place,
+    for task in range(program, tasks * SHARES, PROGRAMS):
+        share, matrix = task // tasks, task % MATRICES
+        rows, live, first, held = _tile_rows(order_ptr, tiles_ptr, task % tasks // MATRICES, tiles, ROWS)
+        for place in range(share, held, SHARES):
+            _inner_values(x_ptr, a_ptr, inner_ptr, units_ptr, rows, live, matrix, first + place, place,
                           MATRICES, K, BK, ROWS)  # fmt: skip
     nearly_done(SOON)
     tl.debug_barrier()
@@ -219,43 +262,60 @@ def low_rank_arguments(own: LowRankSum | None, lanes: int, threads: int, many: b
     if own is None:
         return _NO_ADAPTERS
     first, second = own.ends[0], own.ends[min(1, len(own.ends) - 1)]
-    # units at once: many, so that few steps wait for memory; no more than there are registers for
-    wide = next((w for w in (256, 128, 64, 32) if lanes * w <= LANES * threads), UNIT)
-    if many:
-        wide = min(wide, MANY_WIDE)
+    # many units at once, so that few steps wait for memory; no more than there are registers for
+    wide = next((w for w in (256, 128, 64, 32) if lanes * w <= chosen.lanes * threads), UNIT)
     tensors = own.inner, own.b, own.units, own.firsts, own.counts
-    return _Arguments(tensors, (len(own.ends), first, second, wide))
-
-
-MANY_WIDE = 32  # where rows are many, those of a tile are of few adapters
-LANES = 160  # inner values and factors of B that a thread holds at once, at most
-
-
-def multiply_inner(x: Tensor, own: LowRankSum) -> None:
-    """The inner values of the rows x [rows, inputs]."""
-    inputs, matrices, soon = x.shape[1], len(own.ends), early(x.device)
-    tiles = own.tiles.shape[1]
-    few = own.tile == UNIT
-    _multiply_inner[(tiles, matrices, SHARES)](
-        x, own.a, own.inner, own.units, own.order, own.tiles, tiles,
-        matrices, inputs, BLOCK if x.element_size() == 2 else BLOCK // 2, own.tile, SHARES, soon,
-        num_warps=2 if few else 4, num_stages=3, launch_pdl=soon,
-    )  # fmt: skip
+    return _Arguments(tensors, (len(own.ends), first, second, min(wide, MANY_WIDE) if many else wide))
 
 
 class _InnerArguments(NamedTuple):
+    """Of the kernel of a product whose first programs write inner values."""
+
     tensors: tuple[Tensor | None, ...] = (None,) * 4
     tiles: int = 0
-    sizes: tuple[int, ...] = (0,) * 3
+    sizes: tuple[int, ...] = (0,) * 5
 
     @property
     def programs(self) -> int:
         return self.sizes[0]
 
 
-def inner_arguments(own: LowRankSum | None, inside: bool) -> _InnerArguments:
-    if own is None or not inside:
-        return _InnerArguments()
-    block = BLOCK if own.a.element_size() == 2 else BLOCK // 2
-    programs = 16 * len(own.ends)
-    return _InnerArguments((own.a, own.order, own.tiles, own.ready), own.tiles.shape[1], (programs, own.tile, block))
+_NOT_INSIDE = _InnerArguments()
+
+
+def inner_arguments(own: LowRankSum | None, rows: int) -> _InnerArguments:
+    if own is None or not is_inside(rows):
+        return _NOT_INSIDE
+    programs, inputs = FEW_TILES * len(own.ends), own.a.shape[-1]
+    sizes = programs, own.tile, _block(own.a), chosen.shares, _lines(own.a, inputs)
+    return _InnerArguments((own.a, own.order, own.tiles, own.ready), own.tiles.shape[1], sizes)
+
+
+def is_inside(rows: int) -> bool:
+    """Whether a product of so many rows computes its inner values itself."""
+    return chosen.inside and rows <= FEW_ROWS
+
+
+def least_warps(own: LowRankSum | None, warps: int) -> int:
+    return warps if own is None else max(warps, chosen.warps)
+
+
+def multiply_inner(x: Tensor, own: LowRankSum) -> None:
+    """The inner values of the rows x [rows, inputs]."""
+    inputs, matrices, soon, tiles = x.shape[1], len(own.ends), early(x.device), own.tiles.shape[1]
+    _multiply_inner[(tiles, matrices, chosen.shares)](
+        x, own.a, own.inner, own.units, own.order, own.tiles, tiles,
+        matrices, inputs, _block(x), own.tile, chosen.shares, _lines(x, inputs), soon,
+        num_warps=2 if own.tile == UNIT else 4, num_stages=3, launch_pdl=soon,
+    )  # fmt: skip
+
+
+def _block(values: Tensor) -> int:
+    """Inputs that a chain takes at a time."""
+    return BLOCK if values.element_size() == 2 else BLOCK // 2
+
+
+def _lines(values: Tensor, inputs: int) -> int:
+    """Lines of 128 bytes that a row of A has, or more; 0: they are not fetched early."""
+    lines = triton.cdiv(inputs * values.element_size(), 128)
+    return triton.next_power_of_2(lines) if chosen.fetched and early(values.device) else 0

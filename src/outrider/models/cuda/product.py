@@ -27,6 +27,8 @@ from outrider.models.cuda.low_rank import (
     LowRankSum,
     added,
     inner_arguments,
+    is_inside,
+    least_warps,
     low_rank_arguments,
     matrix_of,
     multiply_inner,
@@ -37,8 +39,6 @@ from outrider.models.cuda.low_rank import (
 
 STRIP_ROWS = 256  # up to which a strip of a matrix whose sums have several parts is read once for all rows
 SHARED = 220_000  # bytes of fast memory that one program may take: 227 KiB on Hopper, less what the compiler adds
-INSIDE = False  # variant: inner values by programs of the product itself
-LEAST_WARPS = 2
 PROCESSORS = 132  # of an H200; a tile is chosen so that most of them have one
 
 
@@ -82,7 +82,8 @@ def _few(
     STRIPS: tl.constexpr, SCALED: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
     SPLIT: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
     MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, WIDE: tl.constexpr,
-    INNER: tl.constexpr, TILE: tl.constexpr, INNER_BK: tl.constexpr, SOON: tl.constexpr,
+    INNER: tl.constexpr, TILE: tl.constexpr, INNER_BK: tl.constexpr, SHARES: tl.constexpr, LINES: tl.constexpr,
+    SOON: tl.constexpr,
 ):  # fmt: skip
     """out [R, size] = x w^T + bias for a strip of BN outputs. GATE: silu(first half) * second half.
 
@@ -100,7 +101,7 @@ def _few(
         if strip < INNER:
             if share == 0:
                 write_inner(strip, x_ptr, a_ptr, inner_ptr, units_ptr, order_ptr, tiles_ptr, tiles, ready_ptr,
-                            MATRICES, K, INNER_BK, TILE, INNER, SOON)  # fmt: skip
+                            MATRICES, K, INNER_BK, TILE, INNER, SHARES, LINES, SOON)  # fmt: skip
             return
         strip -= INNER
     first = strip * BN + tl.arange(0, BN)
@@ -425,7 +426,7 @@ def linear(
     """out [rows, n] from x [rows, k]."""
     rows, size = x.shape[0], weight.shape[0] // 2 if around.gate else weight.shape[0]
     in_strips = rows <= (STRIP_ROWS if tiling(size, weight.shape[1], around.gate).split > 1 else FEW_ROWS)
-    if around.adapters is not None and not (in_strips and INSIDE):
+    if around.adapters is not None and not (in_strips and is_inside(rows)):
         multiply_inner(x, around.adapters)
     (_linear_few if in_strips else _linear_many)(x, weight, bias, out, work, around, size)
     if around.gain is not None:
@@ -443,9 +444,9 @@ def _linear_few(
         part = cut.part(inner)
         block, warps = next(b for b in (128, 64, 32, 16) if part % b == 0), 8
     stage = block * (cut.width * (2 if around.gate else 1) + padded) * x.element_size()
-    warps = max(warps, LEAST_WARPS) if around.adapters is not None else warps
+    warps = least_warps(around.adapters, warps)
     low = low_rank_arguments(around.adapters, padded + cut.width * (2 if around.gate else 1), 32 * warps)
-    within = inner_arguments(around.adapters, INSIDE)
+    within = inner_arguments(around.adapters, rows)
     _few[(within.programs + triton.cdiv(size, cut.width), cut.split)](
         x, weight, bias, work.squares, around.scale, out, around.gain, work.next, work.part, work.done,
         *low.tensors, *within.tensors, rows, size, around.eps or 0.0, work.squares.stride(0), within.tiles,
