@@ -29,7 +29,7 @@ from outrider.drafters.eagle.runner import (
     gathered,
 )
 from outrider.drafters.eagle.torch_runner import DenseRunner
-from outrider.drafters.eagle.tree import grow
+from outrider.drafters.eagle.tree import Growth, grow
 from outrider.drafters.heads import files
 from outrider.drafters.heads.chooser import Chooser
 from outrider.drafters.heads.output import bits
@@ -142,8 +142,8 @@ class Eagle(Drafter):
             for i, seq in enumerate(seqs)
             if budgets[i] > 0 and self._ready(seq)
         }
-        others = self._on_device(list(choosers.values()))
-        if others and not self._at_once(others):
+        others = self._at_once(self._on_device(list(choosers.values())))
+        if others:
             self._write(others, self._catch_up([chooser.seq for chooser in others]))
         drafts = [EMPTY] * len(seqs)
         for i, chooser in choosers.items():
@@ -275,24 +275,50 @@ class Eagle(Drafter):
             chooser.tokens, chooser.parents, chooser.stated = grown.tokens, grown.parents, grown.acceptance
         return [chooser for chooser in choosers if not chooser.by_rows]
 
-    def _at_once(self, choosers: Seq[Chooser]) -> bool:
-        """Catch up and write in one call where that can be: the plain chain of one sequence, of a packed head."""
-        runner, chooser = self._runner, choosers[0]
-        if len(choosers) > 1 or self._options.tree or not chooser.plain:
-            return False
+    def _at_once(self, choosers: list[Chooser]) -> list[Chooser]:
+        """Catch up and write in one call where that can be: plain trees, and the plain chain of one sequence, of a
+        packed head. The choosers that are left."""
+        runner = self._runner
         if not isinstance(runner, PackedRunner) or not runner.chains:
-            return False
+            return choosers
+        trees = [chooser for chooser in choosers if chooser.plain and self._branches(chooser)]
+        if trees:
+            self._whole_trees(runner, trees)
+            return [chooser for chooser in choosers if chooser not in trees]
+        if len(choosers) != 1 or not choosers[0].plain:
+            return choosers
+        self._whole_chain(runner, choosers[0])
+        return []
+
+    def _whole_chain(self, runner: PackedRunner, chooser: Chooser) -> None:
         tokens, shown = self.shown(chooser.seq, keep=0)
         chain = runner.chain(chooser.seq.id, tokens, shown, chooser.length, self._stop)
         self.keep_prefix(chooser.seq)
         for token, stated in chain:
             if not chooser.put(token, stated):
                 break
-        return True
+
+    def _whole_trees(self, runner: PackedRunner, choosers: Seq[Chooser]) -> None:
+        taken = [self.shown(chooser.seq, keep=0) for chooser in choosers]
+        tokens, shown = [some for some, _ in taken], [states for _, states in taken]
+        growth = Growth(self._length, self._width, SHARPNESS, self._stop)
+        ids, sizes = [w.seq.id for w in choosers], [w.length for w in choosers]
+        for chooser, grown in zip(choosers, runner.trees(ids, tokens, shown, growth, sizes), strict=True):
+            self.keep_prefix(chooser.seq)
+            chooser.tokens, chooser.parents, chooser.stated = grown.tokens, grown.parents, grown.acceptance
+
+    def _branches(self, chooser: Chooser) -> bool:
+        """Whether its draft is a tree. Drawn tokens come as chains: which of several draws are shown would have to be
+        decided without a look."""
+        return bool(self._options.tree) and chooser.length > 1 and not chooser.draws
+
+    @property
+    def _width(self) -> int:
+        """Nodes of a tree that are followed at each depth."""
+        return min(self._options.width, self._options.tree, len(self._ids))
 
     def _write(self, choosers: Seq[Chooser], ahead: HeadOutput) -> None:
-        """Drawn tokens come as chains: which of several draws are shown would have to be decided without a look."""
-        trees = [i for i, w in enumerate(choosers) if self._options.tree and w.length > 1 and not w.draws]
+        trees = [i for i, chooser in enumerate(choosers) if self._branches(chooser)]
         chains = sorted(set(range(len(choosers))) - set(trees))
         blind = ahead.logits.device.type != "cpu" and all(chooser.plain for chooser in choosers)
         for some, write in ((chains, self._blind_chains if blind else self._chains), (trees, self._trees)):
@@ -350,11 +376,8 @@ class Eagle(Drafter):
         return logits.new_full((self._vocab,), float("-inf")).index_copy_(0, self._ids, logits)
 
     def _trees(self, choosers: Seq[Chooser], ahead: HeadOutput) -> None:
-        options = self._options
-        width = min(options.width, options.tree, len(self._ids))
-
         def offers(logits: Tensor, paths: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-            return self._offers(choosers, logits, paths, width)
+            return self._offers(choosers, logits, paths, self._width)
 
         ids, sizes = [w.seq.id for w in choosers], [w.length for w in choosers]
         for chooser, grown in zip(

@@ -8,17 +8,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from outrider.drafters.eagle.runner import Grown, HeadOutput, Runner
 
-_LESS = 1e-4  # log-probability that a depth costs: a child that is certain still comes after its parent
+LESS = 1e-4  # log-probability that a depth costs: a child that is certain still comes after its parent
 
 # (logits [b * rows, draft vocabulary], the tokens of each row's path [b * rows, depth], depth) -> the likeliest tokens
 # that follow each row and the logarithms of their probabilities, [b * rows, width] each
 Offers = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How trees grow where all of it is one call (models/native/grow.h); the nodes are those of `grow`."""
+
+    depth: int  # of the deepest node
+    width: int  # nodes that are followed at each depth
+    heat: float  # the head's logits are divided by it
+    stop: float  # probability to be reached below which no node is kept
+    less: float = LESS
+
+    def rows(self, size: int) -> int:
+        """The most nodes that are followed for a tree of this size: one that is followed ranks before the last that is
+        kept, and after all nodes above it."""
+        return sum(min(self.width, size - depth) for depth in range(1, min(self.depth, size)))
 
 
 def grow(
@@ -29,9 +46,9 @@ def grow(
     b, device = len(ids), ahead.logits.device
     tokens, scores = offers(ahead.logits, torch.empty(b, 0, dtype=torch.long, device=device), 0)
     width = tokens.shape[1]
-    seen = [(tokens, torch.full_like(tokens, -1), scores - _LESS)]  # per depth [b, nodes]: tokens, parents, log reach
+    seen = [(tokens, torch.full_like(tokens, -1), scores - LESS)]  # per depth [b, nodes]: tokens, parents, log reach
     places = torch.arange(width, device=device).expand(b, -1)  # of the followed nodes among all that were seen
-    followed = _Followed(tokens, scores - _LESS, ahead.states.repeat_interleave(width, 0), device)
+    followed = _Followed(tokens, scores - LESS, ahead.states.repeat_interleave(width, 0), device)
     count = width
     for level in range(1, depth):
         if not _worth(followed.scores, seen, sizes, stop):
@@ -39,7 +56,7 @@ def grow(
         ahead = runner.step(ids, followed.tokens.flatten(), followed.states, followed.trails.flatten(0, 1))
         tokens, logarithms = offers(ahead.logits, followed.paths.flatten(0, 1), level)
         tokens = tokens.view(b, -1)  # [b, width * width]
-        scores = (followed.scores.unsqueeze(2) + logarithms.view(b, width, -1)).flatten(1) - _LESS
+        scores = (followed.scores.unsqueeze(2) + logarithms.view(b, width, -1)).flatten(1) - LESS
         seen.append((tokens, places.repeat_interleave(width, 1), scores))
         best = scores.topk(width, 1)
         places = count + best.indices
