@@ -29,7 +29,7 @@ from outrider.drafters.eagle.runner import (
     gathered,
 )
 from outrider.drafters.eagle.torch_runner import DenseRunner
-from outrider.drafters.eagle.tree import Growth, grow
+from outrider.drafters.eagle.tree import NEVER, Growth, grow
 from outrider.drafters.heads import files
 from outrider.drafters.heads.chooser import Chooser
 from outrider.drafters.heads.output import bits
@@ -42,7 +42,6 @@ from outrider.models.paged_cache import PagedCache
 # Rows of the target's states that may wait before the head takes them in: in torch a chunk of a prompt at a time; where
 # the kernels do it, soon, since a prompt belongs to the time before the first token.
 PENDING, NATIVE_PENDING = 512, 64
-NEVER = -1e9  # the logarithm of probability 0, finite so that sums of it are no NaN
 LENGTH = 5  # tokens of a chain where the options say nothing
 DEEPEST = 16  # levels of a tree, at most; it ends earlier where no deeper node can be among its best
 # Levels of a tree that a GPU grows without the host, which does not end early: with 8 levels a tree of 24 keeps 3 %
@@ -52,9 +51,12 @@ NODES = 64  # bits of a path there
 # Temperature of the head's law in trees. A greedy target always takes its likeliest token, so the head's likely tokens
 # are kept more often than their probability.
 SHARPNESS = 0.75
-STOP = 0.4  # beside a packed target: probability to be reached below which a step of the head costs more than it brings
+# Beside a packed target: probability to be reached below which a step of the head costs more than it brings, in chains
+# and in trees, where the sharper law states more; and below which a node is worth no row of the target's, whatever its
+# parent is (LOG, 2026-11-17, a tree is one call on a CPU).
+STOP, TREE_STOP, LEAST_REACH = 0.4, 0.55, 0.15
 NARROW = 8192  # vocabulary of a head beside a packed target: the output matrix is most of what a draft step reads
-# Vocabulary of a chain for one sequence there; the tokens of the text itself come with it (`vocabulary.py`).
+# Vocabulary of a draft for one sequence there; the tokens of the text itself come with it (`vocabulary.py`).
 COMMON = 4096
 
 
@@ -70,7 +72,7 @@ class Eagle(Drafter):
         length: int = 0  # of a chain, or how deep a tree may be; 0: 5 and 16
         tree: int = 0  # nodes; 0: a chain
         width: int = 6  # nodes of a tree that are followed at each depth
-        stop: float = -1.0  # end below nodes less likely to be reached; -1: 0.4 beside a packed target, else 0
+        stop: float = -1.0  # end below nodes less likely to be reached; -1: beside a packed target 0.4 (tree 0.55)
         vocab: int = 0  # write only the first tokens of its vocabulary, and on a CPU those of the text; 0: what suits
         lookup: int = 0  # copy from the text where at least this many tokens match; 0: never
         greedy: bool = False  # guess the likeliest token even where the request samples
@@ -98,7 +100,7 @@ class Eagle(Drafter):
         if isinstance(self._runner, PackedRunner):
             self._runner.warm(len(self.layers))
         self._guesser = in_rounds(self, self._runner)
-        self._stop = shape.stop
+        self._stop, self._least = shape.stop, min(shape.stop, LEAST_REACH)
         self._ids, self._vocab = head.draft_ids.to(target.device), target.vocab_size
         self._states: dict[int, _EagleState] = {}
         self._guessing, self._drawing = StatedCalibration(), StatedCalibration()
@@ -301,7 +303,7 @@ class Eagle(Drafter):
     def _whole_trees(self, runner: PackedRunner, choosers: Seq[Chooser]) -> None:
         taken = [self.shown(chooser.seq, keep=0) for chooser in choosers]
         tokens, shown = [some for some, _ in taken], [states for _, states in taken]
-        growth = Growth(self._length, self._width, SHARPNESS, self._stop)
+        growth = Growth(self._length, self._width, SHARPNESS, self._stop, self._least)
         ids, sizes = [w.seq.id for w in choosers], [w.length for w in choosers]
         for chooser, grown in zip(choosers, runner.trees(ids, tokens, shown, growth, sizes), strict=True):
             self.keep_prefix(chooser.seq)
@@ -381,7 +383,9 @@ class Eagle(Drafter):
 
         ids, sizes = [w.seq.id for w in choosers], [w.length for w in choosers]
         for chooser, grown in zip(
-            choosers, grow(self._runner, ids, ahead, offers, self._length, sizes, self._stop), strict=True
+            choosers,
+            grow(self._runner, ids, ahead, offers, self._length, sizes, self._stop, self._least),
+            strict=True,
         ):
             chooser.tokens, chooser.parents, chooser.stated = grown.tokens, grown.parents, grown.acceptance
 
@@ -434,7 +438,8 @@ def _request(chooser: Chooser) -> DraftRequest:
 
 
 def _shape(options: Eagle.Options, target: Readable) -> DraftShape:
-    stop = options.stop if options.stop >= 0.0 else STOP if target.packed else 0.0
+    usual_stop = 0.0 if not target.packed else TREE_STOP if options.tree else STOP
+    stop = options.stop if options.stop >= 0.0 else usual_stop
     if not options.tree:
         length = options.length or LENGTH
         return DraftShape(length, 1, length, 1.0, stop)

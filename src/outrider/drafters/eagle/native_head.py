@@ -179,7 +179,7 @@ class NativeHead(NativeStack):
             _places(shown),
             pointer(turns[0]),
             pointer(turns[1]),
-            ctypes.byref(structs.Growth(growth.depth, growth.width, growth.heat, growth.less, growth.stop)),
+            ctypes.byref(structs.Growth(**vars(growth))),
             (ctypes.c_int64 * len(sizes))(*sizes),
             ctypes.c_int64(most),
             written,

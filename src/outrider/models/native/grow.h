@@ -4,12 +4,16 @@
 // A node under which nothing can be kept is not followed. That changes no tree: a child is less likely reached than its
 // parent, so whatever would come below such a node ranks after the nodes that are kept.
 
+// In double precision and then rounded: the same bits on every processor.
+inline float logarithm_of(float x) { return static_cast<float>(std::log(static_cast<double>(x))); }
+inline float exponential_of(float x) { return static_cast<float>(std::exp(static_cast<double>(x))); }
+
 // How trees grow.
 struct Growth {
     int64_t depth, width;  // of the deepest node; nodes that are followed at each depth, and offered under each
     float heat;            // the head's logits are divided by it
     float less;            // log-probability that a depth costs
-    float stop;            // probability to be reached below which no node is kept
+    float stop, least;     // probabilities to be reached: below `stop` no node is followed, below `least` none is kept
 };
 
 // A row that repeats the token of the row before it only fills a tile: it counts for nothing.
@@ -47,7 +51,7 @@ int64_t offers(float* logits, int64_t size, float heat, int64_t count, int64_t* 
     for (int64_t n = 0; n < found; n++) logarithms[n] = logits[places[n]] - most;
     const float total = exponentials(logits, size, most);
     if (!std::isfinite(most) || !std::isfinite(total)) return 0;
-    const float below = static_cast<float>(std::log(static_cast<double>(total)));
+    const float below = logarithm_of(total);
     for (int64_t n = 0; n < found; n++) logarithms[n] -= below;
     return found;
 }
@@ -82,14 +86,14 @@ class Tree {
     // The nodes that are kept, as they were put, so that parents come first; returns how many.
     int64_t collect(int64_t* tokens, int64_t* parents, float* chances) const {
         std::vector<int64_t> kept = best(0, size_), places(nodes.size(), -1);
-        while (!kept.empty() && !(std::exp(nodes[kept.back()].score) >= least_kept())) kept.pop_back();
+        while (!kept.empty() && !(exponential_of(nodes[kept.back()].score) >= least_kept())) kept.pop_back();
         std::sort(kept.begin(), kept.end());
         for (size_t n = 0; n < kept.size(); n++) {
             const Node& node = nodes[kept[n]];
             places[kept[n]] = static_cast<int64_t>(n);
             tokens[n] = node.token;
             parents[n] = node.parent < 0 ? -1 : places[node.parent];
-            const float chance = std::exp(node.score - (node.parent < 0 ? 0.0f : nodes[node.parent].score));
+            const float chance = exponential_of(node.score - (node.parent < 0 ? 0.0f : nodes[node.parent].score));
             chances[n] = chance < 1.0f ? chance : 1.0f;
         }
         return static_cast<int64_t>(kept.size());
@@ -105,11 +109,11 @@ class Tree {
         return order;
     }
 
-    float least_kept() const { return growth_.stop > 1e-6f ? growth_.stop : 1e-6f; }
+    float least_kept() const { return std::max(growth_.least, 1e-6f); }
 
     // A node that does not have more than this has nothing below it that is kept.
     float least_score() const {
-        const float stop = std::log(least_kept());
+        const float stop = logarithm_of(std::max(growth_.stop, least_kept()));
         if (static_cast<int64_t>(nodes.size()) < size_) return stop;
         const float last = nodes[best(0, size_).back()].score;
         return last > stop ? last : stop;

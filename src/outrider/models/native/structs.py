@@ -142,4 +142,11 @@ class HeadStruct(Structure):
 
 
 class Growth(Structure):
-    _fields_ = (("depth", c_int64), ("width", c_int64), ("heat", c_float), ("less", c_float), ("stop", c_float))
+    _fields_ = (
+        ("depth", c_int64),
+        ("width", c_int64),
+        ("heat", c_float),
+        ("less", c_float),
+        ("stop", c_float),
+        ("least", c_float),
+    )
