@@ -1873,7 +1873,7 @@ void outrider_normed(const Shape* shape, const Head* head, int64_t rows, float* 
 }
 
 // The head's layers over the rows of spans, each of which follows the one before; x is read and overwritten. cos, sin: of all
-// positions. `last`: whether of one span only the last row's result is wanted. Returns whether all tokens are there.
+// positions. Of one span only the last row's result is computed to its end. Returns whether all tokens are there.
 static bool follow(const Shape& s, const Layer* layers, const Head& head, const Span* spans, int64_t span_count, const int64_t* tokens,
                    float* x, const float* cos, const float* sin, const Work* work) {
     const int64_t rows = spans[span_count - 1].first + spans[span_count - 1].rows;
@@ -1955,14 +1955,15 @@ static void put_offers(const Shape& s, const Head& head, const Growth& growth, i
         for (int64_t n = 0; n < found[r]; n++) trees[owners[r]].put(nodes[r], head.ids[places[r * width + n]], logarithms[r * width + n]);
 }
 
-// The followed nodes of all trees as rows of one pass: each sees what was committed (up to `ends`), then its ancestors.
+// The followed nodes of all trees as rows of one pass: each sees what was committed, then its ancestors.
 struct TreeRows {
     std::vector<Span> spans;
     std::vector<int64_t> seen, owners, nodes, tokens;
     std::vector<int32_t> positions, parents, trails;
     std::vector<float> x, cos, sin;
 
-    // `above` [rows][hidden]: what the head wrote of the rows of the depth before; `starts`: where each tree's next row lies.
+    // `above` [rows][hidden]: what the head made of the rows of the depth before. `ends`: where what was committed ends;
+    // `starts`: where each tree's next row lies.
     void take(const Shape& s, const Span* committed, int64_t span_count, Tree* trees, const int64_t* ends, int64_t* starts,
               const std::vector<float>& above, int64_t level, const float* all_cos, const float* all_sin) {
         for (int64_t n = 0; n < span_count; n++) {
