@@ -278,21 +278,21 @@ class Eagle(Drafter):
         return [chooser for chooser in choosers if not chooser.by_rows]
 
     def _at_once(self, choosers: list[Chooser]) -> list[Chooser]:
-        """Catch up and write in one call where that can be: plain drafts of a packed head. The choosers that are
-        left."""
-        runner, plain = self._runner, [chooser for chooser in choosers if chooser.plain]
-        if not plain or not isinstance(runner, PackedRunner) or not runner.chains:
+        """Catch up and write in one call where that can be: plain trees, and the plain chain of one sequence, of a
+        packed head. The choosers that are left."""
+        runner = self._runner
+        if not isinstance(runner, PackedRunner) or not runner.chains:
             return choosers
-        chains = [chooser for chooser in plain if not self._branches(chooser)]
-        if trees := [chooser for chooser in plain if self._branches(chooser)]:
-            self._grow(runner, trees, Growth(self._length, self._width, SHARPNESS, self._stop, self._least))
-        if len(chains) == 1:
-            self._write_chain(runner, chains[0])
-        elif chains:
-            self._grow(runner, chains, Growth.chain(self._length, self._stop))
-        return [chooser for chooser in choosers if not chooser.plain]
+        trees = [chooser for chooser in choosers if chooser.plain and self._branches(chooser)]
+        if trees:
+            self._whole_trees(runner, trees)
+            return [chooser for chooser in choosers if chooser not in trees]
+        if len(choosers) != 1 or not choosers[0].plain:
+            return choosers
+        self._whole_chain(runner, choosers[0])
+        return []
 
-    def _write_chain(self, runner: PackedRunner, chooser: Chooser) -> None:
+    def _whole_chain(self, runner: PackedRunner, chooser: Chooser) -> None:
         tokens, shown = self.shown(chooser.seq, keep=0)
         chain = runner.chain(chooser.seq.id, tokens, shown, chooser.length, self._stop)
         self.keep_prefix(chooser.seq)
@@ -300,9 +300,10 @@ class Eagle(Drafter):
             if not chooser.put(token, stated):
                 break
 
-    def _grow(self, runner: PackedRunner, choosers: Seq[Chooser], growth: Growth) -> None:
+    def _whole_trees(self, runner: PackedRunner, choosers: Seq[Chooser]) -> None:
         taken = [self.shown(chooser.seq, keep=0) for chooser in choosers]
         tokens, shown = [some for some, _ in taken], [states for _, states in taken]
+        growth = Growth(self._length, self._width, SHARPNESS, self._stop, self._least)
         ids, sizes = [w.seq.id for w in choosers], [w.length for w in choosers]
         for chooser, grown in zip(choosers, runner.trees(ids, tokens, shown, growth, sizes), strict=True):
             self.keep_prefix(chooser.seq)

@@ -35,11 +35,6 @@ class Growth:
     least: float  # the same, below which none is kept
     less: float = LESS
 
-    @classmethod
-    def chain(cls, length: int, stop: float) -> Growth:
-        """A chain is the tree that follows one node, by the head's law as it is, and ends with one below `stop`."""
-        return cls(length, 1, 1.0, stop, 0.0, 0.0)
-
     def rows(self, size: int) -> int:
         """The most nodes that are followed for a tree of this size: one that is followed ranks before the last that is
         kept, and after all nodes above it."""
