@@ -300,6 +300,30 @@ void laws() {
     }
 }
 
+// A tree that grows over made-up logits: what is offered at each depth, and the nodes that are kept.
+void trees(const Growth& growth, int64_t most) {
+    constexpr int64_t TOKENS = 300;
+    Tree tree(growth, most);
+    std::vector<int64_t> under = {-1};
+    for (int64_t depth = 1; depth <= growth.depth && !under.empty(); depth++) {
+        for (int64_t parent : under) {
+            std::vector<float> logits = numbers(TOKENS), logarithms(growth.width);
+            std::vector<int64_t> places(growth.width);
+            for (float& logit : logits) logit *= 8.0f;
+            const int64_t found = offers(logits.data(), TOKENS, growth.heat, growth.width, places.data(), logarithms.data());
+            for (int64_t n = 0; n < found; n++) tree.put(parent, places[n], logarithms[n]);
+            say("offers", most, places[0], logarithms.data(), found);
+        }
+        tree.choose();
+        under = tree.followed;
+    }
+    std::vector<int64_t> tokens(most), parents(most);
+    std::vector<float> chances(most), both;
+    const int64_t count = tree.collect(tokens.data(), parents.data(), chances.data());
+    for (int64_t n = 0; n < count; n++) both.insert(both.end(), {chances[n], static_cast<float>(tokens[n]), static_cast<float>(parents[n])});
+    say("tree", most, count, both.data(), static_cast<int64_t>(both.size()));
+}
+
 }  // namespace
 
 int main() {
@@ -307,6 +331,8 @@ int main() {
     products();
     exponents();
     laws();
+    trees({5, 6, 0.75f, 1e-4f, 0.0f, 0.0f}, 12);
+    trees({3, 4, 1.0f, 1e-4f, 0.05f, 0.02f}, 7);
     layers(4, 2, 64, 0, KINDS[1]);
     layers(2, 1, 128, 0, KINDS[2]);
     layers(4, 4, 64, 7, KINDS[0]);

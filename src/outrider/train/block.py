@@ -76,7 +76,10 @@ def fresh(
 
 def _begin(head: BlockHead, target: Readable) -> None:
     """The last block's state goes through; the layers are the target's last, and what they add is made as small as the
-    state is beside the target's residual. The sequential part adds nothing yet."""
+    state is beside the target's residual. The sequential part adds nothing yet.
+
+    The last token's embedding is turned at random: where a model ties its matrices, the embedding as it is would make
+    every slot say the last token once more, and to unlearn that takes most of the first thousand steps."""
     size, first = head.config.hidden_size, target.num_layers - head.config.depth
     head.fc.weight.zero_()
     head.fc.weight[:, -size:] = torch.eye(size)
@@ -85,7 +88,7 @@ def _begin(head: BlockHead, target: Readable) -> None:
     for index, layer in enumerate(head.decoder):
         _copy_layer(layer, target, f"model.layers.{first + index}.", residual)
     if head.config.starts:
-        head.embed_proj.weight.copy_(torch.eye(size))
+        torch.nn.init.orthogonal_(head.embed_proj.weight)
         head.slots.normal_(0.0, SLOT_SIZE)
     if head.config.rank:
         head.markov_head.lift.weight.zero_()

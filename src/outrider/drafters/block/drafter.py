@@ -15,8 +15,9 @@ from outrider.drafters.base import BuildContext
 from outrider.drafters.block.head import BlockHead
 from outrider.drafters.block.runner import BlockRunner
 from outrider.drafters.confidence import StatedCalibration
-from outrider.drafters.eagle.drafter import NARROW, NEVER, NODES, SHARPNESS, STOP, Eagle, in_rounds
+from outrider.drafters.eagle.drafter import NARROW, NODES, SHARPNESS, STOP, Eagle, in_rounds
 from outrider.drafters.eagle.runner import DraftShape, HeadOutput, gathered
+from outrider.drafters.eagle.tree import NEVER
 from outrider.drafters.heads import files
 from outrider.drafters.heads.chooser import Chooser, offers_with_noise
 from outrider.drafters.heads.kinds import BLOCK
@@ -59,7 +60,7 @@ class BlockDrafter(Eagle):
         if options.vocab or target.packed:
             head.narrow(options.vocab or NARROW)
         shape = _shape(head, options, target)
-        self._length, self._stop = shape.depth, shape.stop
+        self._length, self._stop, self._least = shape.depth, shape.stop, shape.stop
         self.layers = head.config.layers
         self._places = _places(head, target, context.cache_bytes, shape)
         self._runner: BlockRunner | BlockDeviceRunner = start(head, target, options.quantize, self._places, shape)

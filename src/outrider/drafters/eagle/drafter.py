@@ -29,7 +29,7 @@ from outrider.drafters.eagle.runner import (
     gathered,
 )
 from outrider.drafters.eagle.torch_runner import DenseRunner
-from outrider.drafters.eagle.tree import grow
+from outrider.drafters.eagle.tree import NEVER, Growth, grow
 from outrider.drafters.heads import files
 from outrider.drafters.heads.chooser import Chooser
 from outrider.drafters.heads.output import bits
@@ -42,7 +42,6 @@ from outrider.models.paged_cache import PagedCache
 # Rows of the target's states that may wait before the head takes them in: in torch a chunk of a prompt at a time; where
 # the kernels do it, soon, since a prompt belongs to the time before the first token.
 PENDING, NATIVE_PENDING = 512, 64
-NEVER = -1e9  # the logarithm of probability 0, finite so that sums of it are no NaN
 LENGTH = 5  # tokens of a chain where the options say nothing
 DEEPEST = 16  # levels of a tree, at most; it ends earlier where no deeper node can be among its best
 # Levels of a tree that a GPU grows without the host, which does not end early: with 8 levels a tree of 24 keeps 3 %
@@ -52,9 +51,12 @@ NODES = 64  # bits of a path there
 # Temperature of the head's law in trees. A greedy target always takes its likeliest token, so the head's likely tokens
 # are kept more often than their probability.
 SHARPNESS = 0.75
-STOP = 0.4  # beside a packed target: probability to be reached below which a step of the head costs more than it brings
+# Beside a packed target: probability to be reached below which a step of the head costs more than it brings, in chains
+# and in trees, where the sharper law states more; and below which a node is worth no row of the target's, whatever its
+# parent is (LOG, 2026-11-17, a tree is one call on a CPU).
+STOP, TREE_STOP, LEAST_REACH = 0.4, 0.55, 0.15
 NARROW = 8192  # vocabulary of a head beside a packed target: the output matrix is most of what a draft step reads
-# Vocabulary of a chain for one sequence there; the tokens of the text itself come with it (`vocabulary.py`).
+# Vocabulary of a draft for one sequence there; the tokens of the text itself come with it (`vocabulary.py`).
 COMMON = 4096
 
 
@@ -70,7 +72,7 @@ class Eagle(Drafter):
         length: int = 0  # of a chain, or how deep a tree may be; 0: 5 and 16
         tree: int = 0  # nodes; 0: a chain
         width: int = 6  # nodes of a tree that are followed at each depth
-        stop: float = -1.0  # end below nodes less likely to be reached; -1: 0.4 beside a packed target, else 0
+        stop: float = -1.0  # end below nodes less likely to be reached; -1: beside a packed target 0.4 (tree 0.55)
         vocab: int = 0  # write only the first tokens of its vocabulary, and on a CPU those of the text; 0: what suits
         lookup: int = 0  # copy from the text where at least this many tokens match; 0: never
         greedy: bool = False  # guess the likeliest token even where the request samples
@@ -98,7 +100,7 @@ class Eagle(Drafter):
         if isinstance(self._runner, PackedRunner):
             self._runner.warm(len(self.layers))
         self._guesser = in_rounds(self, self._runner)
-        self._stop = shape.stop
+        self._stop, self._least = shape.stop, min(shape.stop, LEAST_REACH)
         self._ids, self._vocab = head.draft_ids.to(target.device), target.vocab_size
         self._states: dict[int, _EagleState] = {}
         self._guessing, self._drawing = StatedCalibration(), StatedCalibration()
@@ -142,8 +144,8 @@ class Eagle(Drafter):
             for i, seq in enumerate(seqs)
             if budgets[i] > 0 and self._ready(seq)
         }
-        others = self._on_device(list(choosers.values()))
-        if others and not self._at_once(others):
+        others = self._at_once(self._on_device(list(choosers.values())))
+        if others:
             self._write(others, self._catch_up([chooser.seq for chooser in others]))
         drafts = [EMPTY] * len(seqs)
         for i, chooser in choosers.items():
@@ -275,24 +277,50 @@ class Eagle(Drafter):
             chooser.tokens, chooser.parents, chooser.stated = grown.tokens, grown.parents, grown.acceptance
         return [chooser for chooser in choosers if not chooser.by_rows]
 
-    def _at_once(self, choosers: Seq[Chooser]) -> bool:
-        """Catch up and write in one call where that can be: the plain chain of one sequence, of a packed head."""
-        runner, chooser = self._runner, choosers[0]
-        if len(choosers) > 1 or self._options.tree or not chooser.plain:
-            return False
+    def _at_once(self, choosers: list[Chooser]) -> list[Chooser]:
+        """Catch up and write in one call where that can be: plain trees, and the plain chain of one sequence, of a
+        packed head. The choosers that are left."""
+        runner = self._runner
         if not isinstance(runner, PackedRunner) or not runner.chains:
-            return False
+            return choosers
+        trees = [chooser for chooser in choosers if chooser.plain and self._branches(chooser)]
+        if trees:
+            self._whole_trees(runner, trees)
+            return [chooser for chooser in choosers if chooser not in trees]
+        if len(choosers) != 1 or not choosers[0].plain:
+            return choosers
+        self._whole_chain(runner, choosers[0])
+        return []
+
+    def _whole_chain(self, runner: PackedRunner, chooser: Chooser) -> None:
         tokens, shown = self.shown(chooser.seq, keep=0)
         chain = runner.chain(chooser.seq.id, tokens, shown, chooser.length, self._stop)
         self.keep_prefix(chooser.seq)
         for token, stated in chain:
             if not chooser.put(token, stated):
                 break
-        return True
+
+    def _whole_trees(self, runner: PackedRunner, choosers: Seq[Chooser]) -> None:
+        taken = [self.shown(chooser.seq, keep=0) for chooser in choosers]
+        tokens, shown = [some for some, _ in taken], [states for _, states in taken]
+        growth = Growth(self._length, self._width, SHARPNESS, self._stop, self._least)
+        ids, sizes = [w.seq.id for w in choosers], [w.length for w in choosers]
+        for chooser, grown in zip(choosers, runner.trees(ids, tokens, shown, growth, sizes), strict=True):
+            self.keep_prefix(chooser.seq)
+            chooser.tokens, chooser.parents, chooser.stated = grown.tokens, grown.parents, grown.acceptance
+
+    def _branches(self, chooser: Chooser) -> bool:
+        """Whether its draft is a tree. Drawn tokens come as chains: which of several draws are shown would have to be
+        decided without a look."""
+        return bool(self._options.tree) and chooser.length > 1 and not chooser.draws
+
+    @property
+    def _width(self) -> int:
+        """Nodes of a tree that are followed at each depth."""
+        return min(self._options.width, self._options.tree, len(self._ids))
 
     def _write(self, choosers: Seq[Chooser], ahead: HeadOutput) -> None:
-        """Drawn tokens come as chains: which of several draws are shown would have to be decided without a look."""
-        trees = [i for i, w in enumerate(choosers) if self._options.tree and w.length > 1 and not w.draws]
+        trees = [i for i, chooser in enumerate(choosers) if self._branches(chooser)]
         chains = sorted(set(range(len(choosers))) - set(trees))
         blind = ahead.logits.device.type != "cpu" and all(chooser.plain for chooser in choosers)
         for some, write in ((chains, self._blind_chains if blind else self._chains), (trees, self._trees)):
@@ -350,15 +378,14 @@ class Eagle(Drafter):
         return logits.new_full((self._vocab,), float("-inf")).index_copy_(0, self._ids, logits)
 
     def _trees(self, choosers: Seq[Chooser], ahead: HeadOutput) -> None:
-        options = self._options
-        width = min(options.width, options.tree, len(self._ids))
-
         def offers(logits: Tensor, paths: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-            return self._offers(choosers, logits, paths, width)
+            return self._offers(choosers, logits, paths, self._width)
 
         ids, sizes = [w.seq.id for w in choosers], [w.length for w in choosers]
         for chooser, grown in zip(
-            choosers, grow(self._runner, ids, ahead, offers, self._length, sizes, self._stop), strict=True
+            choosers,
+            grow(self._runner, ids, ahead, offers, self._length, sizes, self._stop, self._least),
+            strict=True,
         ):
             chooser.tokens, chooser.parents, chooser.stated = grown.tokens, grown.parents, grown.acceptance
 
@@ -411,7 +438,8 @@ def _request(chooser: Chooser) -> DraftRequest:
 
 
 def _shape(options: Eagle.Options, target: Readable) -> DraftShape:
-    stop = options.stop if options.stop >= 0.0 else STOP if target.packed else 0.0
+    usual_stop = 0.0 if not target.packed else TREE_STOP if options.tree else STOP
+    stop = options.stop if options.stop >= 0.0 else usual_stop
     if not options.tree:
         length = options.length or LENGTH
         return DraftShape(length, 1, length, 1.0, stop)

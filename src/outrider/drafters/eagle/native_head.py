@@ -1,4 +1,4 @@
-"""An EAGLE-3 head in the kernels: its layers and what it has beside them, so that a whole chain is one call."""
+"""An EAGLE-3 head in the kernels: its layers and what it has beside them, so that a whole chain or tree is one call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.drafters.eagle.runner import ShownStates
+from outrider.drafters.eagle.runner import Grown, ShownStates
+from outrider.drafters.eagle.tree import Growth
 from outrider.models.native import structs
 from outrider.models.native.library import library
 from outrider.models.native.packed import Packed, use_torch_threads
@@ -20,7 +21,7 @@ from outrider.models.stack import Layer, StackConfig
 
 @dataclass(frozen=True, eq=False)
 class HeadWeights:
-    """What a head has beside its layers; norms are float32. A chain needs output and embedding packed."""
+    """What a head has beside its layers; norms are float32. A chain or tree needs output and embedding packed."""
 
     fc: Packed
     output: Packed | None  # its first rows are those of `ids`
@@ -50,6 +51,16 @@ class HeadWeights:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class TakenSpan:
+    """What is taken in of one sequence."""
+
+    slot: PagedSlot
+    start: int  # where its tokens begin
+    tokens: Sequence[int]
+    shown: Sequence[ShownStates]  # the target's states before them
+
+
 class NativeHead(NativeStack):
     def __init__(self, config: StackConfig, layers: Sequence[Layer], weights: HeadWeights) -> None:
         super().__init__(config, layers, weights.fc.inputs)
@@ -57,11 +68,11 @@ class NativeHead(NativeStack):
         self._head = weights.struct(config.hidden_size)
         kernels = library()
         self._states, self._normed = kernels.outrider_states, kernels.outrider_normed
-        self._chain = kernels.outrider_chain
+        self._chain, self._trees = kernels.outrider_chain, kernels.outrider_trees
 
     @property
     def chains(self) -> bool:
-        """Whether it has all that a chain needs."""
+        """Whether it has all that a chain or a tree needs."""
         return self._weights.output is not None and self._weights.embedding is not None
 
     @property
@@ -136,6 +147,51 @@ class NativeHead(NativeStack):
         if count < 0:
             raise IndexError("a token that the embedding does not have")
         return list(zip(written[:count], stated[:count], strict=True))
+
+    def trees(
+        self,
+        spans: Sequence[TakenSpan],
+        turns: tuple[Tensor, Tensor],
+        growth: Growth,
+        sizes: Sequence[int],
+        head: structs.HeadStruct | None = None,
+    ) -> list[Grown]:
+        """Take in the tokens of each span, as `chain` does, and let a tree of up to `sizes` nodes grow after it: those
+        of `tree.grow`."""
+        rows, most, places, longest = 0, max(sizes), [], 0
+        for span, size in zip(spans, sizes, strict=True):
+            end = span.start + len(span.tokens) + growth.rows(size)
+            assert end <= span.slot.size
+            places.append(self.place(span.slot, span.start, slice(rows, rows + len(span.tokens))))
+            rows, longest = rows + len(span.tokens), max(longest, end)
+        work = self.workspace(max(rows, len(spans) * growth.width), longest)
+        shown = [(hidden.float(), chosen) for span in spans for hidden, chosen in span.shown]
+        written, parents = ((ctypes.c_int64 * (len(spans) * most))() for _ in range(2))
+        stated, counts = (ctypes.c_float * (len(spans) * most))(), (ctypes.c_int64 * len(spans))()
+        use_torch_threads()
+        failed = self._trees(
+            ctypes.byref(self._shape),
+            self.structs,
+            ctypes.byref(self._head if head is None else head),
+            (structs.SpanStruct * len(spans))(*places),
+            ctypes.c_int64(len(spans)),
+            (ctypes.c_int64 * rows)(*(token for span in spans for token in span.tokens)),
+            _places(shown),
+            pointer(turns[0]),
+            pointer(turns[1]),
+            ctypes.byref(structs.Growth(**vars(growth))),
+            (ctypes.c_int64 * len(sizes))(*sizes),
+            ctypes.c_int64(most),
+            written,
+            parents,
+            stated,
+            counts,
+            ctypes.byref(work.struct),
+        )
+        if failed:
+            raise IndexError("a token that the embedding does not have")
+        own = (slice(place * most, place * most + count) for place, count in enumerate(counts))
+        return [Grown(written[each], parents[each], stated[each]) for each in own]
 
 
 def _places(shown: Sequence[ShownStates]) -> ctypes.Array[ctypes.c_void_p]:

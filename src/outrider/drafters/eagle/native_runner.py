@@ -11,8 +11,9 @@ from torch import Tensor
 
 from outrider.core.sequence import Scope
 from outrider.drafters.eagle.head import EagleHead, EagleLayer
-from outrider.drafters.eagle.native_head import HeadWeights, NativeHead
-from outrider.drafters.eagle.runner import HeadOutput, ShownStates
+from outrider.drafters.eagle.native_head import HeadWeights, NativeHead, TakenSpan
+from outrider.drafters.eagle.runner import Grown, HeadOutput, ShownStates
+from outrider.drafters.eagle.tree import Growth
 from outrider.drafters.eagle.vocabulary import Lexicon, TextVocabulary
 from outrider.drafters.heads.output import OutputMatrix, pack
 from outrider.models.base import Readable
@@ -154,7 +155,7 @@ class PackedRunner:
 
     @property
     def chains(self) -> bool:
-        """Whether it can write a chain in one call."""
+        """Whether it can write a chain or a tree in one call."""
         return isinstance(self._stack, NativeHead) and self._stack.chains
 
     @torch.inference_mode()
@@ -173,6 +174,28 @@ class PackedRunner:
         chain = self._stack.chain(slot, begin, tokens, shown, turns, length, stop, head)
         slot.length = self._lengths[id] = end  # whatever was drafted before or now
         return chain
+
+    @torch.inference_mode()
+    def trees(
+        self, ids: Seq[int], tokens: Seq[Seq[int]], shown: Seq[Seq[ShownStates]], growth: Growth, sizes: Seq[int]
+    ) -> list[Grown]:
+        """As `extend`, then a tree of up to `sizes` nodes after each sequence; these are forgotten again. One sequence
+        has a vocabulary of its own, as a chain has."""
+        assert isinstance(self._stack, NativeHead)
+        spans = []
+        for id, own, states, size in zip(ids, tokens, shown, sizes, strict=True):
+            begin = self._lengths.get(id, 0)
+            self._cache.crop(id, begin)
+            spans.append(TakenSpan(self._cache.extend(id, len(own) + growth.rows(size)), begin, own, states))
+            self._read(id, own)
+        turns = self._tables(max(span.start + len(span.tokens) for span in spans) + growth.depth)
+        alone = self._lexicon is not None and len(ids) == 1
+        head = self._words[ids[0]].head(self._stack) if alone else None
+        try:
+            return self._stack.trees(spans, turns, growth, sizes, head)
+        finally:
+            for id, span in zip(ids, spans, strict=True):
+                span.slot.length = self._lengths[id] = span.start + len(span.tokens)
 
     def warm(self, layers: int) -> None:
         """Write one chain for nobody, or the first request would wait for it: the first chain takes ten times as long

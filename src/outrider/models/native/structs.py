@@ -139,3 +139,14 @@ class HeadStruct(Structure):
         ("norm_residual", c_int32),
         ("norm_output", c_int32),
     )
+
+
+class Growth(Structure):
+    _fields_ = (
+        ("depth", c_int64),
+        ("width", c_int64),
+        ("heat", c_float),
+        ("less", c_float),
+        ("stop", c_float),
+        ("least", c_float),
+    )
