@@ -7,7 +7,8 @@ products of a layer after each other, all layers as one CUDA graph, each kernel 
 a pass. `layer`: microseconds of a layer, median and range of 7 turns, variants in turns; `added`: less the same rows
 with no adapter. `inner`: the kernels of inner values alone, of one layer. `bits`: rows that differ from themselves
 alone; `error`: the largest difference from float32, as a part of the largest output. JSON lines; needs torch and
-triton. Kernels are compiled by processes beside each other first.
+triton. Kernels are compiled by processes beside each other first. Without a GPU (TRITON_INTERPRET=1) only `bits`, of a
+tiny shape in float32. `--variants`: those of `models/cuda/low_rank.py`.
 """
 
 from __future__ import annotations
@@ -18,16 +19,10 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent / "before"))
-import before_low_rank
-import before_product
 
 from outrider.models.cuda import low_rank, product
 
@@ -40,9 +35,8 @@ SHAPES = {  # hidden, inner, ends of queries, keys and values, layers
     "8b": (4096, 14336, (4096, 5120, 6144), 1),
     "tiny": (32, 48, (32, 48, 64), 1),
 }
-VARIANTS = ("before", *low_rank.VARIANTS)
-MANY = ("before", "kernel_fetched")  # that passes of many rows have
-LARGE = ("before", "kernel_fetched", "inside_fetched")  # that the larger shape has, too
+MANY = ("kernel_fetched",)  # variants that passes of many rows have
+LARGE = ("kernel_fetched", "inside_fetched")  # that the larger shape has, too
 
 
 def variants_of(shape: str, named: list[str], rows: int = 64) -> list[str]:
@@ -90,7 +84,7 @@ def tile_of(rows: int) -> int:
     return 16 if rows <= 64 else 64
 
 
-def tables(owners: list[int], new: bool) -> dict[str, Tensor]:
+def tables(owners: list[int]) -> dict[str, Tensor]:
     """`owners`: the adapter of each row, from 1 on; 0: none."""
     rows, tile = len(owners), tile_of(len(owners))
     tiles = -(-min(rows, rows // tile + UNITS) // 4) * 4
@@ -105,42 +99,40 @@ def tables(owners: list[int], new: bool) -> dict[str, Tensor]:
             table[:, found] = torch.tensor([at[owner], 1, first, min(tile, own[-1] + 1 - first)])
             found += 1
     held = len(adapters)
-    numbers = torch.zeros(4 + (1 if new else 3) * UNITS, dtype=torch.int32)
+    numbers = torch.zeros(4 + UNITS, dtype=torch.int32)
     numbers[0], numbers[1] = held, found
     numbers[4 : 4 + held] = torch.tensor([owner * 3 % UNITS for owner in adapters])
-    values = {"units": numbers, "order": torch.tensor(order), "tiles": table}
-    if new:
-        values["firsts"] = torch.tensor([at.get(owner, 0) for owner in owners])
-        values["counts"] = torch.tensor([int(owner > 0) for owner in owners])
-    else:
-        numbers[4 + UNITS : 4 + UNITS + held] = torch.tensor(adapters)
-        values["owners"] = torch.tensor(owners)
+    values = {
+        "units": numbers,
+        "order": torch.tensor(order),
+        "tiles": table,
+        "firsts": torch.tensor([at.get(owner, 0) for owner in owners]),
+        "counts": torch.tensor([int(owner > 0) for owner in owners]),
+    }
     return {name: value.to(DEVICE, torch.int32).contiguous() for name, value in values.items()}
 
 
 class Pass:
     """The products of all layers over some rows."""
 
-    def __init__(self, model: Model, module: ModuleType, owners: list[int], x: Tensor, mixed: Tensor) -> None:
-        self.model, self.module, rows = model, module, len(owners)
+    def __init__(self, model: Model, owners: list[int], x: Tensor, mixed: Tensor) -> None:
+        self.model, rows = model, len(owners)
         self.start, self.mixed = x, mixed
         widest = max(model.qkv, model.hidden)
-        self.x, self.work = x.clone(), module.Workspace(rows, model.hidden, widest, BF16, x.device)
+        self.x, self.work = x.clone(), product.Workspace(rows, model.hidden, widest, BF16, x.device)
         self.joined = torch.empty(rows, model.qkv, dtype=BF16, device=DEVICE)
         self.inner = torch.empty(rows, model.inner, dtype=BF16, device=DEVICE)
         self.ready = torch.zeros(len(model.layers) * 4, 1, dtype=torch.int32, device=DEVICE)
         self.sums: list[dict[str, Any]] = [{} for _ in model.layers]
         if any(owners):
-            new = module is product
-            table = tables(owners, new)
-            size = rows * 3 * 256 * (1 if new else 8)
-            inner = torch.empty(size, dtype=BF16 if new else torch.float32, device=DEVICE)
+            table = tables(owners)
+            inner = torch.empty(rows * 3 * low_rank.PLACES * low_rank.UNIT, dtype=BF16, device=DEVICE)
             for number, layer in enumerate(model.layers):
                 for place, (field, own) in enumerate(layer.items()):
-                    more = {"ready": self.ready[4 * number + place]} if new else {}
-                    kind = low_rank.LowRankSum if new else before_low_rank.LowRankSum
-                    self.sums[number][field] = kind(a=own.a, b=own.b, ends=own.ends, inner=inner, tile=tile_of(rows),
-                                                    **table, **more)  # fmt: skip
+                    self.sums[number][field] = low_rank.LowRankSum(
+                        a=own.a, b=own.b, ends=own.ends, inner=inner, tile=tile_of(rows),
+                        ready=self.ready[4 * number + place], **table,
+                    )  # fmt: skip
 
     def run(self) -> None:
         self.ready.zero_()
@@ -152,8 +144,8 @@ class Pass:
             self.layer(number)
 
     def layer(self, number: int) -> None:
-        layer, own, work, module = self.model.layers[number], self.sums[number], self.work, self.module
-        gain, around, linear = self.model.gain, module.Around, module.linear
+        layer, own, work = self.model.layers[number], self.sums[number], self.work
+        gain, around, linear = self.model.gain, product.Around, product.linear
         linear(work.next, layer["qkv"].weight, None, self.joined, work, around(eps=EPS, adapters=own.get("qkv")))
         after = around(gain=gain, adapters=own.get("output"))
         linear(self.mixed, layer["output"].weight, None, self.x, work, after)
@@ -162,7 +154,7 @@ class Pass:
         linear(self.inner, layer["down"].weight, None, self.x, work, around(gain=gain, adapters=own.get("down")))
 
     def only_inner(self) -> None:
-        multiply = (low_rank if self.module is product else before_low_rank).multiply_inner
+        multiply = low_rank.multiply_inner
         for own in self.sums:
             multiply(self.work.next, own["qkv"])
             multiply(self.mixed, own["output"])
@@ -201,11 +193,8 @@ def microseconds(graph: Any, layers: int, again: int) -> float:
     return 1e3 * begin.elapsed_time(end) / again / layers
 
 
-def use(variant: str) -> ModuleType:
-    if variant == "before":
-        return before_product
+def use(variant: str) -> None:
     low_rank.chosen = low_rank.VARIANTS[variant]
-    return product
 
 
 def owners_of(rows: int, adapters: int) -> list[int]:
@@ -224,10 +213,10 @@ def time_all(shape: str, model: Model, named: list[str], all_rows: list[int]) ->
     for rows in all_rows:
         graphs, variants = {}, variants_of(shape, named, rows)
         for variant in variants:
-            module = use(variant)
+            use(variant)
             for count in COUNTS:
                 if count <= rows:
-                    one = Pass(model, module, owners_of(rows, count), *inputs(model, rows))
+                    one = Pass(model, owners_of(rows, count), *inputs(model, rows))
                     graphs[variant, count] = graph_of(one.run), one
         found: dict[Any, list[float]] = {key: [] for key in graphs}
         for _ in range(7):
@@ -238,7 +227,7 @@ def time_all(shape: str, model: Model, named: list[str], all_rows: list[int]) ->
             middle = statistics.median(each)
             say("layer", shape=shape, rows=rows, adapters=count, variant=variant, microseconds=round(middle, 2),
                 range=[round(min(each), 2), round(max(each), 2)], added=round(middle - none, 2))  # fmt: skip
-        for variant in ("before", "kernel", "kernel_fetched", "kernel_1_share"):
+        for variant in ("kernel", "kernel_fetched", "kernel_1_share"):
             for count in COUNTS[1:]:
                 if variant in variants and count <= rows:
                     use(variant)
@@ -247,11 +236,11 @@ def time_all(shape: str, model: Model, named: list[str], all_rows: list[int]) ->
                     say("inner", shape=shape, rows=rows, adapters=count, variant=variant, microseconds=round(took, 2))
 
 
-def outputs(model: Model, module: ModuleType, owners: list[int], rows: list[int] | None = None) -> Tensor:
+def outputs(model: Model, owners: list[int], rows: list[int] | None = None) -> Tensor:
     """[rows, values] of the residual after the first layer, and what lies before it."""
     x, mixed = inputs(model, 64)
     take = list(range(len(owners))) if rows is None else rows
-    one = Pass(model, module, owners, x[take].contiguous(), mixed[take].contiguous())
+    one = Pass(model, owners, x[take].contiguous(), mixed[take].contiguous())
     graph = graph_of(one.run)
     graph.replay()
     return torch.cat([one.x, one.joined, one.inner], 1).clone()
@@ -259,31 +248,31 @@ def outputs(model: Model, module: ModuleType, owners: list[int], rows: list[int]
 
 def compare(shape: str, model: Model, variants: list[str]) -> None:
     for variant in variants:
-        module = use(variant)
+        use(variant)
         owners = [row % 17 for row in range(64)]  # also none
-        company = outputs(model, module, owners)
+        company = outputs(model, owners)
         differ = 0
         for rows in ([0], [1], [5], [63], list(range(20, 36)), [3, 20, 37], list(range(7))):
-            alone = outputs(model, module, [owners[row] for row in rows], rows)
+            alone = outputs(model, [owners[row] for row in rows], rows)
             differ += int((alone != company[rows]).any(1).sum())
-        none = outputs(model, module, [0] * 64)
+        none = outputs(model, [0] * 64)
         bare = [row for row in range(64) if not owners[row]]
         changed = int((none != company).any(1).sum())
         say("bits", shape=shape, variant=variant, differ=differ + int((none != company)[bare].any(1).sum()),
-            rows_changed_by_adapters=changed, of=64 - len(bare), error=error(model, module, owners))  # fmt: skip
+            rows_changed_by_adapters=changed, of=64 - len(bare), error=error(model, owners))  # fmt: skip
 
 
-def error(model: Model, module: ModuleType, owners: list[int]) -> float:
+def error(model: Model, owners: list[int]) -> float:
     """Of the first product of the first layer."""
     x, mixed = inputs(model, 64)
-    one, own = Pass(model, module, owners, x, mixed), model.layers[0]["qkv"]
+    one, own = Pass(model, owners, x, mixed), model.layers[0]["qkv"]
     one.run()
     one.work.next.copy_(x)
     one.work.squares[0, :].fill_(float(model.hidden))
     one.work.strips = 1
     one.ready.zero_()
-    module.linear(one.work.next, own.weight, None, one.joined, one.work,
-                  module.Around(eps=EPS, adapters=one.sums[0]["qkv"]))  # fmt: skip
+    product.linear(one.work.next, own.weight, None, one.joined, one.work,
+                  product.Around(eps=EPS, adapters=one.sums[0]["qkv"]))  # fmt: skip
     wanted = x.float() @ own.weight.float().T
     for row, owner in enumerate(owners):
         if owner:
@@ -299,7 +288,7 @@ def error(model: Model, module: ModuleType, owners: list[int]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="smollm2,8b")
-    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--variants", default=",".join(low_rank.VARIANTS))
     parser.add_argument("--rows", default="1,16,64,256,2048")
     parser.add_argument("--compile", action="store_true", help="only compile, in this process")
     given = parser.parse_args()
@@ -310,9 +299,10 @@ def main() -> None:
             SHAPES[shape] = (*SHAPES[shape][:3], 1)  # type: ignore[assignment]
             model = Model(shape)
             for variant in variants:
+                use(variant)
                 for count in rows:
                     for adapters in (0, 1):
-                        Pass(model, use(variant), owners_of(count, adapters), *inputs(model, count)).run()
+                        Pass(model, owners_of(count, adapters), *inputs(model, count)).run()
         torch.cuda.synchronize()
         return
     begin = time.perf_counter()

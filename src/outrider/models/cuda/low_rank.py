@@ -35,7 +35,7 @@ _UNIT, _PLACES, _HEADER, _CHAINS = tl.constexpr(UNIT), tl.constexpr(PLACES), tl.
 
 
 @dataclass(frozen=True)
-class Variant:
+class LowRankCut:
     """How passes of few rows are cut into programs. No bit depends on it."""
 
     inside: bool = False  # inner values by programs of the product, which the others wait for; else by a kernel before
@@ -46,14 +46,14 @@ class Variant:
 
 
 VARIANTS = {
-    "kernel": Variant(),
-    "kernel_fetched": Variant(fetched=True),
-    "kernel_4_warps": Variant(fetched=True, warps=4),
-    "kernel_narrow": Variant(fetched=True, lanes=80),
-    "kernel_1_share": Variant(fetched=True, shares=1),
-    "inside": Variant(inside=True),
-    "inside_fetched": Variant(inside=True, fetched=True),
-    "inside_4_warps": Variant(inside=True, fetched=True, warps=4),
+    "kernel": LowRankCut(),
+    "kernel_fetched": LowRankCut(fetched=True),
+    "kernel_4_warps": LowRankCut(fetched=True, warps=4),
+    "kernel_narrow": LowRankCut(fetched=True, lanes=80),
+    "kernel_1_share": LowRankCut(fetched=True, shares=1),
+    "inside": LowRankCut(inside=True),
+    "inside_fetched": LowRankCut(inside=True, fetched=True),
+    "inside_4_warps": LowRankCut(inside=True, fetched=True, warps=4),
 }  # timed by scripts/low_rank_cost.py
 chosen = VARIANTS["kernel_fetched"]
 
