@@ -1,10 +1,12 @@
-"""What the drafts of heads cost in rounds on a GPU: time of a round with each drafter, less that of a round whose draft
-is there already, with as many nodes.
+"""What the drafts of heads and draft models cost in rounds on a GPU: time of a round with each drafter, less that of a
+round whose draft is there already, with as many nodes.
 
-    PYTHONPATH=src python scripts/round_cost.py [--batches 1,4,16,64] [--rounds 96] [--repeats 5] [--kernels SPEC]
+    PYTHONPATH=src python scripts/round_cost.py [--batches 1,4,16,64] [--rounds 96] [--repeats 5] [--specs SPEC ...]
+                                                [--kernels SPEC]
 
-The target has SmolLM2-135M's sizes and random weights, the heads the sizes that `outrider train` gives them, so nothing
-is kept and every round writes one token. Texts of 520 tokens; drafters run in turns, and the median over the repeats
+The target has SmolLM2-135M's sizes and random weights, the heads the sizes that `outrider train` gives them, a draft
+model is called by its number of layers of the target's size (`layer_skip` runs a third of the target's), so nothing is
+kept and every round writes one token. Texts of 520 tokens; drafters run in turns, and the median over the repeats
 counts, with the range. `--kernels block:tree=31`: also how long each kernel of such a round takes, by torch's profiler,
 one sequence. Needs torch and triton.
 """
@@ -43,11 +45,12 @@ from outrider.models.stack import Layer, TorchStack
 HIDDEN, HEADS, KEY_HEADS, HEAD_DIM, INNER, LAYERS, VOCAB = 576, 9, 3, 64, 1536, 30, 49152
 DRAFT_VOCAB, CONTEXT, PROMPT = 32768, 2048, 520
 EPS, THETA = 1e-5, 100_000.0
-SPECS = ("eagle:tree=31", "block:tree=31", "eagle", "block")
+SPECS = ("eagle:tree=31", "block:tree=31", "eagle", "block", "layer_skip", "draft_model:model=4")
 PART, MEMORY = 8, 4 << 30
 
 
-def target() -> CudaLlama:
+def model_of(count: int) -> CudaLlama:
+    """`count` layers."""
     made = torch.Generator("cuda").manual_seed(0)
 
     def rand(*sizes: int) -> Tensor:
@@ -65,10 +68,10 @@ def target() -> CudaLlama:
             None,
             None,
         )
-        for _ in range(LAYERS)
+        for _ in range(count)
     ]
     config = LlamaConfig(
-        HIDDEN, HEADS, KEY_HEADS, HEAD_DIM, EPS, None, vocab_size=VOCAB, num_layers=LAYERS, context=CONTEXT
+        HIDDEN, HEADS, KEY_HEADS, HEAD_DIM, EPS, None, vocab_size=VOCAB, num_layers=count, context=CONTEXT
     )
     rope = Rope(1.0 / THETA ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM))
     table = rand(VOCAB, HIDDEN)
@@ -160,11 +163,12 @@ def main() -> None:
     parser.add_argument("--batches", default="1,4,16,64")
     parser.add_argument("--rounds", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--specs", nargs="+", default=SPECS)
     parser.add_argument("--kernels", default="")
     given = parser.parse_args()
-    model = target()
-    context = BuildContext(model, load=None, heads=heads(), cache_bytes=1 << 29)
-    made = {spec: drafters.build(named(spec), context) for spec in SPECS}
+    model = model_of(LAYERS)
+    context = BuildContext(model, lambda name, *_: model_of(int(name)), heads=heads(), cache_bytes=1 << 29)
+    made = {spec: drafters.build(named(spec), context) for spec in given.specs}
     loops = {spec: (drafter, drafter.writer._loop) for spec, drafter in made.items()}  # type: ignore[union-attr]
     for spec, drafter in made.items():
         loops[f"{spec} ready"] = drafter, DeviceLoop(model, [ReadyDraft(drafter.guessers[0])])
@@ -193,6 +197,8 @@ def spread(own: list[float], rest: list[float]) -> dict[str, Any]:
 
 def named(spec: str) -> str:
     name, _, more = spec.partition(":")
+    if name not in ("eagle", "block"):
+        return spec
     return f"{name}:head={name}" + (f",{more}" if more else "")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 from tiny import eagle_head
 
 from outrider import LLM, SamplingParams, Settings, audit, build, drafters, prompts
@@ -13,6 +14,7 @@ from outrider.backends.local import IDLE_WITH_WEIGHTS
 from outrider.cli import options
 from outrider.core.errors import OutriderError
 from outrider.drafters.heads import files
+from outrider.models.weights import LoadOptions
 from outrider.settings import from_mapping
 
 PROMPTS = ["the red fox", "one, two, three", "the sea is green"]
@@ -275,3 +277,18 @@ class TestEightBits:
         with LLM(str(packable_folder), draft=spec, kv="int8", **PACKED) as llm:
             text = llm.generate(LONG, SamplingParams(12)).text
             assert llm.generate(LONG, SamplingParams(12), draft="none").text == text
+
+
+@pytest.mark.parametrize(
+    ("draft", "device", "memory"),
+    [
+        ("draft_model:model=x", "cuda", (250, 250)),
+        ("ngram+draft_model:model=x", "cuda", (250, 250)),
+        ("auto:model=x", "cuda", (250, 250)),
+        ("auto", "cuda", (250, 0)),  # what a request may name, on top
+        ("draft_model:model=x", "cpu", (1000, 0)),
+    ],
+)
+def test_on_a_gpu_a_draft_model_has_its_pages_within_the_memory_of_the_cache(draft, device, memory):
+    where = LoadOptions(torch.device(device), torch.float32, 1000)
+    assert build.draft_model_memory(drafters.parse(draft), where) == memory

@@ -42,6 +42,9 @@ from outrider.settings import Settings
 
 GIB = 1 << 30
 BITS = {"none": 0, "int8": 8, "int4": 4}
+# Of the memory for keys and values on a GPU: a draft model's own pages. One of a third of the target's bytes a token
+# (a model a few times smaller) holds as many tokens in it as the target in the rest.
+DRAFT_MODEL_SHARE = 1 / 4
 _PARALLEL = ("tensor", "pipeline", "data")
 _NOT_ON_VLLM = {
     "quantize": "name a quantised model, or write engine_args: {quantization: ...}",
@@ -121,8 +124,9 @@ def local(settings: Settings, draft: DrafterSpec | None = None) -> Local:
         torch.set_num_threads(settings.threads)
     where = load_options(settings)
     own_share = int(where.memory * _cache_share(spec, settings.model))
-    loaded = load(settings.model, replace(where, memory=where.memory - own_share))
-    draft_models = DraftModels(settings.model, loaded, where)
+    beside, of_target = draft_model_memory(spec, where)
+    loaded = load(settings.model, replace(where, memory=where.memory - own_share - of_target))
+    draft_models = DraftModels(settings.model, loaded, replace(where, memory=beside))
     histories = open_histories(settings, loaded)
 
     def built(spec: DrafterSpec, memory: int) -> Drafter:
@@ -202,6 +206,15 @@ def vocabulary_digest(loaded: Loaded) -> str:
 def _cache_share(spec: DrafterSpec, target: str) -> float:
     """Of the memory for keys and values: what the drafters of a spec have for their own."""
     return sum(drafters.find(member.name).share(member.options, target) for member in spec.members)
+
+
+def draft_model_memory(spec: DrafterSpec, where: LoadOptions) -> tuple[int, int]:
+    """Bytes for the keys and values of a draft model, and how many of these the target goes without where the spec
+    names one."""
+    if where.device.type != "cuda":
+        return where.memory, 0
+    beside = int(where.memory * DRAFT_MODEL_SHARE)
+    return beside, beside if drafters.names_model(spec) else 0
 
 
 def _unused_history(settings: Settings, spec: DrafterSpec) -> list[str]:

@@ -207,3 +207,42 @@ def test_lookup_copies_what_the_host_copies(sizes):
         copied += bool(wanted)
     assert copied >= 2
     assert out[-1, 0] == 0
+
+
+@pytest.mark.parametrize(("rows", "step"), [(1, 0), (2, 0), (7, 0), (1, 1), (1, 3)])
+def test_the_table_of_a_chain_is_the_one_that_the_host_writes(rows, step):
+    """Texts shorter than the rows, one of a single token, and a place without a sequence."""
+    lengths, size = (5, 30, 0), 4
+    luck, theirs = random.Random(rows), PageTable(64, PAGE, 8, 128)
+    chains = [[luck.randrange(90) for _ in range(size)] for _ in lengths]
+    written = torch.full((4, 128), -3, dtype=torch.int32)
+    table = torch.zeros(len(RoundField), 4, dtype=torch.int32)
+    slots = torch.full((4,), theirs.padding, dtype=torch.int32)
+    feeds, places = [], []
+    for id, (length, chain) in enumerate(zip(lengths, chains, strict=True)):
+        text = [luck.randrange(90) for _ in range(length + 1)]
+        written[id, : len(text)] = torch.tensor(text)
+        table[RoundField.LENGTH, id] = length
+        fed = [*text, *chain[:step]][-rows:]
+        theirs.extend(id, length + 1 + step - len(fed))
+        slots[id] = theirs.extend(id, 0).slot
+        feeds.append(Feed(id, fed))
+        places += range((id + 1) * rows - len(fed), (id + 1) * rows)
+    batch = Batch(feeds, theirs, GROUP)
+    wanted = torch.zeros(len(Field), batch.rows, dtype=torch.int32)
+    batch.write(wanted.numpy(), theirs.padding)
+    ours = torch.full((len(Field), 4 * rows), -7, dtype=torch.int32)
+    positions = torch.full((4 * rows,), -7)
+    drafts = found([*map(Draft.chain, chains), Draft()], 1, size)
+    kernels.enter_chain(drafts, table, written, slots, ours, positions, step, BLOCK, theirs.padding)
+    for field in list(Field)[: Field.BLOCK_ROW]:
+        assert ours[field, places].tolist() == wanted[field].tolist(), field.name
+    assert positions[places].tolist() == (wanted[Field.POSITION] + 1).tolist()
+    nobody = [row for row in range(4 * rows) if row not in places]
+    assert (ours[Field.SLOT, nobody] == theirs.padding).all()
+    led = [row for row in range(4 * rows) if ours[Field.BLOCK_COUNT, row]]
+    blocks = [range(first, first + int(ours[Field.BLOCK_COUNT, first])) for first in led]
+    assert [row for block in blocks for row in block] == places
+    assert ours[Field.BLOCK_ROW, led].tolist() == led
+    assert all(len(block) <= BLOCK and ours[Field.SLOT, block].unique().numel() == 1 for block in blocks)
+    assert not ours[Field.BLOCK_TREE].any()

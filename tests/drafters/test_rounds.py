@@ -2,28 +2,20 @@
 
 The kernels are interpreted on a CPU."""
 
-import functools
 import itertools
 
 import pytest
 import torch
-from block_forms import block_forms
-from eagle_forms import FORMS
-from pool_adapters import lora
-from tiny import VOCAB, eagle_head, family, medusa_head, outputs, plainly, prompts
+from looped import adapters, drain, engine, plain, sequences, target, watch
+from tiny import family, outputs, plainly
 
-from outrider import drafters
 from outrider.core.dice import Dice
 from outrider.core.params import SamplingParams
-from outrider.core.sequence import Sequence
-from outrider.drafters.base import BuildContext
 from outrider.drafters.rounds import base, loop, writer
 from outrider.drafters.rounds.loop import DeviceLoop
 from outrider.engine import unattended
-from outrider.engine.engine import Engine
 from outrider.engine.policy import DraftingPolicy
 from outrider.models.base import Feed
-from outrider.models.cuda.model import CudaLlama
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled: tests/gpu"),
@@ -32,63 +24,17 @@ pytestmark = [
 ]
 
 
-@functools.cache
-def target():
-    model = family("llama")[1]
-    return CudaLlama(model.config, model.weights, 1 << 22)
-
-
-@functools.cache
-def head(form):
-    torch.manual_seed(7)
-    return eagle_head(target(), **FORMS[form]).requires_grad_(False)
-
-
-def sequences(params, ends=frozenset()):
-    asked = prompts(len(params), vocab=VOCAB)
-    return [Sequence(i, list(asked[i]), each, ends=ends, dice=Dice(i)) for i, each in enumerate(params)]
-
-
-def plain(params, ends=frozenset()):
-    return [
-        plainly(family("llama")[1], seq.tokens, seq.params, ends=ends, dice=Dice(seq.id)) for seq in sequences(params)
-    ]
-
-
 @pytest.fixture
 def loops(monkeypatch):
     """How many sequences each part of the device's loop has, and the nodes of their drafts in each round."""
-    calls, run = [], DeviceLoop.run
+    calls = []
 
-    def counted(self, seqs, plan, wait):
-        for found in run(self, seqs, plan, wait):
-            nodes = [[len(each.round(n).tokens) for n in range(len(each.tokens))] for each in found]
-            calls.append((len(seqs), nodes))
-            yield found
+    def seen(seqs, found):
+        nodes = [[len(each.round(n).tokens) for n in range(len(each.tokens))] for each in found]
+        calls.append((len(seqs), nodes))
 
-    monkeypatch.setattr(DeviceLoop, "run", counted)
+    watch(monkeypatch, seen)
     return calls
-
-
-@functools.cache
-def heads():
-    medusa = medusa_head(target()).requires_grad_(False)
-    medusa.tree = ((0,), (1,), (0, 0), (0, 1), (0, 0, 0))
-    blocks = {name: block_forms(target(), form) for name, form in (("slots", "own"), ("seen", "public"))}
-    return {"it": head("eagle-3"), "three": medusa, **blocks}
-
-
-def engine(spec="eagle:head=it,tree=6,width=3,length=3", policy=None, rounds=True):
-    drafter = drafters.build(spec, BuildContext(target(), load=None, heads=heads()))
-    return Engine(target(), drafter, policy=policy, rounds=rounds)
-
-
-def drain(made, seqs):
-    for seq in seqs:
-        made.add(seq)
-    while made.busy:
-        made.step()
-    return seqs
 
 
 SEEDED = SamplingParams(5, 0.9, seed=3)
@@ -100,6 +46,11 @@ GUESSERS = {
     "block:head=slots": (SEEDED, {"block"}),
     "block:head=seen,tree=6,width=3,length=3": (SEEDED, {"block"}),
     "ngram:length=3+block:head=slots,tree=5,width=2,length=3": (SEEDED, {"ngram", "block"}),
+    "layer_skip:layers=1": (SEEDED, {"layer_skip"}),
+    "draft_model:model=same,length=3": (SEEDED, {"draft_model"}),
+    "draft_model:model=like,length=3": (SEEDED, {"draft_model"}),
+    "ngram:length=3+draft_model:model=like,length=2": (SEEDED, {"ngram", "draft_model"}),
+    "draft_model:model=like,length=2+eagle:head=it,tree=6,width=3,length=3": (SEEDED, {"eagle", "draft_model"}),
 }
 
 
@@ -110,24 +61,13 @@ def test_rounds_write_what_plain_decoding_writes(loops, spec):
     params = [SamplingParams(8), other]
     seqs = drain(engine(spec), sequences(params))
     assert outputs(seqs) == outputs(plain(params))
-    assert (loops[0][0], len(loops[0][1][0])) == (2, 4)
+    assert (loops[0][0], len(loops[0][1][0])) == (2, 2)
     assert set(seqs[0].stats.drafted_by_drafter) == names
     assert {token.drafter for token in seqs[0].output} <= {*names, None}
     for seq in seqs:
         kept = sum(token.drafter is not None for token in seq.output)
         assert seq.stats.accepted == kept == sum(seq.stats.accepted_by_drafter.values())
         assert seq.stats.drafted == sum(seq.stats.drafted_by_drafter.values())
-
-
-@functools.cache
-def adapters():
-    """Of two ranks on the target, and the same of the plain model; the last of each is none."""
-    made = [lora(target(), rank, seed, strength=2.0) for rank, seed in ((3, 1), (20, 2))]
-    target().reserve_adapters(sum(map(target().adapter_bytes, made)))
-    own, other = (
-        [model.adapt(each, str(n)) for n, each in enumerate(made)] for model in (target(), family("llama")[1])
-    )
-    return [*own, None], [*other, None]
 
 
 @pytest.mark.parametrize("spec", ["eagle:head=it,length=2", "block:head=slots,length=2", "ngram:length=3", "none"])

@@ -8,6 +8,7 @@ from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.core.stats import estimated_speedup
 from outrider.engine.policy import EXPLORATION, FIRST_FREE, DraftingPolicy, DraftOutcome, PassPlan, PassSize
+from outrider.engine.throughput import FIRST_PASSES
 
 
 def learned(a, b, rows=(1, 2, 4, 8), times=20):
@@ -205,6 +206,46 @@ def sequence(prompt=3, written=0, seconds=0.0):
     seq.stats.tokens = seq.stats.steps = written
     seq.stats.seconds = {"target": seconds}
     return seq
+
+
+class TestReading:
+    """Where a draft model writes in rounds on a device: whether a prompt that it has not read is worth reading."""
+
+    def tried(self, drafting, plain=1000.0):
+        """Both ways were tried at these speeds; the target takes 0.1 ms for a token of a prompt."""
+        policy = learned(0.001, 0.0)
+        policy.learn_prompt(100, 0.010)
+        for drafted, speed in ((True, drafting), (False, plain)):
+            for _ in range(FIRST_PASSES):
+                policy.trial.learn(1, drafted, 100, 100 / speed, work="chat")
+        return policy
+
+    def repays(self, policy, prompt, written=0, drafter=None):
+        return policy.reading_repays([drafter or Reader()], [sequence(prompt, written)], "chat")
+
+    def test_a_long_prompt_for_few_tokens_does_not_repay(self):
+        """64 tokens are expected, each saves 0.5 ms: as much as 1,067 tokens take to read."""
+        policy = self.tried(2000.0)
+        assert [self.repays(policy, prompt) for prompt in (500, 1000, 1150, 5000)] == [True, True, False, False]
+
+    def test_a_long_answer_repays_more(self):
+        policy = self.tried(2000.0)
+        assert self.repays(policy, 1000, written=400)
+        assert not self.repays(policy, 1000, written=40)
+
+    def test_what_is_read_already_costs_nothing(self):
+        assert self.repays(self.tried(500.0), 5000, drafter=Silent())
+
+    def test_nothing_repays_where_drafts_are_slower(self):
+        assert not self.repays(self.tried(500.0), 100)
+
+    def test_before_both_ways_were_tried_a_saving_is_assumed(self):
+        policy = learned(0.001, 0.0)
+        policy.learn_prompt(100, 0.010)
+        assert [self.repays(policy, prompt) for prompt in (500, 1000)] == [True, False]
+
+    def test_nothing_is_read_before_a_pass_was_measured(self):
+        assert not self.repays(DraftingPolicy(), 100)
 
 
 class TestWhoIsAsked:

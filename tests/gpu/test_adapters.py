@@ -91,6 +91,23 @@ def test_a_row_has_the_same_bits_in_any_company(made, own):
         assert torch.equal(alone, logits(model, many)), "as a graph"
 
 
+@pytest.mark.parametrize("shape", ["smollm2", "odd"])
+def test_a_row_has_the_same_bits_among_many_adapters(shape):
+    """More units than a product reads at once, of as many adapters as there are rows."""
+    model = cuda(units=70, **SHAPES[shape])
+    ready = [model.adapt(lora(model, 16, seed), str(seed)) for seed in range(64)]
+    alone = [logits(model, [Feed(1, [5], adapter=own)]) for own in ready]
+    for count in (16, 17, 40, 64):
+        for begin in (0, 64 - count):
+            feeds = [Feed(100 + id, [5], adapter=own) for id, own in enumerate(ready[begin : begin + count])]
+            for _ in range(2):  # kernel by kernel, as a graph
+                found = [out.logits.clone() for out in model.forward(feeds)]
+                forget(model)
+                for number, one in enumerate(found):
+                    assert torch.equal(one, alone[begin + number]), (count, begin + number)
+    torch.cuda.empty_cache()
+
+
 @pytest.mark.parametrize("own", [1, 4, 6])
 @pytest.mark.parametrize("size", [1, 37, 128, 512])
 def test_a_prompt_in_any_chunks_has_the_same_bits(made, size, own):

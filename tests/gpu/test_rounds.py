@@ -1,5 +1,6 @@
 """Rounds on a GPU without the host: the text of plain decoding whatever ends a sequence, and all memory comes back."""
 
+import functools
 import random
 
 import pytest
@@ -13,6 +14,7 @@ from outrider.core.dice import Dice
 from outrider.core.params import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext
+from outrider.drafters.draft_model import ModelDrafter
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Limits
 
@@ -29,6 +31,11 @@ SPECS = {
     "block:head=slots,tree=31": True,
     "block:head=seen,tree=16": True,
     "auto:head=slots": True,
+    "layer_skip:layers=1": True,
+    "draft_model:model=like": True,
+    "draft_model:model=same,length=4": True,
+    "ngram+draft_model:model=like": True,
+    "eagle:head=it,tree=16+layer_skip:layers=1": True,
 }
 VOCAB, TOKENS = 300, 60
 
@@ -47,6 +54,17 @@ def heads(model):
     return {"it": eagle_head(model).requires_grad_(False), "three": three, **blocks}
 
 
+@functools.cache
+def draft_model(name, quantize="none"):
+    """ "same": the target itself, so that all is kept; "like": nearly it."""
+    made = cuda_model(vocab=VOCAB)
+    if name == "like":
+        noise = torch.Generator("cuda").manual_seed(5)
+        weight = made.weights.head.weight
+        weight += 0.03 * torch.randn(weight.shape, generator=noise, device="cuda")
+    return made
+
+
 def sequences(count, sampled, **more):
     """Texts that repeat themselves, so that something is kept; every third one under a seed."""
     luck = random.Random(9)
@@ -63,7 +81,11 @@ def sequences(count, sampled, **more):
 
 
 def engine(spec, model, heads):
-    return Engine(model, drafters.build(spec, BuildContext(model, load=None, heads=heads)), Limits(128, 4096))
+    return Engine(model, built(spec, model, heads), Limits(128, 4096))
+
+
+def built(spec, model, heads):
+    return drafters.build(spec, BuildContext(model, draft_model, heads=heads))
 
 
 def drain(run, seqs, between=lambda step: None):
@@ -74,7 +96,9 @@ def drain(run, seqs, between=lambda step: None):
         run.step()
         step += 1
         between(step)
-    assert run.model.free_pages == run.model._pages.count - 1, "pages were lost"
+    members = [member for made in run.drafters.values() for member in made.members]
+    for model in (run.model, *(member._model for member in members if isinstance(member, ModelDrafter))):
+        assert model.free_pages == model._pages.count - 1, "pages were lost"
 
 
 def texts(seqs):
@@ -156,7 +180,39 @@ def test_a_cancel_at_any_part_leaves_the_others_alone(spec, at, model, heads, pl
     assert {seq.id for seq in seqs if seq.finish == "cancelled"} <= {3, 5}
 
 
-@pytest.mark.parametrize("spec", ["eagle:head=it,length=4", "block:head=slots"])
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if "draft_model" in spec or "layer_skip" in spec])
+def test_drafts_are_counted_the_same_every_time(spec, model, heads):
+    counted = []
+    for _ in range(2):
+        seqs = sequences(5, SPECS[spec])
+        drain(engine(spec, model, heads), seqs)
+        counted.append([(seq.stats.drafts, seq.stats.drafted, seq.stats.accepted, seq.stats.steps) for seq in seqs])
+    assert counted[0] == counted[1]
+
+
+@pytest.mark.parametrize("spec", ["layer_skip:layers=2", "draft_model:model=same,length=4"])
+def test_of_a_draft_model_that_is_the_target_all_is_kept(spec, model, heads):
+    """Over several parts, alone and in company; a cache that did not follow the text would guess others."""
+    for count in (1, 5):
+        seqs = sequences(count, sampled=True)
+        drain(engine(spec, model, heads), seqs)
+        for seq in seqs:
+            # the prompt's own step writes one token, and the last step may be cut
+            assert len(seq.output) >= 4 * (seq.stats.steps - 2)
+
+
+def test_sequences_of_different_drafters_go_together(model, heads, plain):
+    run, seqs = engine("draft_model:model=like", model, heads), sequences(16, True)
+    others = ("", "layer_skip:layers=1", "ngram", "eagle:head=it,tree=16")
+    for spec in others[1:]:
+        run.drafters[spec] = built(spec, model, heads)
+    for seq in seqs:
+        seq.draft = others[seq.id % 4]
+    drain(run, seqs)
+    assert texts(seqs) == plain(16, True)
+
+
+@pytest.mark.parametrize("spec", ["eagle:head=it,length=4", "block:head=slots", "draft_model:model=like"])
 def test_a_drafter_that_fails_in_the_midst_costs_nobody_a_text(spec, model, heads, plain):
     """A fault is raised in every place of a round in turn."""
     from outrider.drafters.rounds import kernels, loop

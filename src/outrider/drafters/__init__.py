@@ -150,6 +150,11 @@ def needs_grammar(spec: str | DrafterSpec) -> bool:
     return all(kind.reads_grammar for kind in kinds(spec))
 
 
+def names_model(spec: DrafterSpec) -> bool:
+    """Whether any of its drafters drafts with a model that the spec names."""
+    return any(getattr(member.options, "model", "") for member in spec.members)
+
+
 def from_values(name: str, values: Mapping[str, Any]) -> DrafterSpec:
     """The same from options as JSON has them: numbers are numbers, and no name or value is text to be taken apart."""
     return DrafterSpec(name, read_options(name, find(name).Options, values))

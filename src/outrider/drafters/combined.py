@@ -51,12 +51,18 @@ class Combined(Drafter):
 
     @property
     def guessers(self) -> tuple[RoundGuesser, ...]:
-        """Of all members that draft, or of those that can if these may go without the others: a tree, a chain, or a
-        chain beside a tree."""
-        own = [member.guessers for member in self._members if member.drafts]
-        guessers = sorted((guesser for each in own for guesser in each), key=lambda guesser: guesser.is_chain)
-        joined = len(guessers) == 1 or [guesser.is_chain for guesser in guessers] == [False, True]
-        return tuple(guessers) if joined and (self.some_may_write or all(own)) else ()
+        """Of all members that draft, or of two that can if these may go without the others: a tree or a chain, and
+        perhaps a chain beside it."""
+        able = [member for member in self._members if member.drafts and member.guessers]
+        # a chain that costs passes comes before a copy from the text, which is joined with whatever is there
+        members = sorted(able, key=lambda member: (member.guessers[0].is_chain, member.is_free))
+        if self.some_may_write:
+            members = [*members[:1], *members[1:][-1:]]
+        elif len(able) < sum(member.drafts for member in self._members):
+            return ()
+        guessers = [guesser for member in members for guesser in member.guessers]
+        joined = len(guessers) == 1 or (len(guessers) == 2 and guessers[1].is_chain)
+        return tuple(guessers) if joined else ()
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         found = [(member, member.propose(seqs, budgets)) for member in self._members]

@@ -15,9 +15,11 @@ from outrider.core.sequence import Scope, Sequence
 from outrider.drafters.base import BuildContext, Drafter, RetokenizedModel, Step
 from outrider.drafters.confidence import judged_chain
 from outrider.drafters.retokenize import Translation
+from outrider.drafters.rounds.base import RoundGuesser
 from outrider.models.base import Feed, Model, Paged, SharesPrefixes, one_part
 
 CHUNK = 512  # tokens of a prompt that one pass takes in, as many as the target's by default
+READ_AT_ONCE = 2048  # tokens of several texts that one pass takes in before rounds on a device begin
 
 
 class ModelDrafter(Drafter):
@@ -35,6 +37,11 @@ class ModelDrafter(Drafter):
         self._prefixes = model if known and isinstance(model, SharesPrefixes) else None
         # by sequence: tokens that were committed when it was last drafted for, and the draft
         self._written: dict[int, tuple[int, list[int]]] = {}
+        self._guesser = _on_device(self, model, vocab_size, length)
+
+    @property
+    def guessers(self) -> tuple[RoundGuesser, ...]:
+        return () if self._guesser is None else (self._guesser,)
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         writers = [
@@ -90,15 +97,36 @@ class ModelDrafter(Drafter):
         """A token that the draft model lacks is read as some other: what follows is a guess anyway."""
         return [token if token < self._model.vocab_size else 0 for token in tokens]
 
-    def _unseen(self, seq: Sequence) -> list[int]:
-        """The tokens that the draft model has not seen; all but the last chunk of a long stretch are run here."""
+    def begin_alike(self, seq: Sequence) -> None:
+        """A text that is not read yet takes what others have of its beginning."""
         if self._prefixes is not None and not self._model.length(seq.id):
             self._prefixes.begin(seq.id, seq.tokens, self._scope(seq))
+
+    def _unseen(self, seq: Sequence) -> list[int]:
+        """The tokens that the draft model has not seen; all but the last chunk of a long stretch are run here."""
+        self.begin_alike(seq)
         tokens = self._known(seq.tokens[self._model.length(seq.id) :])
         while len(tokens) > CHUNK:
             self._model.forward([self._feed(seq, tokens[:CHUNK])])
             tokens = tokens[CHUNK:]
         return tokens
+
+    def read(self, seqs: Seq[Sequence]) -> None:
+        """All but the last token of these texts, before rounds on a device begin."""
+        feeds, rows = list[Feed](), 0
+        for seq in seqs:
+            tokens = self._unseen(seq)[:-1]
+            if feeds and rows + len(tokens) > READ_AT_ONCE:
+                self._model.forward(feeds)
+                feeds, rows = [], 0
+            if tokens:
+                feeds.append(self._feed(seq, tokens))
+                rows += len(tokens)
+        if feeds:
+            self._model.forward(feeds)
+
+    def temperature(self, seq: Sequence) -> float:
+        return 0.0 if self._greedy or seq.params.greedy else seq.params.temperature
 
     def unread(self, seq: Sequence) -> int:
         return max(0, len(seq.tokens) - 1 - self._model.length(seq.id))
@@ -110,8 +138,12 @@ class ModelDrafter(Drafter):
             # the last token is run again, for what follows it
             last = min(len(step.seq.tokens) - 1, self._model.length(step.seq.id))
             self._model.crop(step.seq.id, min(committed + same, last))
-            if self._prefixes is not None:
-                self._prefixes.seen(step.seq.id, step.seq.tokens, self._scope(step.seq))
+            self.shares(step.seq)
+
+    def shares(self, seq: Sequence) -> None:
+        """Others may take what the cache has of its committed tokens."""
+        if self._prefixes is not None:
+            self._prefixes.seen(seq.id, seq.tokens, self._scope(seq))
 
     def forget(self, id: int) -> None:
         self._written.pop(id, None)
@@ -139,6 +171,10 @@ class DraftModel(ModelDrafter):
             super().__init__(model.model, model.model.vocab_size, options.length, greedy=True)
         else:
             super().__init__(model, context.target.vocab_size, options.length, options.greedy)
+
+    @property
+    def guessers(self) -> tuple[RoundGuesser, ...]:
+        return () if self._translation is not None else super().guessers
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         words = self._translation
@@ -174,6 +210,16 @@ class DraftModel(ModelDrafter):
         super().forget(id)
         if self._translation is not None:
             self._translation.forget(id)
+
+
+def _on_device(drafter: ModelDrafter, model: Model, vocab_size: int, length: int) -> RoundGuesser | None:
+    """A draft model that runs on a device, and knows the target's tokens."""
+    if not isinstance(model, Paged) or model.vocab_size != vocab_size:
+        return None
+    from outrider.drafters.rounds.model import ModelGuesser  # needs Triton, as such a model does
+    from outrider.models.cuda.model import CudaLlama
+
+    return ModelGuesser(drafter, model, length) if isinstance(model, CudaLlama) else None
 
 
 class _ModelDraft:

@@ -202,6 +202,12 @@ class DrafterPool:
             return None
         return drafter if self._guarded(drafter, seqs, lambda: drafter.may_write(seqs, budget)) else None
 
+    def readers(self, drafter: Drafter) -> list[Drafter]:
+        """Of a drafter that can write without the host: the members that take part and read texts by a model of their
+        own, not from the states that the target shows."""
+        own = [member for member in drafter.members if not member.layers]
+        return [member for member in own if any(guesser in drafter.guessers for guesser in member.guessers)]
+
     def writes(self, drafter: Drafter, seqs: Seq[Sequence]) -> bool:
         """Whether it can write now, all prompts being read."""
         return bool(self._guarded(drafter, seqs, lambda: drafter.writes(seqs)))

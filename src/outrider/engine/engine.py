@@ -98,6 +98,8 @@ class Engine:
             writer = None
             if self.policy is not None:  # a head that was not shown what was written: drafts from there are few
                 return self._advance(None, drafting=False)
+        if writer is not None and not self._repays(writer, running):
+            return self._advance(None, drafting=False)
         if self.policy is None or not self._measures_drafting(running):
             return self._advance(writer, drafting=True)
         trial, settled = self.policy.trial, all(seq.output for seq in running)  # no prompt is left: it takes longer
@@ -108,6 +110,12 @@ class Engine:
             tokens, passes = (after - was for after, was in zip(_progress(running), before, strict=True))
             trial.learn(len(running), drafting, tokens, perf_counter() - begin, max(1, passes), work)
         return ended
+
+    def _repays(self, writer: Drafter, running: Seq[Sequence]) -> bool:
+        """Whether what the drafter has to read before it can draft is worth it: a draft model's whole prompt."""
+        if self.policy is None:
+            return True
+        return self.policy.reading_repays(self._pool.readers(writer), running, self._unattended.work(running))
 
     def _advance(self, writer: Drafter | None, drafting: bool) -> list[Sequence]:
         """`writer`: who can draft without the host now."""

@@ -41,6 +41,8 @@ ASSUMED_DRAFT, ASSUMED_NODE = 0.15, 0.3
 ASSUMED_READ = 0.3
 # Share of a pass that the target is assumed to take for a token of a prompt, until it is measured.
 ASSUMED_PROMPT = 0.05
+# Share of a plain token's time that drafts in rounds on a device are assumed to save, until both ways were tried.
+ASSUMED_SAVED = 0.3
 # Drafts of which the shortest counts: the first ones also fill caches and allocate memory.
 FIRST_DRAFTS = 4
 # Drafts of lookups in batches of one size after which it counts whether they pay.
@@ -295,11 +297,25 @@ class DraftingPolicy:
         prompt = self._prompt or ASSUMED_PROMPT * self.cost.at(1)
         return unread * (self.record(drafter).read or ASSUMED_READ * prompt)
 
+    def reading_repays(self, drafters: Seq[Drafter], seqs: Seq[Sequence], work: Hashable) -> bool:
+        """Whether what these drafters have not read is worth reading, where they draft for such a batch in rounds on a
+        device. `work`: as of `trial`."""
+        start = sum(self._start(drafter, seq) for drafter in drafters for seq in seqs)
+        if not start:
+            return True
+        saved = self.trial.saved(len(seqs), work)
+        if saved is None:
+            saved = ASSUMED_SAVED * self.cost.at(len(seqs)) / len(seqs)
+        return saved * sum(map(self._tokens_left, seqs)) > start
+
     def _steps_left(self, seq: Sequence) -> float:
-        """Steps that a sequence is expected to go on: as long as it has written, or as others have."""
-        written, stats = len(seq.output), seq.stats
-        left = min(seq.left, max(written, self._length - written))
-        return max(1.0, left / max(1.0, stats.tokens_per_step))
+        """Steps that a sequence is expected to go on."""
+        return max(1.0, self._tokens_left(seq) / max(1.0, seq.stats.tokens_per_step))
+
+    def _tokens_left(self, seq: Sequence) -> float:
+        """Tokens that a sequence is expected to write: as many as it has written, or as others have."""
+        written = len(seq.output)
+        return min(seq.left, max(written, self._length - written))
 
     # Which nodes go in.
 

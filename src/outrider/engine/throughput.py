@@ -51,6 +51,10 @@ class ThroughputTrial:
         """Whether both ways were tried, and drafting was faster."""
         return self._kind(seqs, work).prefers_drafts
 
+    def saved(self, seqs: int, work: Hashable = None) -> float | None:
+        """Seconds that drafting saves with each token of such a batch; None: one way was not tried yet."""
+        return self._kind(seqs, work).saved
+
     def learn(
         self, seqs: int, drafted: bool, tokens: int, seconds: float, passes: int = 1, work: Hashable = None
     ) -> None:
@@ -91,6 +95,10 @@ class _KindOfStep:
     @property
     def prefers_drafts(self) -> bool:
         return self._tried and self._faster
+
+    @property
+    def saved(self) -> float | None:
+        return 1.0 / self.ways[False].speed - 1.0 / self.ways[True].speed if self._tried else None
 
     @property
     def _tried(self) -> bool:

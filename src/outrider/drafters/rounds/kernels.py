@@ -214,6 +214,40 @@ def _look_up(
     tl.store(out + 1 + length + place, place - 1, mask=inside)
 
 
+@triton.jit(do_not_specialize=["places", "size", "count", "padding", "rows", "step"])
+def _enter_chain(
+    found_ptr, texts_ptr, written_ptr, places, slots_ptr, table_ptr, positions_ptr, size, count, padding, rows, step,
+    BLOCK: tl.constexpr, RP: tl.constexpr,
+):  # fmt: skip
+    """The table of a draft model's pass: of each sequence the last `rows` tokens of its text and the `step` tokens of
+    its chain that are there, as Batch.write has committed tokens."""
+    seq, row = tl.program_id(0), tl.arange(0, RP)
+    stride = count * rows
+    slot = tl.load(slots_ptr + seq)
+    length = tl.load(texts_ptr + _LENGTH * count + seq)  # the place of the last token
+    end = length + step + 1
+    place = end - rows + row
+    skipped = tl.maximum(rows - end, 0)  # rows before the beginning of a short text
+    inside = row < rows
+    live = inside & (place >= tl.where(slot == padding, end, 0))
+    text = tl.load(written_ptr + seq.to(tl.int64) * places + place, mask=live & (place <= length), other=0)
+    guess = tl.load(found_ptr + seq * size + place - length, mask=live & (place > length), other=0)
+    to = table_ptr + seq * rows + row
+    tl.store(to + _TOKEN * stride, tl.where(place <= length, text, guess), mask=inside)
+    tl.store(to + _POSITION * stride, tl.where(live, place, 0), mask=inside)
+    tl.store(to + _PLACE * stride, tl.where(live, place, 0), mask=inside)
+    tl.store(to + _ROW_SLOT * stride, tl.where(live, slot, padding), mask=inside)
+    tl.store(to + _BASE * stride, tl.where(live, end, 0), mask=inside)
+    tl.store(to + _END * stride, tl.where(live, end, 0), mask=inside)
+    tl.store(to + _LOW * stride, tl.zeros([RP], tl.int32), mask=inside)
+    tl.store(to + _HIGH * stride, tl.zeros([RP], tl.int32), mask=inside)
+    leads = live & ((row - skipped) % BLOCK == 0)
+    tl.store(to + _BLOCK_ROW * stride, tl.where(leads, seq * rows + row, 0), mask=inside)
+    tl.store(to + _BLOCK_COUNT * stride, tl.where(leads, tl.minimum(rows - row, BLOCK), 0), mask=inside)
+    tl.store(to + _BLOCK_TREE * stride, tl.zeros([RP], tl.int32), mask=inside)
+    tl.store(positions_ptr + seq * rows + row, tl.where(live, place + 1, 0).to(tl.int64), mask=inside)
+
+
 def join(first: Tensor, second: Tensor | None, out: Tensor) -> None:
     """`first` [sequences, 1 + 3 nodes]: trees; `second`: chains; `out` [sequences, HEADER + 3 nodes]."""
     sizes = [0 if each is None else (each.shape[1] - 1) // 3 for each in (first, second)]
@@ -253,3 +287,17 @@ def look_up(written: Tensor, texts: Tensor, found: Tensor, sizes: tuple[int, int
     _look_up[(count,)](
         written, written.stride(0), texts, count, padding, found, length, *sizes, POWER, SEARCHED, num_warps=4
     )
+
+
+def enter_chain(
+    found: Tensor, texts: Tensor, written: Tensor, slots: Tensor, table: Tensor, positions: Tensor, step: int,
+    block: int, padding: int,
+) -> None:  # fmt: skip
+    """`found` [sequences, 1 + 3 length]: chains of which the first `step` tokens are there. `written` [sequences,
+    places]: the texts. `slots`: of each sequence, its row of the draft model's page table. `table` [len(Field), rows],
+    as many rows of each sequence; `positions`: in its text, of the token that each row chooses."""
+    count = len(found)
+    _enter_chain[(count,)](
+        found, texts, written, written.stride(0), slots, table, positions, found.shape[1], count, padding,
+        table.shape[1] // count, step, block, POWER, num_warps=1,
+    )  # fmt: skip

@@ -19,21 +19,17 @@ from outrider.core.adapter import ReadyAdapter
 from outrider.core.errors import OutriderError
 from outrider.models.adapters.adapter import EMBEDDING, OUTPUT, Adapter, AdapterBase
 from outrider.models.adapters.dense import FIELDS, joined
+from outrider.models.cuda import low_rank
 from outrider.models.cuda.batch import FEW_ROWS
-from outrider.models.cuda.low_rank import HEADER, PLACES, UNIT, LowRankSum, part_count
+from outrider.models.cuda.low_rank import HEADER, PLACES, UNIT, LowRankSum
 
-MOST_UNITS = 1024  # of a pool: every pass with adapters sends a table of 3 numbers for each, 12 KiB
+MOST_UNITS = 1024  # of a pool: every pass with adapters sends a table of them, 4 KiB
 FEW_TILE, LARGE_TILE = 16, 64  # rows of one adapter that a program takes: the fewest for the matrix units; of prompts
 
 
 @dataclass(frozen=True, eq=False)
 class PlacedAdapter:
     units: tuple[int, ...]  # of the pool, in their order
-
-    @property
-    def owner(self) -> int:
-        """What its rows are marked with; no other adapter that is placed has the same."""
-        return self.units[0] + 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +63,10 @@ class AdapterPool:
         self._free: list[int] = []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.most = 0  # units
+
+    @property
+    def layers(self) -> int:
+        return self._layers
 
     @property
     def used(self) -> bool:
@@ -126,8 +126,7 @@ class AdapterPool:
     @property
     def inner_values(self) -> int:
         """Numbers that the inner values of one row take, at most."""
-        each = (len(sizes.ends) * part_count(sizes.inputs) for sizes in self._sizes.values())
-        return max(each) * PLACES * UNIT
+        return max(len(sizes.ends) for sizes in self._sizes.values()) * PLACES * UNIT
 
     def _allocate(self) -> None:
         if self._joined or not self.most:
@@ -181,47 +180,57 @@ class PassAdapters:
         self._device = torch.zeros_like(self._host, device=inner.device)
         self._cut = self._parts(self._device)
         self._sums: dict[tuple[int, str], LowRankSum] = {}
+        self._ready = torch.zeros(pool.layers * len(FIELDS), 1, dtype=torch.int32, device=inner.device)
 
     @classmethod
     def size(cls, pool: AdapterPool, rows: int) -> int:
         """Numbers of its table."""
         tile = FEW_TILE if rows <= FEW_ROWS else LARGE_TILE
-        return HEADER + 3 * _whole(pool.most) + 4 * _tiles(rows, tile, pool.most) + 2 * _whole(rows)
+        return HEADER + _whole(pool.most) + 4 * _tiles(rows, tile, pool.most) + 3 * _whole(rows)
 
     def _parts(self, table: Tensor) -> list[Tensor]:
-        """Its units, its tiles, the owners of its rows, and the order of its rows."""
-        return list(table.split([HEADER + 3 * self._most, 4 * self._tiles, *[_whole(self._rows)] * 2]))
+        """Its units, its tiles, of each row its first unit and how many, and the order of its rows."""
+        return list(table.split([HEADER + self._most, 4 * self._tiles, *[_whole(self._rows)] * 3]))
 
     def send(self, adapters: Sequence[ReadyAdapter | None], counts: Sequence[int]) -> None:
         """Of consecutive rows: each adapter, and how many rows have it. The device has read what was sent before."""
-        units, tiles, owners, order = (part.numpy() for part in self._parts(self._host))
+        units, tiles, firsts, held, order = (part.numpy() for part in self._parts(self._host))
         self._host.zero_()
-        owners[: sum(counts)] = np.repeat([_owner(adapter) for adapter in adapters], counts)
-        placed = {_owner(adapter): adapter.weights for adapter in adapters if adapter is not None}
-        order[: self._rows] = np.argsort(owners[: self._rows], kind="stable")
-        ordered = owners[order[: self._rows]]
-        listed, table, at = units[HEADER:].reshape(3, -1), tiles.reshape(4, -1), 0
-        found = 0
-        for owner, adapter in sorted(placed.items()):
-            own = adapter.units
-            listed[:, found : found + len(own)] = own, [owner] * len(own), range(len(own))
-            start, end = np.searchsorted(ordered, [owner, owner + 1])
+        listed: list[int] = []
+        begins: dict[PlacedAdapter, int] = {}
+        for placed in (adapter.weights for adapter in adapters if adapter is not None):
+            if placed not in begins:
+                begins[placed] = len(listed)
+                listed += placed.units
+        units[HEADER : HEADER + len(listed)] = listed
+        rows, own = sum(counts), [None if adapter is None else adapter.weights for adapter in adapters]
+        firsts[:rows] = np.repeat([0 if placed is None else begins[placed] for placed in own], counts)
+        held[:rows] = np.repeat([0 if placed is None else len(placed.units) for placed in own], counts)
+        keys = np.where(held > 0, firsts, -1)[: self._rows]
+        order[: self._rows] = np.argsort(keys, kind="stable")
+        ordered, table, at = keys[order[: self._rows]], tiles.reshape(4, -1), 0
+        for placed, begin in begins.items():
+            start, end = np.searchsorted(ordered, [begin, begin + 1])
             for first in range(start, end, self._tile):
-                table[:, at] = found, len(own), first, min(self._tile, end - first)
+                table[:, at] = begin, len(placed.units), first, min(self._tile, end - first)
                 at += 1
-            found += len(own)
-        units[0] = found
+        units[:2] = len(listed), at
         self._device.copy_(self._host, non_blocking=True)
+
+    def begin(self) -> None:
+        """A pass begins: no inner values are there yet."""
+        if low_rank.chosen.inside:
+            self._ready.zero_()
 
     def sum(self, layer: int, field: str) -> LowRankSum:
         """What the adapters add to one joined matrix."""
         key = layer, field
         if key not in self._sums:
             pool = self._pool.joined(field)
-            units, tiles, owners, order = self._cut
+            units, tiles, firsts, counts, order = self._cut
             self._sums[key] = LowRankSum(
-                pool.a[layer], pool.b[layer], pool.ends, self._inner, units, owners, order,
-                tiles.view(4, -1), self._tile,
+                pool.a[layer], pool.b[layer], pool.ends, self._inner, units, firsts, counts, order,
+                tiles.view(4, -1), self._tile, self._ready[len(self._sums)],
             )  # fmt: skip
         return self._sums[key]
 
@@ -237,13 +246,6 @@ def _joined_sizes(base: AdapterBase) -> dict[str, _JoinedSizes]:
 
 def _units_of(adapter: Adapter) -> int:
     return -(-max(pair.rank for pair in adapter.pairs.values()) // UNIT)
-
-
-def _owner(adapter: ReadyAdapter | None) -> int:
-    if adapter is None:
-        return 0
-    placed: PlacedAdapter = adapter.weights
-    return placed.owner
 
 
 def _whole(count: int) -> int:

@@ -195,7 +195,7 @@ class Passes:
         """Inner values of passes of up to MOST_ROWS rows share their memory."""
         pool, most = self._pool, max(rows, MOST_ROWS)
         if rows > MOST_ROWS or not len(self._inner):
-            inner = torch.empty(most * pool.inner_values, dtype=torch.float32, device=self._device)
+            inner = torch.empty(most * pool.inner_values, dtype=self._dtype, device=self._device)
             if rows > MOST_ROWS:
                 return PassAdapters(pool, rows, inner, pinned(PassAdapters.size(pool, rows), self._device))
             self._inner = inner

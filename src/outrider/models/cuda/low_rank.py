@@ -1,13 +1,14 @@
 """What adapters add to a product: y += B (A x) for rows of different adapters and of none.
 
-The inner values A x of each row are computed by a kernel of their own, before the product; the product adds B's part
-where it stores its outputs. An adapter is cut into units of UNIT inner values, so a rank is any number of units, and a
-pass reads the units of its own adapters only.
+The inner values A x of each row are computed by a kernel of their own beside the product, and rounded once; the product
+goes on with B's part where its own sums end. An adapter is cut into units of UNIT inner values, so a rank is any number
+of units, and a pass reads the units of its own adapters only. They are listed in the order in which their adapters'
+rows come, those of an adapter side by side, so a row's units are a range of the list.
 
 The order of a row's sums is fixed by the model and by the row's own adapter. Inner values are summed over their inputs
-in parts whose sizes the matrix decides, by the matrix units, and the parts are added in order. Outputs are summed over
-the units of all adapters of the pass; those of another adapter count as zeros, which change no bit, and a row's own
-come in their own order, UNIT values at a time, which is what the matrix units take at once (docs/decisions/0004).
+in CHAINS sums, whose inputs the matrix decides, which are added in order. Outputs are summed on over the units of the
+pass; those of another adapter count as zeros, which change no bit, and a row's own come in their own order, UNIT values
+at a time, which is what the matrix units take at once (docs/decisions/0004).
 """
 
 from __future__ import annotations
@@ -24,12 +25,37 @@ from outrider.models.cuda.launch import begin_after, early, nearly_done
 
 UNIT = 16  # inner values of a unit: what the matrix units sum at once; a smaller rank is filled up with zeros
 PLACES = 16  # units of one adapter, at most: rank 256 (models/adapters/adapter.py, MOST_RANK)
-HEADER = 4  # numbers before the units of a table: how many units the pass has, and what makes 16 bytes of it
-PART = 512  # inputs of one part of an inner value's sum, about: short sums end soon, and few parts are added
-MOST_PARTS = 8  # of one sum: every program of the product adds them up
-BLOCK = 64  # inputs at a time
+HEADER = 4  # numbers before the units of a table: how many units and tiles the pass has, and what makes 16 bytes of it
+CHAINS = 4  # sums of one inner value: a sum of many steps waits for itself at each
+BLOCK = 64  # inputs that each of them takes at a time
+FEW_TILES = 16  # programs of a product that write the inner values of one matrix
+MANY_WIDE = 32  # inner values that a product of many rows takes at once: rows of a tile are mostly of one adapter
 
-_UNIT, _PLACES, _HEADER = tl.constexpr(UNIT), tl.constexpr(PLACES), tl.constexpr(HEADER)
+_UNIT, _PLACES, _HEADER, _CHAINS = tl.constexpr(UNIT), tl.constexpr(PLACES), tl.constexpr(HEADER), tl.constexpr(CHAINS)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How passes of few rows are cut into programs. No bit depends on it."""
+
+    inside: bool = False  # inner values by programs of the product, which the others wait for; else by a kernel before
+    fetched: bool = False  # A on its way to the cache while the kernel before ends
+    warps: int = 2  # of a product, at least
+    shares: int = 2  # programs that share the units of an adapter
+    lanes: int = 160  # inner values and factors of B that a thread holds at once, at most
+
+
+VARIANTS = {
+    "kernel": Variant(),
+    "kernel_fetched": Variant(fetched=True),
+    "kernel_4_warps": Variant(fetched=True, warps=4),
+    "kernel_narrow": Variant(fetched=True, lanes=80),
+    "kernel_1_share": Variant(fetched=True, shares=1),
+    "inside": Variant(inside=True),
+    "inside_fetched": Variant(inside=True, fetched=True),
+    "inside_4_warps": Variant(inside=True, fetched=True, warps=4),
+}  # timed by scripts/low_rank_cost.py
+chosen = VARIANTS["kernel_fetched"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,161 +65,257 @@ class LowRankSum:
     a: Tensor  # [units, matrices, UNIT, inputs]
     b: Tensor  # [units, outputs, UNIT]
     ends: tuple[int, ...]  # the outputs of the joined matrix at which each of its matrices ends
-    inner: Tensor  # float32: where the inner values go
-    units: Tensor  # [HEADER + 3 most] int32: how many; of each its number, its adapter, its place in the adapter
-    owners: Tensor  # [rows] int32: the adapter of each row; 0: none
+    inner: Tensor  # where the inner values go, in the model's dtype
+    units: Tensor  # [HEADER + most] int32: how many units and tiles; the units' numbers
+    firsts: Tensor  # [rows] int32: the first unit of each row, in the list
+    counts: Tensor  # [rows] int32: its units; 0: no adapter
     order: Tensor  # [rows] int32: the rows, those of one adapter side by side
     tiles: Tensor  # [4, tiles] int32: rows of one adapter: its first unit, its units, the first in `order`, rows
     tile: int  # rows of a tile, at most
-
-    @property
-    def most(self) -> int:
-        """Units that a pass can have."""
-        return (len(self.units) - HEADER) // 3
-
-    @property
-    def width(self) -> int:
-        """Inner values of a row."""
-        return len(self.ends) * PLACES * UNIT
-
-
-def part_size(inputs: int) -> int:
-    """Inputs of one part of a sum over as many."""
-    parts = min(MOST_PARTS, triton.cdiv(inputs, PART))
-    return triton.cdiv(triton.cdiv(inputs, BLOCK), parts) * BLOCK
-
-
-def part_count(inputs: int) -> int:
-    return triton.cdiv(inputs, part_size(inputs))
-
-
-@triton.jit(do_not_specialize=["count", "tiles"])
-def _multiply_inner(
-    x_ptr, a_ptr, inner_ptr, units_ptr, order_ptr, tiles_ptr, count, tiles, most,
-    MATRICES: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
-    SOON: tl.constexpr,
-):  # fmt: skip
-    """inner [parts, count, MATRICES, PLACES, UNIT]: one part of A x for some rows of one adapter."""
-    tile, matrix, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, held = tl.load(tiles_ptr + tile), tl.load(tiles_ptr + tiles + tile)
-    start, size = tl.load(tiles_ptr + 2 * tiles + tile), tl.load(tiles_ptr + 3 * tiles + tile)
-    lane, inner, value = tl.arange(0, ROWS), tl.arange(0, BK), tl.arange(0, _UNIT)
-    live = lane < size
-    rows = tl.load(order_ptr + start + lane, mask=live, other=0).to(tl.int64)
-    begin_after(SOON)
-    nearly_done(SOON)  # x is there: the product may begin, and waits for this kernel before it reads inner values
-    for number in range(first, first + held):
-        unit = tl.load(units_ptr + _HEADER + number).to(tl.int64)
-        place = tl.load(units_ptr + _HEADER + 2 * most + number)
-        a_rows = a_ptr + ((unit * MATRICES + matrix) * _UNIT + value[:, None]) * K + inner[None, :]
-        x_rows = x_ptr + rows[:, None] * K + inner[None, :]
-        total = tl.zeros([ROWS, _UNIT], tl.float32)
-        for k in range(part * SIZE, tl.minimum((part + 1) * SIZE, K), BK):
-            fits = (k + inner < K)[None, :]
-            x = tl.load(x_rows + k, mask=live[:, None] & fits, other=0.0)
-            a = tl.load(a_rows + k, mask=fits, other=0.0)
-            total = tl.dot(x, a.T, total, input_precision="ieee")
-        to = inner_ptr + (((part * count + rows) * MATRICES + matrix) * _PLACES + place)[:, None] * _UNIT
-        tl.store(to + value[None, :], total, mask=live[:, None])
+    ready: Tensor  # [1] int32: programs of the product that have written their inner values
 
 
 @triton.jit
-def _added(
-    delta, inner_ptr, b_ptr, units_ptr, most, count, rows, owner, outputs, inside, size, matrix,
-    MATRICES: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr, ROWS_FIRST: tl.constexpr,
+def _inner_values(
+    x_ptr, a_ptr, inner_ptr, units_ptr, rows, live, matrix, number, place,
+    MATRICES: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Of some rows and one unit."""
+    each, value = tl.arange(0, BK), tl.arange(0, _UNIT)
+    unit = tl.load(units_ptr + _HEADER + number).to(tl.int64)
+    a_rows = a_ptr + ((unit * MATRICES + matrix) * _UNIT + value[:, None]) * K + each[None, :]
+    x_rows = x_ptr + rows[:, None] * K + each[None, :]
+    first = tl.zeros([ROWS, _UNIT], tl.float32)
+    second = tl.zeros([ROWS, _UNIT], tl.float32)
+    third = tl.zeros([ROWS, _UNIT], tl.float32)
+    fourth = tl.zeros([ROWS, _UNIT], tl.float32)
+    for k in tl.range(0, K, _CHAINS * BK, num_stages=3):
+        first = _step(first, x_rows, a_rows, k, each, live, K)
+        second = _step(second, x_rows, a_rows, k + BK, each, live, K)
+        third = _step(third, x_rows, a_rows, k + 2 * BK, each, live, K)
+        fourth = _step(fourth, x_rows, a_rows, k + 3 * BK, each, live, K)
+    total = (first + second) + (third + fourth)
+    to = inner_ptr + ((rows * MATRICES + matrix) * _PLACES + place)[:, None] * _UNIT + value[None, :]
+    tl.store(to, total.to(inner_ptr.dtype.element_ty), mask=live[:, None])
+
+
+@triton.jit
+def _fetch(wanted, a_ptr, units_ptr, number, matrix, MATRICES: tl.constexpr, K: tl.constexpr, LINES: tl.constexpr):
+    """One unit's A on its way to the cache: lines of 128 bytes."""
+    EACH: tl.constexpr = 1024 // a_ptr.dtype.element_ty.primitive_bitwidth
+    if wanted:
+        unit = tl.load(units_ptr + _HEADER + number).to(tl.int64)
+        value, line = tl.arange(0, _UNIT), tl.arange(0, LINES)
+        at = ((unit * MATRICES + matrix) * _UNIT + value[:, None]) * K + tl.minimum(line * EACH, K - 1)[None, :]
+        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [a_ptr + at], tl.int32, False, 1)
+
+
+@triton.jit
+def _step(total, x_rows, a_rows, k, each, live, K: tl.constexpr):
+    fits = (k + each < K)[None, :]
+    x = tl.load(x_rows + k, mask=live[:, None] & fits, other=0.0, cache_modifier=".cg")
+    a = tl.load(a_rows + k, mask=fits, other=0.0)
+    return tl.dot(x, a.T, total, input_precision="ieee")
+
+
+@triton.jit
+def _tile_rows(order_ptr, tiles_ptr, tile, tiles, ROWS: tl.constexpr):
+    """Its rows and which of them there are; its first unit, and how many."""
+    first, held = tl.load(tiles_ptr + tile), tl.load(tiles_ptr + tiles + tile)
+    start, size = tl.load(tiles_ptr + 2 * tiles + tile), tl.load(tiles_ptr + 3 * tiles + tile)
+    lane = tl.arange(0, ROWS)
+    rows = tl.load(order_ptr + start + lane, mask=lane < size, other=0).to(tl.int64)
+    return rows, lane < size, first, held
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _multiply_inner(
+    x_ptr, a_ptr, inner_ptr, units_ptr, order_ptr, tiles_ptr, tiles,
+    MATRICES: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, SHARES: tl.constexpr,
+    LINES: tl.constexpr, SOON: tl.constexpr,
+):  # fmt: skip
+    """inner [rows, MATRICES, PLACES, UNIT]: A x for some rows of one adapter."""
+    tile, matrix, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows, live, first, held = _tile_rows(order_ptr, tiles_ptr, tile, tiles, ROWS)
+    if LINES > 0:
+        _fetch(share < held, a_ptr, units_ptr, first + share, matrix, MATRICES, K, LINES)
+    begin_after(SOON)
+    nearly_done(SOON)  # x is there: the product may begin, and waits for this kernel before it reads inner values
+    for place in range(share, held, SHARES):
+        _inner_values(x_ptr, a_ptr, inner_ptr, units_ptr, rows, live, matrix, first + place, place,
+                      MATRICES, K, BK, ROWS)  # fmt: skip
+
+
+@triton.jit
+def write_inner(
+    program, x_ptr, a_ptr, inner_ptr, units_ptr, order_ptr, tiles_ptr, tiles, ready_ptr,
+    MATRICES: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
+    SHARES: tl.constexpr, LINES: tl.constexpr, SOON: tl.constexpr,
+):  # fmt: skip
+    """The same by PROGRAMS programs of the product itself: its first, so that they run before others wait for them."""
+    tasks = tl.load(units_ptr + 1) * MATRICES
+    if LINES > 0:
+        number = tl.load(tiles_ptr + program // MATRICES, mask=program < tasks, other=0)
+        _fetch(program < tasks, a_ptr, units_ptr, number, program % MATRICES, MATRICES, K, LINES)
+    begin_after(SOON)
+    for task in range(program, tasks * SHARES, PROGRAMS):
+        share, matrix = task // tasks, task % MATRICES
+        rows, live, first, held = _tile_rows(order_ptr, tiles_ptr, task % tasks // MATRICES, tiles, ROWS)
+        for place in range(share, held, SHARES):
+            _inner_values(x_ptr, a_ptr, inner_ptr, units_ptr, rows, live, matrix, first + place, place,
+                          MATRICES, K, BK, ROWS)  # fmt: skip
+    nearly_done(SOON)
+    tl.debug_barrier()
+    tl.atomic_add(ready_ptr, 1, sem="release")
+
+
+@triton.jit
+def wait_for_inner(ready_ptr, PROGRAMS: tl.constexpr):
+    while tl.atomic_add(ready_ptr, 0, sem="acquire") < PROGRAMS:
+        pass
+
+
+@triton.jit
+def outer_factors(b_ptr, units_ptr, held, begin, outputs, inside, size, WIDE: tl.constexpr):
+    """[outputs, WIDE] of B: of the units from `begin` on. `size`: outputs of the joined matrix."""
     lane = tl.arange(0, WIDE)
-    value = lane % _UNIT
-    held = tl.load(units_ptr)
-    at_row = inner_ptr + rows.to(tl.int64)[:, None] * (MATRICES * _PLACES * _UNIT) + value[None, :]
-    at_output = b_ptr + outputs.to(tl.int64)[:, None] * _UNIT + value[None, :]
-    stride = count.to(tl.int64) * (MATRICES * _PLACES * _UNIT)
-    for begin in tl.range(0, held, WIDE // _UNIT, num_stages=STAGES):
-        number = begin + lane // _UNIT
-        live = number < held
-        unit = tl.load(units_ptr + _HEADER + number, mask=live, other=0).to(tl.int64)
-        adapter = tl.load(units_ptr + _HEADER + most + number, mask=live, other=-1)
-        place = tl.load(units_ptr + _HEADER + 2 * most + number, mask=live, other=0)
-        own = owner[:, None] == adapter[None, :]
-        at = at_row + ((place + matrix * _PLACES) * _UNIT)[None, :]
-        inner = tl.zeros(own.shape, tl.float32)
-        for part in tl.static_range(PARTS):
-            inner += tl.load(at + part * stride, mask=own, other=0.0)
-        b = tl.load(at_output + (unit * (size.to(tl.int64) * _UNIT))[None, :],
-                    mask=inside[:, None] & live[None, :], other=0.0)  # fmt: skip
-        inner = inner.to(b.dtype)
-        if ROWS_FIRST:
-            delta = tl.dot(inner, b.T, delta, input_precision="ieee")
-        else:
-            delta = tl.dot(b, inner.T, delta, input_precision="ieee")
-    return delta
+    number = begin + lane // _UNIT
+    unit = tl.load(units_ptr + _HEADER + number, mask=number < held, other=0).to(tl.int64)
+    at = outputs.to(tl.int64)[:, None] * _UNIT + (lane % _UNIT)[None, :]
+    return tl.load(b_ptr + (unit * (size.to(tl.int64) * _UNIT))[None, :] + at,
+                   mask=inside[:, None] & (number < held)[None, :], other=0.0)  # fmt: skip
+
+
+@triton.jit
+def _own_values(inner_ptr, rows, firsts, counts, matrix, begin, MATRICES: tl.constexpr, WIDE: tl.constexpr,
+                ROWS_FIRST: tl.constexpr):  # fmt: skip
+    """[rows, WIDE] or transposed: inner values of the units from `begin` on, where they are the row's own, else 0."""
+    lane = tl.arange(0, WIDE)
+    at = (rows.to(tl.int64) * MATRICES + matrix) * (_PLACES * _UNIT)
+    shift = begin - firsts
+    if ROWS_FIRST:
+        lane, at, shift, counts = lane[None, :], at[:, None], shift[:, None], counts[:, None]
+    else:
+        lane, at, shift, counts = lane[:, None], at[None, :], shift[None, :], counts[None, :]
+    place = lane // _UNIT + shift
+    own = (place >= 0) & (place < counts)
+    return tl.load(inner_ptr + at + shift * _UNIT + lane, mask=own, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def matrix_of(outputs, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr):
+    """Which of three matrices."""
+    return (outputs >= FIRST_END).to(tl.int32) + (outputs >= SECOND_END).to(tl.int32)
 
 
 @triton.jit
 def added(
-    delta, inner_ptr, b_ptr, units_ptr, most, count, rows, owner, outputs, inside, column, size, matrix,
-    MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, PARTS: tl.constexpr,
-    WIDE: tl.constexpr, STAGES: tl.constexpr, WIDTH: tl.constexpr, ROWS_FIRST: tl.constexpr,
+    total, b, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, outputs, inside, column, size, matrix, low, high,
+    MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, WIDE: tl.constexpr,
+    WIDTH: tl.constexpr, READ: tl.constexpr, ROWS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """What each row's adapter adds to WIDTH outputs from `column` on, before any scale: [rows, outputs], or
-    transposed. `delta`: zeros of that form. `owner`: of each row, 0 for rows of none. `size`: outputs of the joined
-    matrix. With three matrices that of an output is told by FIRST_END and SECOND_END, else it is `matrix`."""
+    """`total` and what each row's adapter adds to WIDTH outputs from `column` on, before any scale: [rows, outputs], or
+    transposed. READ: `b` is what `outer_factors` found of the first units. With three matrices that of an output is
+    told by FIRST_END and SECOND_END, else it is `matrix`. `low`, `high`: the units of these rows are among those."""
+    last = matrix
     if MATRICES == 3:
-        if column < FIRST_END:
-            delta = _added(
-                delta, inner_ptr, b_ptr, units_ptr, most, count, rows, owner, outputs, inside & (outputs < FIRST_END),
-                size, 0, MATRICES, PARTS, WIDE, STAGES, ROWS_FIRST,
-            )  # fmt: skip
-        if (column < SECOND_END) & (column + WIDTH > FIRST_END):
-            delta = _added(
-                delta, inner_ptr, b_ptr, units_ptr, most, count, rows, owner, outputs,
-                inside & (outputs >= FIRST_END) & (outputs < SECOND_END),
-                size, 1, MATRICES, PARTS, WIDE, STAGES, ROWS_FIRST,
-            )  # fmt: skip
-        if column + WIDTH > SECOND_END:
-            delta = _added(
-                delta, inner_ptr, b_ptr, units_ptr, most, count, rows, owner, outputs, inside & (outputs >= SECOND_END),
-                size, 2, MATRICES, PARTS, WIDE, STAGES, ROWS_FIRST,
-            )  # fmt: skip
+        matrix = matrix_of(column, FIRST_END, SECOND_END)
+        last = matrix_of(tl.minimum(column + WIDTH, size) - 1, FIRST_END, SECOND_END)
+    if READ:
+        inner = _own_values(inner_ptr, rows, firsts, counts, matrix, low, MATRICES, WIDE, ROWS_FIRST)
+        total = _summed_on(total, b, inner, ROWS_FIRST)
+    for each in range(matrix, last + 1):
+        own = inside
+        if MATRICES == 3:
+            own = inside & (matrix_of(outputs, FIRST_END, SECOND_END) == each)
+        begin = low
+        if READ:
+            begin = tl.where(each == matrix, low + WIDE // _UNIT, low)
+        for number in tl.range(begin, high, WIDE // _UNIT, num_stages=1):
+            factors = outer_factors(b_ptr, units_ptr, high, number, outputs, own, size, WIDE)
+            values = _own_values(inner_ptr, rows, firsts, counts, each, number, MATRICES, WIDE, ROWS_FIRST)
+            total = _summed_on(total, factors, values, ROWS_FIRST)
+    return total
+
+
+@triton.jit
+def _summed_on(total, b, inner, ROWS_FIRST: tl.constexpr):
+    if ROWS_FIRST:
+        total = tl.dot(inner, b.T, total, input_precision="ieee")
     else:
-        delta = _added(
-            delta, inner_ptr, b_ptr, units_ptr, most, count, rows, owner, outputs, inside,
-            size, matrix, MATRICES, PARTS, WIDE, STAGES, ROWS_FIRST,
-        )  # fmt: skip
-    return delta
+        total = tl.dot(b, inner, total, input_precision="ieee")
+    return total
 
 
 class _Arguments(NamedTuple):
     """Of a product's kernel."""
 
-    tensors: tuple[Tensor | None, ...] = (None,) * 4
-    most: int = 0
-    sizes: tuple[int, ...] = (0,) * 6
+    tensors: tuple[Tensor | None, ...] = (None,) * 5
+    sizes: tuple[int, ...] = (0,) * 4
 
 
 _NO_ADAPTERS = _Arguments()
 
 
-def low_rank_arguments(own: LowRankSum | None, inputs: int, rows: int) -> _Arguments:
-    """What the kernel of a product with `inputs` inputs takes that has `rows` rows in a program."""
+def low_rank_arguments(own: LowRankSum | None, lanes: int, threads: int, many: bool = False) -> _Arguments:
+    """What the kernel of a product takes. `lanes`: rows and outputs of a program; `threads`: of it."""
     if own is None:
         return _NO_ADAPTERS
     first, second = own.ends[0], own.ends[min(1, len(own.ends) - 1)]
-    # units at once: many of them where rows are few, so that few steps wait for memory; fewer where registers are short
-    parts = part_count(inputs)
-    few = rows <= FEW_ROWS and parts <= 4
-    wide = 4 * UNIT if few else 2 * UNIT
-    stages = 2 if few else 1  # steps that are read ahead: what they take grows with rows and parts
-    tensors = own.inner, own.b, own.units, own.owners
-    return _Arguments(tensors, own.most, (len(own.ends), first, second, parts, wide, stages))
+    # many units at once, so that few steps wait for memory; no more than there are registers for
+    wide = next((w for w in (256, 128, 64, 32) if lanes * w <= chosen.lanes * threads), UNIT)
+    tensors = own.inner, own.b, own.units, own.firsts, own.counts
+    return _Arguments(tensors, (len(own.ends), first, second, min(wide, MANY_WIDE) if many else wide))
+
+
+class _InnerArguments(NamedTuple):
+    """Of the kernel of a product whose first programs write inner values."""
+
+    tensors: tuple[Tensor | None, ...] = (None,) * 4
+    tiles: int = 0
+    sizes: tuple[int, ...] = (0,) * 5
+
+    @property
+    def programs(self) -> int:
+        return self.sizes[0]
+
+
+_NOT_INSIDE = _InnerArguments()
+
+
+def inner_arguments(own: LowRankSum | None, rows: int) -> _InnerArguments:
+    if own is None or not is_inside(rows):
+        return _NOT_INSIDE
+    programs, inputs = FEW_TILES * len(own.ends), own.a.shape[-1]
+    sizes = programs, own.tile, _block(own.a), chosen.shares, _lines(own.a, inputs)
+    return _InnerArguments((own.a, own.order, own.tiles, own.ready), own.tiles.shape[1], sizes)
+
+
+def is_inside(rows: int) -> bool:
+    """Whether a product of so many rows computes its inner values itself."""
+    return chosen.inside and rows <= FEW_ROWS
+
+
+def least_warps(own: LowRankSum | None, warps: int) -> int:
+    return warps if own is None else max(warps, chosen.warps)
 
 
 def multiply_inner(x: Tensor, own: LowRankSum) -> None:
     """The inner values of the rows x [rows, inputs]."""
-    rows, inputs = x.shape
-    matrices, soon = len(own.ends), early(x.device)
-    _multiply_inner[(own.tiles.shape[1], matrices, part_count(inputs))](
-        x, own.a, own.inner, own.units, own.order, own.tiles, rows, own.tiles.shape[1], own.most,
-        matrices, inputs, part_size(inputs), BLOCK, own.tile, soon,
-        num_warps=4 if own.tile > UNIT else 2, num_stages=4, launch_pdl=soon,
+    inputs, matrices, soon, tiles = x.shape[1], len(own.ends), early(x.device), own.tiles.shape[1]
+    _multiply_inner[(tiles, matrices, chosen.shares)](
+        x, own.a, own.inner, own.units, own.order, own.tiles, tiles,
+        matrices, inputs, _block(x), own.tile, chosen.shares, _lines(x, inputs), soon,
+        num_warps=2 if own.tile == UNIT else 4, num_stages=3, launch_pdl=soon,
     )  # fmt: skip
+
+
+def _block(values: Tensor) -> int:
+    """Inputs that a chain takes at a time."""
+    return BLOCK if values.element_size() == 2 else BLOCK // 2
+
+
+def _lines(values: Tensor, inputs: int) -> int:
+    """Lines of 128 bytes that a row of A has, or more; 0: they are not fetched early."""
+    lines = triton.cdiv(inputs * values.element_size(), 128)
+    return triton.next_power_of_2(lines) if chosen.fetched and early(values.device) else 0

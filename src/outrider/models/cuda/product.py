@@ -23,7 +23,19 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from outrider.models.cuda.batch import FEW_ROWS
 from outrider.models.cuda.launch import begin_after, early, nearly_done
-from outrider.models.cuda.low_rank import LowRankSum, added, low_rank_arguments, multiply_inner
+from outrider.models.cuda.low_rank import (
+    LowRankSum,
+    added,
+    inner_arguments,
+    is_inside,
+    least_warps,
+    low_rank_arguments,
+    matrix_of,
+    multiply_inner,
+    outer_factors,
+    wait_for_inner,
+    write_inner,
+)
 
 STRIP_ROWS = 256  # up to which a strip of a matrix whose sums have several parts is read once for all rows
 SHARED = 220_000  # bytes of fast memory that one program may take: 227 KiB on Hopper, less what the compiler adds
@@ -65,11 +77,13 @@ def _scale_of(total, eps, K: tl.constexpr):
 @triton.jit(do_not_specialize=["count"])
 def _few(
     x_ptr, w_ptr, bias_ptr, squares_ptr, scale_ptr, out_ptr, gain_ptr, next_ptr, part_ptr, done_ptr,
-    inner_ptr, b_ptr, units_ptr, owner_ptr, count, size, eps, squares_stride, most,
+    inner_ptr, b_ptr, units_ptr, firsts_ptr, counts_ptr, a_ptr, order_ptr, tiles_ptr, ready_ptr,
+    count, size, eps, squares_stride, tiles,
     STRIPS: tl.constexpr, SCALED: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
     SPLIT: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
-    MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr,
-    STAGES: tl.constexpr, SOON: tl.constexpr,
+    MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, WIDE: tl.constexpr,
+    INNER: tl.constexpr, TILE: tl.constexpr, INNER_BK: tl.constexpr, SHARES: tl.constexpr, LINES: tl.constexpr,
+    SOON: tl.constexpr,
 ):  # fmt: skip
     """out [R, size] = x w^T + bias for a strip of BN outputs. GATE: silu(first half) * second half.
 
@@ -83,6 +97,13 @@ def _few(
     """
     rows = tl.arange(0, ROWS)
     strip, share = tl.program_id(0), tl.program_id(1)
+    if INNER > 0:
+        if strip < INNER:
+            if share == 0:
+                write_inner(strip, x_ptr, a_ptr, inner_ptr, units_ptr, order_ptr, tiles_ptr, tiles, ready_ptr,
+                            MATRICES, K, INNER_BK, TILE, INNER, SHARES, LINES, SOON)  # fmt: skip
+            return
+        strip -= INNER
     first = strip * BN + tl.arange(0, BN)
     inner = tl.arange(0, BK)
     begin = share * PART
@@ -91,11 +112,23 @@ def _few(
     in_strip, in_rows = (first < size)[:, None], (rows < count)[None, :]
     a = tl.zeros([BN, ROWS], tl.float32)
     b = tl.zeros([BN, ROWS], tl.float32)
-    if MATRICES == 0:
+    if MATRICES > 0:  # all that no kernel writes is read before there is something to wait for
+        firsts = tl.load(firsts_ptr + rows, mask=rows < count, other=0)
+        counts = tl.load(counts_ptr + rows, mask=rows < count, other=0)
+        units = tl.load(units_ptr)
+        whole = size * 2 if GATE else size
+        own = first < size
+        if MATRICES == 3:
+            own &= matrix_of(first, FIRST_END, SECOND_END) == matrix_of(strip * BN, FIRST_END, SECOND_END)
+        a_outer = outer_factors(b_ptr, units_ptr, units, 0, first, own, whole, WIDE)
+        b_outer = a_outer
+        if GATE:
+            b_outer = outer_factors(b_ptr, units_ptr, units, 0, first + size, first < size, whole, WIDE)
+    if MATRICES == 0 or INNER > 0:
         begin_after(SOON)
     for k in range(begin, tl.minimum(begin + PART, K), BK):
         fits = k + inner < K
-        if MATRICES == 0:
+        if MATRICES == 0 or INNER > 0:
             x = tl.load(x_rows + k, mask=in_rows & fits[:, None], other=0.0)  # [BK, ROWS]
         else:
             x = tl.load(x_rows + k, mask=in_rows & fits[:, None], other=0.0, cache_modifier=".cg")
@@ -118,7 +151,19 @@ def _few(
         for part in tl.static_range(SPLIT):
             a += tl.load(mine + part * (BN * ROWS), cache_modifier=".cg")
     if MATRICES > 0:
-        begin_after(SOON)
+        if INNER > 0:
+            wait_for_inner(ready_ptr, INNER)
+        else:
+            begin_after(SOON)
+        a = added(
+            a, a_outer, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, first, first < size, strip * BN, whole, 0,
+            0, units, MATRICES, FIRST_END, SECOND_END, WIDE, BN, True, False,
+        )  # fmt: skip
+        if GATE:
+            b = added(
+                b, b_outer, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, first + size, first < size, strip * BN,
+                whole, 1, 0, units, MATRICES, FIRST_END, SECOND_END, WIDE, BN, True, False,
+            )  # fmt: skip
     if STRIPS > 0:
         total = tl.zeros([ROWS], squares_ptr.dtype.element_ty)
         for other in range(STRIPS):
@@ -133,27 +178,6 @@ def _few(
         a, b = _scaled(a, scale, bias), b * scale
     elif BIAS:
         a += bias
-    if MATRICES > 0:
-        owner = tl.load(owner_ptr + rows, mask=rows < count, other=0)
-        whole = size * 2 if GATE else size
-        delta = added(
-            tl.zeros([BN, ROWS], tl.float32), inner_ptr, b_ptr, units_ptr, most, count, rows, owner, first,
-            first < size, strip * BN, whole, 0, MATRICES, FIRST_END, SECOND_END, PARTS, WIDE, STAGES, BN, False,
-        )  # fmt: skip
-        has = tl.broadcast_to((owner > 0)[None, :], [BN, ROWS])
-        if STRIPS > 0 or SCALED:
-            a = tl.where(has, _scaled(delta, scale, a), a)
-        else:
-            a = tl.where(has, a + delta, a)
-        if GATE:
-            delta = added(
-                tl.zeros([BN, ROWS], tl.float32), inner_ptr, b_ptr, units_ptr, most, count, rows, owner, first + size,
-                first < size, strip * BN, whole, 1, MATRICES, FIRST_END, SECOND_END, PARTS, WIDE, STAGES, BN, False,
-            )  # fmt: skip
-            if STRIPS > 0 or SCALED:
-                b = tl.where(has, _scaled(delta, scale, b), b)
-            else:
-                b = tl.where(has, b + delta, b)
     if GATE:
         a = _gated(a, b)
     inside = in_strip & in_rows
@@ -173,12 +197,12 @@ def _few(
 @triton.jit(do_not_specialize=["count"])
 def _many(
     x_ptr, w_ptr, bias_ptr, squares_ptr, scale_ptr, out_ptr, gain_ptr, next_ptr,
-    inner_ptr, b_ptr, units_ptr, owner_ptr, count, size, squares_stride, most,
+    inner_ptr, b_ptr, units_ptr, firsts_ptr, counts_ptr, count, size, squares_stride,
     SCALED: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr,
     K: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr,
     GROUP: tl.constexpr, COPIED: tl.constexpr,
-    MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr,
-    STAGES: tl.constexpr, SOON: tl.constexpr,
+    MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, WIDE: tl.constexpr,
+    SOON: tl.constexpr,
 ):  # fmt: skip
     """The same for a tile of BM rows and BN outputs. WIDTH: of a strip of `_few`, whose sums of squares these are.
 
@@ -222,6 +246,20 @@ def _many(
             a_sum, b_sum = a, b
     nearly_done(SOON)
     a, b = a_sum, b_sum
+    if MATRICES > 0:
+        firsts = tl.load(firsts_ptr + rows, mask=rows < count, other=0)
+        counts = tl.load(counts_ptr + rows, mask=rows < count, other=0)
+        low, high = tl.min(tl.where(counts > 0, firsts, 1 << 30), 0), tl.max(firsts + counts, 0)
+        whole = size * 2 if GATE else size
+        a = added(
+            a, a, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, first, first < size, column0, whole, 0,
+            low, high, MATRICES, FIRST_END, SECOND_END, WIDE, BN, False, True,
+        )  # fmt: skip
+        if GATE:
+            b = added(
+                b, b, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, first + size, first < size, column0, whole, 1,
+                low, high, MATRICES, FIRST_END, SECOND_END, WIDE, BN, False, True,
+            )  # fmt: skip
     bias = tl.zeros([BN], tl.float32)[None, :]
     if BIAS:
         bias = tl.load(bias_ptr + first, mask=first < size, other=0.0).to(tl.float32)[None, :]
@@ -230,27 +268,6 @@ def _many(
         a, b = _scaled(a, scale, bias), b * scale
     elif BIAS:
         a += bias
-    if MATRICES > 0:
-        owner = tl.load(owner_ptr + rows, mask=rows < count, other=0)
-        whole = size * 2 if GATE else size
-        delta = added(
-            tl.zeros([BM, BN], tl.float32), inner_ptr, b_ptr, units_ptr, most, count, rows, owner, first, first < size,
-            column0, whole, 0, MATRICES, FIRST_END, SECOND_END, PARTS, WIDE, STAGES, BN, True,
-        )  # fmt: skip
-        has = tl.broadcast_to((owner > 0)[:, None], [BM, BN])
-        if SCALED:
-            a = tl.where(has, _scaled(delta, scale, a), a)
-        else:
-            a = tl.where(has, a + delta, a)
-        if GATE:
-            delta = added(
-                tl.zeros([BM, BN], tl.float32), inner_ptr, b_ptr, units_ptr, most, count, rows, owner, first + size,
-                first < size, column0, whole, 1, MATRICES, FIRST_END, SECOND_END, PARTS, WIDE, STAGES, BN, True,
-            )  # fmt: skip
-            if SCALED:
-                b = tl.where(has, _scaled(delta, scale, b), b)
-            else:
-                b = tl.where(has, b + delta, b)
     if GATE:
         a = _gated(a, b)
     inside = in_rows & in_strip
@@ -408,9 +425,9 @@ def linear(
 ) -> None:
     """out [rows, n] from x [rows, k]."""
     rows, size = x.shape[0], weight.shape[0] // 2 if around.gate else weight.shape[0]
-    if around.adapters is not None:
-        multiply_inner(x, around.adapters)
     in_strips = rows <= (STRIP_ROWS if tiling(size, weight.shape[1], around.gate).split > 1 else FEW_ROWS)
+    if around.adapters is not None and not (in_strips and is_inside(rows)):
+        multiply_inner(x, around.adapters)
     (_linear_few if in_strips else _linear_many)(x, weight, bias, out, work, around, size)
     if around.gain is not None:
         work.strips = triton.cdiv(size, tiling(size, weight.shape[1]).width)
@@ -427,12 +444,14 @@ def _linear_few(
         part = cut.part(inner)
         block, warps = next(b for b in (128, 64, 32, 16) if part % b == 0), 8
     stage = block * (cut.width * (2 if around.gate else 1) + padded) * x.element_size()
-    low = low_rank_arguments(around.adapters, inner, padded)
-    _few[(triton.cdiv(size, cut.width), cut.split)](
+    warps = least_warps(around.adapters, warps)
+    low = low_rank_arguments(around.adapters, padded + cut.width * (2 if around.gate else 1), 32 * warps)
+    within = inner_arguments(around.adapters, rows)
+    _few[(within.programs + triton.cdiv(size, cut.width), cut.split)](
         x, weight, bias, work.squares, around.scale, out, around.gain, work.next, work.part, work.done,
-        *low.tensors, rows, size, around.eps or 0.0, work.squares.stride(0), low.most,
+        *low.tensors, *within.tensors, rows, size, around.eps or 0.0, work.squares.stride(0), within.tiles,
         0 if around.eps is None else work.strips, around.scale is not None, around.gate, around.gain is not None,
-        bias is not None, cut.split, inner, cut.part(inner), block, cut.width, padded, *low.sizes, soon,
+        bias is not None, cut.split, inner, cut.part(inner), block, cut.width, padded, *low.sizes, *within.sizes, soon,
         num_warps=warps, num_stages=max(1, min(cut.stages, SHARED // stage)), launch_pdl=soon,
     )  # fmt: skip
 
@@ -450,12 +469,11 @@ def _linear_many(
     if around.eps is not None:
         scale = norm_scales(work, rows, inner, around.eps)
     copied = _copies(x, weight, inner, block)
-    low = low_rank_arguments(around.adapters, inner, tile.rows)
+    low = low_rank_arguments(around.adapters, tile.rows + tile.outputs, 32 * tile.warps, True)
     _many[(triton.cdiv(rows, tile.rows) * triton.cdiv(size, tile.outputs),)](
         TensorDescriptor.from_tensor(x, [tile.rows, block]) if copied else x,
         TensorDescriptor.from_tensor(weight, [tile.outputs, block]) if copied else weight,
         bias, work.squares, scale, out, around.gain, work.next, *low.tensors, rows, size, work.squares.stride(0),
-        low.most,
         scale is not None, around.gate, around.gain is not None, bias is not None, cut.split,
         inner, part, block, tile.rows, tile.outputs, cut.width, 8, copied, *low.sizes, soon,
         num_warps=tile.warps, num_stages=tile.stages, launch_pdl=soon,

@@ -1,0 +1,478 @@
+"""Products with the weights: out = x w^T, with the norm before and the gate or the residual after in the same kernel.
+
+The order of a row's sum over its inputs is fixed by the matrix alone: it is cut into `Tiling.split` parts of whole
+blocks, a part is summed from front to back by the matrix units, 16 inputs at a time, and the parts are added in order.
+How many rows and outputs a program takes changes nothing about that, so few rows and many have kernels of their own and
+a row's bits are the same in both (docs/decisions/0004).
+
+Few rows are bound by the bytes of the weights: a program reads a strip of the matrix once, for all rows. Many rows are
+bound by arithmetic: a program takes a tile of rows and outputs, through the tensor copy engine where there is one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from outrider.models.cuda.batch import FEW_ROWS
+from outrider.models.cuda.launch import begin_after, early, nearly_done
+from before_low_rank import LowRankSum, added, low_rank_arguments, multiply_inner
+
+STRIP_ROWS = 256  # up to which a strip of a matrix whose sums have several parts is read once for all rows
+SHARED = 220_000  # bytes of fast memory that one program may take: 227 KiB on Hopper, less what the compiler adds
+PROCESSORS = 132  # of an H200; a tile is chosen so that most of them have one
+
+
+@triton.jit
+def pair_sum(x, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """[WIDTH, ROWS] -> [ROWS], as a tree of sums of two: its order is that of the tree, however x lies in registers."""
+    x = tl.reshape(x, [WIDTH, ROWS])
+    LEVELS: tl.constexpr = _log2(WIDTH)
+    for level in tl.static_range(LEVELS):
+        x = tl.sum(tl.reshape(x, [WIDTH >> (level + 1), 2, ROWS]), 1)
+    return tl.reshape(x, [ROWS])
+
+
+@triton.constexpr_function
+def _log2(size):
+    return size.bit_length() - 1
+
+
+@triton.jit
+def _gated(a, b):
+    return a / (1.0 + tl.exp(-a)) * b
+
+
+@triton.jit
+def _scaled(a, scale, bias):
+    """a * scale + bias, rounded once: left to the compiler, one kernel might round twice and the other once."""
+    return tl.fma(a, tl.broadcast_to(scale, a.shape), tl.broadcast_to(bias, a.shape))
+
+
+@triton.jit
+def _scale_of(total, eps, K: tl.constexpr):
+    """What a row of K numbers is multiplied with by its norm, from the sum of their squares."""
+    return tl.rsqrt(total.to(tl.float32) / K + eps)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _few(
+    x_ptr, w_ptr, bias_ptr, squares_ptr, scale_ptr, out_ptr, gain_ptr, next_ptr, part_ptr, done_ptr,
+    inner_ptr, b_ptr, units_ptr, owner_ptr, count, size, eps, squares_stride, most,
+    STRIPS: tl.constexpr, SCALED: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
+    SPLIT: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
+    MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr,
+    STAGES: tl.constexpr, SOON: tl.constexpr,
+):  # fmt: skip
+    """out [R, size] = x w^T + bias for a strip of BN outputs. GATE: silu(first half) * second half.
+
+    A norm costs no kernel of its own: the product that writes the residual (ADD) also writes it times the next norm's
+    gain, and each strip's sum of its squares; the product that reads these (STRIPS > 0) multiplies with the norm's
+    scale at the end.
+    SPLIT programs share a strip, each a part of K; the last to be done adds the parts up, always in the same order.
+    MATRICES > 0: with what the rows' adapters add. The kernel before, which computes their inner values, lets this one
+    begin when x is there (`multiply_inner`), and is waited for where they are read. So nothing waits before x is read,
+    and x is read past the first cache, which knows nothing of other kernels' writes until then.
+    """
+    rows = tl.arange(0, ROWS)
+    strip, share = tl.program_id(0), tl.program_id(1)
+    first = strip * BN + tl.arange(0, BN)
+    inner = tl.arange(0, BK)
+    begin = share * PART
+    w_first = w_ptr + first[:, None].to(tl.int64) * K + inner[None, :]
+    x_rows = x_ptr + rows[None, :].to(tl.int64) * K + inner[:, None]
+    in_strip, in_rows = (first < size)[:, None], (rows < count)[None, :]
+    a = tl.zeros([BN, ROWS], tl.float32)
+    b = tl.zeros([BN, ROWS], tl.float32)
+    if MATRICES == 0:
+        begin_after(SOON)
+    for k in range(begin, tl.minimum(begin + PART, K), BK):
+        fits = k + inner < K
+        if MATRICES == 0:
+            x = tl.load(x_rows + k, mask=in_rows & fits[:, None], other=0.0)  # [BK, ROWS]
+        else:
+            x = tl.load(x_rows + k, mask=in_rows & fits[:, None], other=0.0, cache_modifier=".cg")
+        w = tl.load(w_first + k, mask=in_strip & fits[None, :], other=0.0, eviction_policy="evict_first")
+        a = tl.dot(w, x, a, input_precision="ieee")
+        if GATE:
+            w = tl.load(w_first + size.to(tl.int64) * K + k, mask=in_strip & fits[None, :], other=0.0,
+                        eviction_policy="evict_first")  # fmt: skip
+            b = tl.dot(w, x, b, input_precision="ieee")
+    nearly_done(SOON)
+    if SPLIT > 1:
+        lane = tl.arange(0, BN)[:, None] * ROWS + rows[None, :]
+        mine = part_ptr + (strip * SPLIT).to(tl.int64) * (BN * ROWS) + lane
+        tl.store(mine + share * (BN * ROWS), a)
+        tl.debug_barrier()
+        if tl.atomic_add(done_ptr + strip, 1, sem="acq_rel") < SPLIT - 1:
+            return
+        tl.store(done_ptr + strip, 0)
+        a = tl.zeros([BN, ROWS], tl.float32)
+        for part in tl.static_range(SPLIT):
+            a += tl.load(mine + part * (BN * ROWS), cache_modifier=".cg")
+    if MATRICES > 0:
+        begin_after(SOON)
+    if STRIPS > 0:
+        total = tl.zeros([ROWS], squares_ptr.dtype.element_ty)
+        for other in range(STRIPS):
+            total += tl.load(squares_ptr + other * squares_stride + rows, mask=rows < count, other=0.0)
+        scale = _scale_of(total, eps, K)[None, :]
+    if SCALED:
+        scale = tl.load(scale_ptr + rows, mask=rows < count, other=0.0)[None, :]
+    bias = tl.zeros([BN], tl.float32)[:, None]
+    if BIAS:
+        bias = tl.load(bias_ptr + first, mask=first < size, other=0.0).to(tl.float32)[:, None]
+    if STRIPS > 0 or SCALED:
+        a, b = _scaled(a, scale, bias), b * scale
+    elif BIAS:
+        a += bias
+    if MATRICES > 0:
+        owner = tl.load(owner_ptr + rows, mask=rows < count, other=0)
+        whole = size * 2 if GATE else size
+        delta = added(
+            tl.zeros([BN, ROWS], tl.float32), inner_ptr, b_ptr, units_ptr, most, count, rows, owner, first,
+            first < size, strip * BN, whole, 0, MATRICES, FIRST_END, SECOND_END, PARTS, WIDE, STAGES, BN, False,
+        )  # fmt: skip
+        has = tl.broadcast_to((owner > 0)[None, :], [BN, ROWS])
+        if STRIPS > 0 or SCALED:
+            a = tl.where(has, _scaled(delta, scale, a), a)
+        else:
+            a = tl.where(has, a + delta, a)
+        if GATE:
+            delta = added(
+                tl.zeros([BN, ROWS], tl.float32), inner_ptr, b_ptr, units_ptr, most, count, rows, owner, first + size,
+                first < size, strip * BN, whole, 1, MATRICES, FIRST_END, SECOND_END, PARTS, WIDE, STAGES, BN, False,
+            )  # fmt: skip
+            if STRIPS > 0 or SCALED:
+                b = tl.where(has, _scaled(delta, scale, b), b)
+            else:
+                b = tl.where(has, b + delta, b)
+    if GATE:
+        a = _gated(a, b)
+    inside = in_strip & in_rows
+    place = rows[None, :].to(tl.int64) * size + first[:, None]
+    if ADD:
+        a += tl.load(out_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    y = a.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + place, y, mask=inside)
+    if ADD:
+        gain = tl.load(gain_ptr + first, mask=first < size, other=0.0).to(tl.float32)
+        y = tl.where(inside, y.to(tl.float32), 0.0)
+        tl.store(next_ptr + place, (y * gain[:, None]).to(next_ptr.dtype.element_ty), mask=inside)
+        y = y.to(squares_ptr.dtype.element_ty)
+        tl.store(squares_ptr + strip * squares_stride + rows, pair_sum(y * y, BN, ROWS), mask=rows < count)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _many(
+    x_ptr, w_ptr, bias_ptr, squares_ptr, scale_ptr, out_ptr, gain_ptr, next_ptr,
+    inner_ptr, b_ptr, units_ptr, owner_ptr, count, size, squares_stride, most,
+    SCALED: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr,
+    K: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr,
+    GROUP: tl.constexpr, COPIED: tl.constexpr,
+    MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr,
+    STAGES: tl.constexpr, SOON: tl.constexpr,
+):  # fmt: skip
+    """The same for a tile of BM rows and BN outputs. WIDTH: of a strip of `_few`, whose sums of squares these are.
+
+    COPIED: x and w are tensor descriptors. Programs that run at the same time lie close together (GROUP tiles of rows),
+    so that they share what they read.
+    """
+    program = tl.program_id(0)
+    tiles, across = tl.cdiv(count, BM), tl.cdiv(size, BN)
+    group = program // (GROUP * across)
+    in_group = tl.minimum(tiles - group * GROUP, GROUP)
+    inside_group = program % (GROUP * across)
+    row0 = (group * GROUP + inside_group % in_group) * BM
+    column0 = inside_group // in_group * BN
+    rows, first, inner = row0 + tl.arange(0, BM), column0 + tl.arange(0, BN), tl.arange(0, BK)
+    in_rows, in_strip = (rows < count)[:, None], (first < size)[None, :]
+    a_sum = tl.zeros([BM, BN], tl.float32)
+    b_sum = tl.zeros([BM, BN], tl.float32)
+    begin_after(SOON)
+    for part in tl.static_range(SPLIT):
+        a = tl.zeros([BM, BN], tl.float32)
+        b = tl.zeros([BM, BN], tl.float32)
+        for k in range(part * PART, min((part + 1) * PART, K), BK):
+            if COPIED:
+                x = x_ptr.load([row0, k])
+                w = w_ptr.load([column0, k])
+            else:
+                fits = (k + inner < K)[None, :]
+                x = tl.load(x_ptr + rows[:, None].to(tl.int64) * K + k + inner[None, :], mask=in_rows & fits, other=0.0)
+                w_at = w_ptr + first[:, None].to(tl.int64) * K + k + inner[None, :]
+                w = tl.load(w_at, mask=(first < size)[:, None] & fits, other=0.0)
+            a = tl.dot(x, w.T, a, input_precision="ieee")
+            if GATE:
+                if COPIED:
+                    w = w_ptr.load([column0 + size, k])
+                else:
+                    w = tl.load(w_at + size.to(tl.int64) * K, mask=(first < size)[:, None] & fits, other=0.0)
+                b = tl.dot(x, w.T, b, input_precision="ieee")
+        if SPLIT > 1:
+            a_sum += a
+        else:
+            a_sum, b_sum = a, b
+    nearly_done(SOON)
+    a, b = a_sum, b_sum
+    bias = tl.zeros([BN], tl.float32)[None, :]
+    if BIAS:
+        bias = tl.load(bias_ptr + first, mask=first < size, other=0.0).to(tl.float32)[None, :]
+    if SCALED:
+        scale = tl.load(scale_ptr + rows, mask=rows < count, other=0.0)[:, None]
+        a, b = _scaled(a, scale, bias), b * scale
+    elif BIAS:
+        a += bias
+    if MATRICES > 0:
+        owner = tl.load(owner_ptr + rows, mask=rows < count, other=0)
+        whole = size * 2 if GATE else size
+        delta = added(
+            tl.zeros([BM, BN], tl.float32), inner_ptr, b_ptr, units_ptr, most, count, rows, owner, first, first < size,
+            column0, whole, 0, MATRICES, FIRST_END, SECOND_END, PARTS, WIDE, STAGES, BN, True,
+        )  # fmt: skip
+        has = tl.broadcast_to((owner > 0)[:, None], [BM, BN])
+        if SCALED:
+            a = tl.where(has, _scaled(delta, scale, a), a)
+        else:
+            a = tl.where(has, a + delta, a)
+        if GATE:
+            delta = added(
+                tl.zeros([BM, BN], tl.float32), inner_ptr, b_ptr, units_ptr, most, count, rows, owner, first + size,
+                first < size, column0, whole, 1, MATRICES, FIRST_END, SECOND_END, PARTS, WIDE, STAGES, BN, True,
+            )  # fmt: skip
+            if SCALED:
+                b = tl.where(has, _scaled(delta, scale, b), b)
+            else:
+                b = tl.where(has, b + delta, b)
+    if GATE:
+        a = _gated(a, b)
+    inside = in_rows & in_strip
+    place = rows[:, None].to(tl.int64) * size + first[None, :]
+    if ADD:
+        a += tl.load(out_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    y = a.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + place, y, mask=inside)
+    if ADD:
+        gain = tl.load(gain_ptr + first, mask=first < size, other=0.0).to(tl.float32)
+        y = tl.where(inside, y.to(tl.float32), 0.0)
+        tl.store(next_ptr + place, (y * gain[None, :]).to(next_ptr.dtype.element_ty), mask=inside)
+        y = y.to(squares_ptr.dtype.element_ty)
+        sums = _strip_sums(y * y, BM, BN, WIDTH)  # [BM, BN // WIDTH]
+        strip = column0 // WIDTH + tl.arange(0, BN // WIDTH)
+        at = squares_ptr + strip[None, :] * squares_stride + rows[:, None]
+        tl.store(at, sums, mask=in_rows & (strip * WIDTH < size)[None, :])
+
+
+@triton.jit
+def _strip_sums(x, BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr):
+    """[BM, BN] -> [BM, BN // WIDTH]: `pair_sum` of every WIDTH columns."""
+    LEVELS: tl.constexpr = _log2(WIDTH)
+    for level in tl.static_range(LEVELS):
+        x = tl.sum(tl.reshape(x, [BM, BN >> (level + 1), 2]), 2)
+    return x
+
+
+@triton.jit
+def _scales(squares_ptr, scale_ptr, count, squares_stride, eps, STRIPS: tl.constexpr, K: tl.constexpr,
+            ROWS: tl.constexpr, SOON: tl.constexpr):  # fmt: skip
+    """scale [R] of the norm that reads the residual next."""
+    begin_after(SOON)
+    nearly_done(SOON)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    total = tl.zeros([ROWS], squares_ptr.dtype.element_ty)
+    for other in range(STRIPS):
+        total += tl.load(squares_ptr + other * squares_stride + rows, mask=rows < count, other=0.0)
+    tl.store(scale_ptr + rows, _scale_of(total, eps, K), mask=rows < count)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a matrix is cut; by its own sizes alone, never by the pass. Only `split` and `inner` (whose multiple a part
+    is) and `width` (of the strips whose squares are summed) touch the order of a sum."""
+
+    width: int  # of a strip
+    inner: int  # elements of a row at a time
+    split: int  # parts of a row's sum
+    warps: int
+    stages: int
+
+    def part(self, inner: int) -> int:
+        """Elements of one part of a sum over `inner`."""
+        return triton.cdiv(triton.cdiv(inner, self.inner), self.split) * self.inner
+
+
+@functools.cache
+def tiling(size: int, inner: int, gate: bool = False) -> Tiling:
+    """For `size` outputs of `inner` inputs; measured on an H200 (docs/LOG.md)."""
+    if gate:
+        width = next((w for w in (64, 32) if size >= 80 * w), 16)
+        block, split, warps, stages = (128, 1, 4, 3) if width == 64 else (64, 1, 4, 4)
+    elif size >= 100 * 128:
+        width, block, split, warps, stages = 128, 128, 1, 8, 3
+    elif size >= 2048:
+        width, block, split, warps, stages = 64, 256, 1 if size >= 90 * 64 else 2, 4, 4
+    elif inner >= 1024:
+        width, block, split, warps, stages = 32, 128, 4, 4, 4
+    else:
+        width, block, split, warps, stages = 16, 64, 1, 2, 6
+    block = next((b for b in (256, 128, 64, 32) if b <= block and inner % b == 0), block)
+    return Tiling(width, block, split, warps, stages)
+
+
+def widest_in_parts(weights: Iterable[Tensor]) -> int:
+    """Outputs of the largest of these matrices whose sums are taken in parts, which share a workspace; 0: of none."""
+    return max((weight.shape[0] for weight in weights if tiling(*weight.shape).split > 1), default=0)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a program of many rows takes."""
+
+    rows: int
+    outputs: int
+    inner: int
+    warps: int
+    stages: int
+
+
+# From the fastest to the one that gives work to most processors; measured on an H200 at 2,048 rows of an 8B shape and
+# at 256 rows of SmolLM2 (docs/LOG.md).
+TILES = (
+    Tile(128, 256, 64, 8, 3),
+    Tile(128, 128, 64, 8, 4),
+    Tile(128, 64, 64, 4, 4),
+    Tile(64, 64, 128, 4, 3),
+    Tile(64, 32, 64, 4, 4),
+)
+WIDE_TILES = (
+    Tile(64, 64, 32, 4, 2),
+    Tile(32, 32, 32, 4, 2),
+    Tile(16, 128, 32, 4, 2),
+)  # for float32, which the matrix units do not take
+
+
+@functools.cache
+def tile_for(rows: int, size: int, gate: bool, split: int, width: int, wide: bool) -> Tile:
+    """The first tile that most processors get one of. Two sums at once (a gate, parts) have no registers for the
+    largest; a tile has whole strips."""
+    fitting = [
+        tile
+        for tile in (WIDE_TILES if wide else TILES)
+        if tile.outputs % width == 0 and not (tile.outputs > 128 and (gate or split > 1))
+    ]
+    for tile in fitting:
+        if triton.cdiv(rows, tile.rows) * triton.cdiv(size, tile.outputs) >= PROCESSORS * 3 // 4:
+            return tile
+    return fitting[-1]
+
+
+class Workspace:
+    """What the kernels of a pass hand to each other, for up to `rows` rows."""
+
+    def __init__(self, rows: int, hidden: int, widest: int, dtype: torch.dtype, device: torch.device) -> None:
+        """`widest`: outputs of the largest matrix whose sums are taken in parts."""
+        # squares of bfloat16 and float16 are exact in float32, those of float32 in float64: sums of either are the same
+        # whether a product is rounded before it is added or not, which compilers decide as they like
+        exact = torch.float64 if dtype == torch.float32 else torch.float32
+        self.part = torch.empty(4 * (widest + 128) * STRIP_ROWS, dtype=torch.float32, device=device)
+        self.done = torch.zeros(widest // 16 + 1, dtype=torch.int32, device=device)
+        self.next = torch.empty(rows, hidden, dtype=dtype, device=device)  # the residual times a norm's gain
+        self.squares = torch.zeros(hidden // 16 + 1, rows, dtype=exact, device=device)
+        self.scale = torch.empty(rows, dtype=torch.float32, device=device)
+        self.strips = 1  # of `squares` that were written last
+
+
+@dataclass(frozen=True, eq=False)
+class Around:
+    """What a product does beside multiplying."""
+
+    gate: bool = False  # silu(first half of the outputs) * second half
+    gain: Tensor | None = None  # add to `out`, and write what the norm with this gain reads next
+    eps: float | None = None  # x is the workspace's `next`, to be normed
+    scale: Tensor | None = None  # [rows] float32: the same with the scales of the norm given
+    adapters: LowRankSum | None = None  # of the rows: what they add
+
+
+PLAIN = Around()
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, work: Workspace, around: Around = PLAIN
+) -> None:
+    """out [rows, n] from x [rows, k]."""
+    rows, size = x.shape[0], weight.shape[0] // 2 if around.gate else weight.shape[0]
+    if around.adapters is not None:
+        multiply_inner(x, around.adapters)
+    in_strips = rows <= (STRIP_ROWS if tiling(size, weight.shape[1], around.gate).split > 1 else FEW_ROWS)
+    (_linear_few if in_strips else _linear_many)(x, weight, bias, out, work, around, size)
+    if around.gain is not None:
+        work.strips = triton.cdiv(size, tiling(size, weight.shape[1]).width)
+
+
+def _linear_few(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, work: Workspace, around: Around, size: int
+) -> None:
+    rows, inner, soon = x.shape[0], weight.shape[1], early(x.device)
+    cut = tiling(size, inner, around.gate)
+    padded = max(16, triton.next_power_of_2(rows))
+    block, warps = cut.inner, cut.warps
+    if padded > FEW_ROWS:  # as wide blocks would leave no memory for several stages, nor registers for the sums
+        part = cut.part(inner)
+        block, warps = next(b for b in (128, 64, 32, 16) if part % b == 0), 8
+    stage = block * (cut.width * (2 if around.gate else 1) + padded) * x.element_size()
+    low = low_rank_arguments(around.adapters, inner, padded)
+    _few[(triton.cdiv(size, cut.width), cut.split)](
+        x, weight, bias, work.squares, around.scale, out, around.gain, work.next, work.part, work.done,
+        *low.tensors, rows, size, around.eps or 0.0, work.squares.stride(0), low.most,
+        0 if around.eps is None else work.strips, around.scale is not None, around.gate, around.gain is not None,
+        bias is not None, cut.split, inner, cut.part(inner), block, cut.width, padded, *low.sizes, soon,
+        num_warps=warps, num_stages=max(1, min(cut.stages, SHARED // stage)), launch_pdl=soon,
+    )  # fmt: skip
+
+
+def _linear_many(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, work: Workspace, around: Around, size: int
+) -> None:
+    rows, inner, soon = x.shape[0], weight.shape[1], early(x.device)
+    cut = tiling(size, inner, around.gate)
+    tile = tile_for(rows, size, around.gate, cut.split, cut.width if around.gain is not None else 1,
+                    x.dtype == torch.float32)  # fmt: skip
+    part = cut.part(inner)
+    block = next(b for b in (tile.inner, 64, 32, 16) if part % b == 0)
+    scale = around.scale
+    if around.eps is not None:
+        scale = norm_scales(work, rows, inner, around.eps)
+    copied = _copies(x, weight, inner, block)
+    low = low_rank_arguments(around.adapters, inner, tile.rows)
+    _many[(triton.cdiv(rows, tile.rows) * triton.cdiv(size, tile.outputs),)](
+        TensorDescriptor.from_tensor(x, [tile.rows, block]) if copied else x,
+        TensorDescriptor.from_tensor(weight, [tile.outputs, block]) if copied else weight,
+        bias, work.squares, scale, out, around.gain, work.next, *low.tensors, rows, size, work.squares.stride(0),
+        low.most,
+        scale is not None, around.gate, around.gain is not None, bias is not None, cut.split,
+        inner, part, block, tile.rows, tile.outputs, cut.width, 8, copied, *low.sizes, soon,
+        num_warps=tile.warps, num_stages=tile.stages, launch_pdl=soon,
+    )  # fmt: skip
+
+
+def _copies(x: Tensor, weight: Tensor, inner: int, block: int) -> bool:
+    """Whether the tensor copy engine can bring tiles: it wants rows of whole blocks that begin at 16 bytes."""
+    aligned = all(part.data_ptr() % 16 == 0 and part.stride(0) * part.element_size() % 16 == 0 for part in (x, weight))
+    return early(x.device) and x.dtype != torch.float32 and aligned and inner % block == 0
+
+
+def norm_scales(work: Workspace, rows: int, inner: int, eps: float) -> Tensor:
+    """[rows] float32: the scales of the norm of the residual that was written last."""
+    scale, soon = work.scale[:rows], early(work.scale.device)
+    _scales[(triton.cdiv(rows, 64),)](
+        work.squares, scale, rows, work.squares.stride(0), eps, work.strips, inner, 64, soon,
+        num_warps=2, launch_pdl=soon,
+    )  # fmt: skip
+    return scale
