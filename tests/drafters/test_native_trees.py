@@ -12,7 +12,7 @@ from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.eagle.drafter import SHARPNESS, Eagle
 from outrider.drafters.eagle.native_runner import PackedRunner
-from outrider.drafters.eagle.tree import Growth, grow
+from outrider.drafters.eagle.tree import TreeGrowth, grow
 
 pytestmark = pytest.mark.native
 
@@ -74,7 +74,7 @@ def test_a_tree_in_one_call_has_the_nodes_that_grow_keeps(form, bits, confidence
         ids = torch.randperm(4, generator=random)[: number(1, 4)].tolist()
         width = number(1, 6)
         stop = [0.0, 0.02, 0.2, 0.4][turn % 4]
-        growth = Growth(number(1, 7), width, SHARPNESS, stop, stop / number(1, 4))
+        growth = TreeGrowth(number(1, 7), width, SHARPNESS, stop, stop / number(1, 4))
         sizes = [number(2, 16) for _ in ids]
         tokens = [torch.randint(48, (number(1, 40),), generator=random).tolist() for _ in ids]
         shown = [states(len(own), head, random) for own in tokens]
@@ -108,7 +108,7 @@ def test_no_more_rows_are_followed_than_there_is_space_for(size, width):
     for confidence in (0.0, 0.5, 40.0):
         head = made("eagle-3", confidence)
         runner = PackedRunner(head, target(), 4)
-        growth = Growth(16, width, SHARPNESS, 0.0, 0.0)
+        growth = TreeGrowth(16, width, SHARPNESS, 0.0, 0.0)
         runner.trees([0], [[1, 2]], [[(torch.ones(2, 3, 32), [0, 1])]], growth, [size])
         slot = runner._cache.extend(0, 0)
         used = torch.cat([runner._cache.page(slot, place) for place in range(len(slot.pages))], 3).view(torch.float32)
@@ -121,7 +121,7 @@ def test_trees_have_the_vocabulary_of_chains():
     order = torch.randperm(48, generator=torch.Generator().manual_seed(5))[:40]
     head = made("eagle-3", 3.0, ids=order, norm_inputs=True)
     few, all_of_them = PackedRunner(head, target(), 4, common=16), PackedRunner(head, target(), 4)
-    growth, written = Growth(4, 5, SHARPNESS, 0.0, 0.0), set()
+    growth, written = TreeGrowth(4, 5, SHARPNESS, 0.0, 0.0), set()
     for turn, (id, rows) in enumerate(((0, 5), (1, 40), (2, 3), (1, 4))):
         for runner in (few, all_of_them):
             runner.free(id)
@@ -146,7 +146,7 @@ def test_a_tree_of_a_token_that_is_not_there_is_refused_and_leaves_nothing():
     shown = [(torch.ones(2, 3, 32), range(2))]
     for token in (-1, target().vocab_size):
         with pytest.raises(IndexError, match="does not have"):
-            runner.trees([0], [[1, token]], [shown], Growth(4, 4, SHARPNESS, 0.0, 0.0), [8])
+            runner.trees([0], [[1, token]], [shown], TreeGrowth(4, 4, SHARPNESS, 0.0, 0.0), [8])
         assert runner._cache.length(0) == 2
         runner.free(0)
 
@@ -154,7 +154,9 @@ def test_a_tree_of_a_token_that_is_not_there_is_refused_and_leaves_nothing():
 def test_numbers_that_overflow_give_no_node():
     head = made("eagle-3", float("inf"))
     runner = PackedRunner(head, target(), 4)
-    (tree,) = runner.trees([0], [[1, 2]], [[(torch.ones(2, 3, 32), range(2))]], Growth(4, 4, SHARPNESS, 0.0, 0.0), [8])
+    (tree,) = runner.trees(
+        [0], [[1, 2]], [[(torch.ones(2, 3, 32), range(2))]], TreeGrowth(4, 4, SHARPNESS, 0.0, 0.0), [8]
+    )
     assert (tree.tokens, tree.parents, tree.acceptance) == ([], [], [])
 
 

@@ -29,7 +29,7 @@ from outrider.drafters.eagle.runner import (
     gathered,
 )
 from outrider.drafters.eagle.torch_runner import DenseRunner
-from outrider.drafters.eagle.tree import NEVER, Growth, grow
+from outrider.drafters.eagle.tree import NEVER, TreeGrowth, grow
 from outrider.drafters.heads import files
 from outrider.drafters.heads.chooser import Chooser
 from outrider.drafters.heads.output import bits
@@ -303,7 +303,7 @@ class Eagle(Drafter):
     def _whole_trees(self, runner: PackedRunner, choosers: Seq[Chooser]) -> None:
         taken = [self.shown(chooser.seq, keep=0) for chooser in choosers]
         tokens, shown = [some for some, _ in taken], [states for _, states in taken]
-        growth = Growth(self._length, self._width, SHARPNESS, self._stop, self._least)
+        growth = TreeGrowth(self._length, self._width, SHARPNESS, self._stop, self._least)
         ids, sizes = [w.seq.id for w in choosers], [w.length for w in choosers]
         for chooser, grown in zip(choosers, runner.trees(ids, tokens, shown, growth, sizes), strict=True):
             self.keep_prefix(chooser.seq)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.eagle.runner import Grown, ShownStates
-from outrider.drafters.eagle.tree import Growth
+from outrider.drafters.eagle.tree import TreeGrowth
 from outrider.models.native import structs
 from outrider.models.native.library import library
 from outrider.models.native.packed import Packed, use_torch_threads
@@ -152,7 +152,7 @@ class NativeHead(NativeStack):
         self,
         spans: Sequence[TakenSpan],
         turns: tuple[Tensor, Tensor],
-        growth: Growth,
+        growth: TreeGrowth,
         sizes: Sequence[int],
         head: structs.HeadStruct | None = None,
     ) -> list[Grown]:
@@ -179,7 +179,7 @@ class NativeHead(NativeStack):
             _places(shown),
             pointer(turns[0]),
             pointer(turns[1]),
-            ctypes.byref(structs.Growth(**vars(growth))),
+            ctypes.byref(structs.GrowthStruct(**vars(growth))),
             (ctypes.c_int64 * len(sizes))(*sizes),
             ctypes.c_int64(most),
             written,

@@ -13,7 +13,7 @@ from outrider.core.sequence import Scope
 from outrider.drafters.eagle.head import EagleHead, EagleLayer
 from outrider.drafters.eagle.native_head import HeadWeights, NativeHead, TakenSpan
 from outrider.drafters.eagle.runner import Grown, HeadOutput, ShownStates
-from outrider.drafters.eagle.tree import Growth
+from outrider.drafters.eagle.tree import TreeGrowth
 from outrider.drafters.eagle.vocabulary import Lexicon, TextVocabulary
 from outrider.drafters.heads.output import OutputMatrix, pack
 from outrider.models.base import Readable
@@ -177,7 +177,7 @@ class PackedRunner:
 
     @torch.inference_mode()
     def trees(
-        self, ids: Seq[int], tokens: Seq[Seq[int]], shown: Seq[Seq[ShownStates]], growth: Growth, sizes: Seq[int]
+        self, ids: Seq[int], tokens: Seq[Seq[int]], shown: Seq[Seq[ShownStates]], growth: TreeGrowth, sizes: Seq[int]
     ) -> list[Grown]:
         """As `extend`, then a tree of up to `sizes` nodes after each sequence; these are forgotten again. One sequence
         has a vocabulary of its own, as a chain has."""

@@ -25,7 +25,7 @@ Offers = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Growth:
+class TreeGrowth:
     """How trees grow where all of it is one call (models/native/grow.h); the nodes are those of `grow`."""
 
     depth: int  # of the deepest node

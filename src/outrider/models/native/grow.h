@@ -50,7 +50,7 @@ int64_t offers(float* logits, int64_t size, float heat, int64_t count, int64_t* 
     const float most = logits[places[0]];
     for (int64_t n = 0; n < found; n++) logarithms[n] = logits[places[n]] - most;
     const float total = exponentials(logits, size, most);
-    if (!std::isfinite(most) || !std::isfinite(total)) return 0;
+    if (!std::isfinite(most) || !std::isfinite(total)) return 0;  // what is not a number has no place in an order
     const float below = logarithm_of(total);
     for (int64_t n = 0; n < found; n++) logarithms[n] -= below;
     return found;

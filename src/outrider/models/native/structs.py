@@ -141,7 +141,7 @@ class HeadStruct(Structure):
     )
 
 
-class Growth(Structure):
+class GrowthStruct(Structure):
     _fields_ = (
         ("depth", c_int64),
         ("width", c_int64),
