@@ -287,7 +287,13 @@ class TestWhoIsAsked:
         drafter = Head()
         policy = self.lived(drafter, 1, 0.001)  # 5 ms saved, 1 + 3 spent
         assert self.asked(policy, drafter, chance=1.0) == 3
-        assert self.asked(policy, drafter, chance=0.5) == 0
+        assert self.asked(policy, drafter, chance=0.05) == 0
+
+    def test_where_it_is_doubtful_what_others_have_guessed_it_is_asked_as_if_they_had_not(self):
+        drafter = Head()
+        policy = self.lived(drafter, 1, 0.001)
+        assert self.asked(policy, drafter, chance=0.2) == 3
+        assert self.asked(self.lived(drafter, 0, 0.001), drafter, chance=0.2) == 0  # that must pay, too
 
     def test_in_a_pass_that_writes_more_it_is_worth_less(self):
         drafter = Head()

@@ -43,6 +43,10 @@ ASSUMED_READ = 0.3
 ASSUMED_PROMPT = 0.05
 # Share of a plain token's time that drafts in rounds on a device are assumed to save, until both ways were tried.
 ASSUMED_SAVED = 0.3
+# Probability that what was found for nothing misses the next token, from which on a head is asked as if nothing had
+# been found: it also tells whether the find is right, so that the tree follows it further or drops it (LOG, 2026-11-18,
+# auto asks its head more often).
+DOUBTFUL = 0.1
 # Drafts of which the shortest counts: the first ones also fill caches and allocate memory.
 FIRST_DRAFTS = 4
 # Drafts of lookups in batches of one size after which it counts whether they pay.
@@ -246,8 +250,8 @@ class DraftingPolicy:
         record, each = self.record(drafter), self._seconds(drafter, seqs)
         worth = plan.seconds / plan.tokens  # of a token
         if drafter.reports_acceptance:
-            rows = self._rows(plan.rows, seqs, record.nodes)
-            return most, chance * record.tokens * worth - each - rows
+            rows, needed = self._rows(plan.rows, seqs, record.nodes), 1.0 if chance > DOUBTFUL else chance
+            return most, needed * record.tokens * worth - each - rows
         best, profit, reach = 0, 0.0, chance
         saved = 0.0
         for depth in range(1, most + 1):
