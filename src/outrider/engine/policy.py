@@ -44,7 +44,7 @@ ASSUMED_PROMPT = 0.05
 # Share of a plain token's time that drafts in rounds on a device are assumed to save, until both ways were tried.
 ASSUMED_SAVED = 0.3
 # Probability that what was found for nothing misses the next token, from which on a head is asked as if nothing had
-# been found: it also tells whether the find is right, so that the tree follows it further or drops it (LOG, 2026-11-18,
+# been found: it also tells whether the find is right, so that the tree follows it further or drops it (LOG, 2026-11-17,
 # auto asks its head more often).
 DOUBTFUL = 0.1
 # Drafts of which the shortest counts: the first ones also fill caches and allocate memory.
