@@ -26,7 +26,6 @@ import torch
 from outrider import LLM, SamplingParams
 from outrider.core.draft import Draft
 from outrider.models.base import Feed
-from outrider.models.cuda import low_rank
 
 CONTEXT = 150  # tokens of each sequence before the passes that are timed
 AGAIN = 20  # passes of one timing
@@ -202,15 +201,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--adapter-memory", type=float, default=1.0)
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     made.add_argument("--dtype", default="bfloat16")
-    made.add_argument("--variant", choices=low_rank.VARIANTS, help="how passes of few rows are cut")
     made.add_argument("--profile", action="store_true", help="also the time of each kernel of a pass")
     return made
 
 
 def main() -> int:
     given = parser().parse_args()
-    if given.variant:
-        low_rank.chosen = low_rank.VARIANTS[given.variant]
     begin = time.perf_counter()
     where = {"device": given.device, "dtype": given.dtype, "cache_memory": given.cache_memory, "max_batch": given.batch}
     with LLM(given.model, draft="none", adapter_memory=given.adapter_memory, **where) as llm, \
@@ -222,8 +218,7 @@ def main() -> int:
         for name in names:
             llm.load_adapter(name, Path(folder) / name)
         device = torch.cuda.get_device_name() if given.device == "cuda" else "cpu"
-        say("ready", seconds=time.perf_counter() - begin, device=device, torch=torch.__version__,
-            variant=given.variant)  # fmt: skip
+        say("ready", seconds=time.perf_counter() - begin, device=device, torch=torch.__version__)
         batch = Batch(llm, given, names)
         wanted = measure(batch, given)
         compare(batch, wanted, given)

@@ -1,14 +1,14 @@
 """What adapters add to the products of a layer on a GPU, and whether a row's bits depend on its company.
 
-    PYTHONPATH=src python scripts/low_rank_cost.py [--shapes smollm2,8b] [--variants NAMES] [--rows 1,16,64,256,2048]
+    PYTHONPATH=src python scripts/low_rank_cost.py [--shapes smollm2,8b] [--rows 1,16,64,256,2048]
 
 Random weights of enough layers that no cache holds them; adapters of rank 16 on all matrices, rows in turns. The four
 products of a layer after each other, all layers as one CUDA graph, each kernel set up while the one before ends, as in
-a pass. `layer`: microseconds of a layer, median and range of 7 turns, variants in turns; `added`: less the same rows
-with no adapter. `inner`: the kernels of inner values alone, of one layer. `bits`: rows that differ from themselves
+a pass. `layer`: microseconds of a layer, median and range of 7 turns with 0, 1, 4 and 16 adapters; `added`: less the
+same rows with none. `inner`: the kernels of inner values alone, of one layer. `bits`: rows that differ from themselves
 alone; `error`: the largest difference from float32, as a part of the largest output. JSON lines; needs torch and
 triton. Kernels are compiled by processes beside each other first. Without a GPU (TRITON_INTERPRET=1) only `bits`, of a
-tiny shape in float32. `--variants`: those of `models/cuda/low_rank.py`.
+tiny shape in float32.
 """
 
 from __future__ import annotations
@@ -35,12 +35,6 @@ SHAPES = {  # hidden, inner, ends of queries, keys and values, layers
     "8b": (4096, 14336, (4096, 5120, 6144), 1),
     "tiny": (32, 48, (32, 48, 64), 1),
 }
-MANY = ("kernel_fetched",)  # variants that passes of many rows have
-LARGE = ("kernel_fetched", "inside_fetched")  # that the larger shape has, too
-
-
-def variants_of(shape: str, named: list[str], rows: int = 64) -> list[str]:
-    return [name for name in named if (shape != "8b" or name in LARGE) and (rows <= 64 or name in MANY)]
 
 
 def say(what: str, **values: Any) -> None:
@@ -100,7 +94,7 @@ def tables(owners: list[int]) -> dict[str, Tensor]:
             found += 1
     held = len(adapters)
     numbers = torch.zeros(4 + UNITS, dtype=torch.int32)
-    numbers[0], numbers[1] = held, found
+    numbers[0] = held
     numbers[4 : 4 + held] = torch.tensor([owner * 3 % UNITS for owner in adapters])
     values = {
         "units": numbers,
@@ -122,20 +116,17 @@ class Pass:
         self.x, self.work = x.clone(), product.Workspace(rows, model.hidden, widest, BF16, x.device)
         self.joined = torch.empty(rows, model.qkv, dtype=BF16, device=DEVICE)
         self.inner = torch.empty(rows, model.inner, dtype=BF16, device=DEVICE)
-        self.ready = torch.zeros(len(model.layers) * 4, 1, dtype=torch.int32, device=DEVICE)
         self.sums: list[dict[str, Any]] = [{} for _ in model.layers]
         if any(owners):
             table = tables(owners)
             inner = torch.empty(rows * 3 * low_rank.PLACES * low_rank.UNIT, dtype=BF16, device=DEVICE)
             for number, layer in enumerate(model.layers):
-                for place, (field, own) in enumerate(layer.items()):
+                for field, own in layer.items():
                     self.sums[number][field] = low_rank.LowRankSum(
-                        a=own.a, b=own.b, ends=own.ends, inner=inner, tile=tile_of(rows),
-                        ready=self.ready[4 * number + place], **table,
+                        a=own.a, b=own.b, ends=own.ends, inner=inner, tile=tile_of(rows), **table
                     )  # fmt: skip
 
     def run(self) -> None:
-        self.ready.zero_()
         self.x.copy_(self.start)
         self.work.next.copy_(self.start)
         self.work.squares[0, :].fill_(float(self.model.hidden))
@@ -193,10 +184,6 @@ def microseconds(graph: Any, layers: int, again: int) -> float:
     return 1e3 * begin.elapsed_time(end) / again / layers
 
 
-def use(variant: str) -> None:
-    low_rank.chosen = low_rank.VARIANTS[variant]
-
-
 def owners_of(rows: int, adapters: int) -> list[int]:
     return [1 + row % adapters if adapters else 0 for row in range(rows)]
 
@@ -208,32 +195,25 @@ def inputs(model: Model, rows: int) -> tuple[Tensor, Tensor]:
     return x[0, :rows].contiguous(), x[1, :rows].contiguous()
 
 
-def time_all(shape: str, model: Model, named: list[str], all_rows: list[int]) -> None:
+def time_all(shape: str, model: Model, all_rows: list[int]) -> None:
     layers, again = len(model.layers), 20 if shape == "smollm2" else 10
     for rows in all_rows:
-        graphs, variants = {}, variants_of(shape, named, rows)
-        for variant in variants:
-            use(variant)
-            for count in COUNTS:
-                if count <= rows:
-                    one = Pass(model, owners_of(rows, count), *inputs(model, rows))
-                    graphs[variant, count] = graph_of(one.run), one
-        found: dict[Any, list[float]] = {key: [] for key in graphs}
+        passes = {n: Pass(model, owners_of(rows, n), *inputs(model, rows)) for n in COUNTS if n <= rows}
+        graphs = {count: graph_of(one.run) for count, one in passes.items()}
+        found: dict[int, list[float]] = {count: [] for count in graphs}
         for _ in range(7):
-            for key, (graph, _) in graphs.items():
-                found[key].append(microseconds(graph, layers, again))
-        for (variant, count), each in found.items():
-            none = statistics.median(found[variant, 0])
+            for count, graph in graphs.items():
+                found[count].append(microseconds(graph, layers, again))
+        for count, each in found.items():
             middle = statistics.median(each)
-            say("layer", shape=shape, rows=rows, adapters=count, variant=variant, microseconds=round(middle, 2),
-                range=[round(min(each), 2), round(max(each), 2)], added=round(middle - none, 2))  # fmt: skip
-        for variant in ("kernel", "kernel_fetched", "kernel_1_share"):
-            for count in COUNTS[1:]:
-                if variant in variants and count <= rows:
-                    use(variant)
-                    graph = graph_of(graphs[variant, count][1].only_inner)
-                    took = statistics.median(microseconds(graph, layers, again) for _ in range(5))
-                    say("inner", shape=shape, rows=rows, adapters=count, variant=variant, microseconds=round(took, 2))
+            say("layer", shape=shape, rows=rows, adapters=count, microseconds=round(middle, 2),
+                range=[round(min(each), 2), round(max(each), 2)],
+                added=round(middle - statistics.median(found[0]), 2))  # fmt: skip
+        for count, one in passes.items():
+            if count:
+                graph = graph_of(one.only_inner)
+                took = statistics.median(microseconds(graph, layers, again) for _ in range(5))
+                say("inner", shape=shape, rows=rows, adapters=count, microseconds=round(took, 2))
 
 
 def outputs(model: Model, owners: list[int], rows: list[int] | None = None) -> Tensor:
@@ -246,20 +226,18 @@ def outputs(model: Model, owners: list[int], rows: list[int] | None = None) -> T
     return torch.cat([one.x, one.joined, one.inner], 1).clone()
 
 
-def compare(shape: str, model: Model, variants: list[str]) -> None:
-    for variant in variants:
-        use(variant)
-        owners = [row % 17 for row in range(64)]  # also none
-        company = outputs(model, owners)
-        differ = 0
-        for rows in ([0], [1], [5], [63], list(range(20, 36)), [3, 20, 37], list(range(7))):
-            alone = outputs(model, [owners[row] for row in rows], rows)
-            differ += int((alone != company[rows]).any(1).sum())
-        none = outputs(model, [0] * 64)
-        bare = [row for row in range(64) if not owners[row]]
-        changed = int((none != company).any(1).sum())
-        say("bits", shape=shape, variant=variant, differ=differ + int((none != company)[bare].any(1).sum()),
-            rows_changed_by_adapters=changed, of=64 - len(bare), error=error(model, owners))  # fmt: skip
+def compare(shape: str, model: Model) -> None:
+    owners = [row % 17 for row in range(64)]  # also none
+    company = outputs(model, owners)
+    differ = 0
+    for rows in ([0], [1], [5], [63], list(range(20, 36)), [3, 20, 37], list(range(7))):
+        alone = outputs(model, [owners[row] for row in rows], rows)
+        differ += int((alone != company[rows]).any(1).sum())
+    none = outputs(model, [0] * 64)
+    bare = [row for row in range(64) if not owners[row]]
+    changed = int((none != company).any(1).sum())
+    say("bits", shape=shape, differ=differ + int((none != company)[bare].any(1).sum()),
+        rows_changed_by_adapters=changed, of=64 - len(bare), error=error(model, owners))  # fmt: skip
 
 
 def error(model: Model, owners: list[int]) -> float:
@@ -270,7 +248,6 @@ def error(model: Model, owners: list[int]) -> float:
     one.work.next.copy_(x)
     one.work.squares[0, :].fill_(float(model.hidden))
     one.work.strips = 1
-    one.ready.zero_()
     product.linear(one.work.next, own.weight, None, one.joined, one.work,
                   product.Around(eps=EPS, adapters=one.sums[0]["qkv"]))  # fmt: skip
     wanted = x.float() @ own.weight.float().T
@@ -288,42 +265,37 @@ def error(model: Model, owners: list[int]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="smollm2,8b")
-    parser.add_argument("--variants", default=",".join(low_rank.VARIANTS))
     parser.add_argument("--rows", default="1,16,64,256,2048")
     parser.add_argument("--compile", action="store_true", help="only compile, in this process")
     given = parser.parse_args()
-    shapes, variants = given.shapes.split(","), given.variants.split(",")
-    rows = [int(each) for each in given.rows.split(",")]
+    shapes, rows = given.shapes.split(","), [int(each) for each in given.rows.split(",")]
     if given.compile:
         for shape in shapes:
             SHAPES[shape] = (*SHAPES[shape][:3], 1)  # type: ignore[assignment]
             model = Model(shape)
-            for variant in variants:
-                use(variant)
-                for count in rows:
-                    for adapters in (0, 1):
-                        Pass(model, owners_of(count, adapters), *inputs(model, count)).run()
+            for count in rows:
+                for adapters in (0, 1):
+                    Pass(model, owners_of(count, adapters), *inputs(model, count)).run()
         torch.cuda.synchronize()
         return
     begin = time.perf_counter()
     if DEVICE == "cpu":
-        compare("tiny", Model("tiny"), variants)
+        compare("tiny", Model("tiny"))
         return
     with torch.inference_mode():
         command = [sys.executable, __file__, "--compile", "--rows"]
         parts = [
-            subprocess.Popen([*command, str(count), "--shapes", shape, "--variants", variant])
+            subprocess.Popen([*command, str(count), "--shapes", shape])
             for shape in shapes
             for count in sorted({max(16, count) for count in rows})
-            for variant in variants_of(shape, variants, count)
         ]
         for part in parts:
             part.wait()
         say("compiled", seconds=time.perf_counter() - begin, device=torch.cuda.get_device_name())
         for shape in shapes:
             model = Model(shape)
-            compare(shape, model, variants_of(shape, variants))
-            time_all(shape, model, variants, rows)
+            compare(shape, model)
+            time_all(shape, model, rows)
             del model
             torch.cuda.empty_cache()
     say("end", seconds=time.perf_counter() - begin)

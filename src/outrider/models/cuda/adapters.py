@@ -19,7 +19,6 @@ from outrider.core.adapter import ReadyAdapter
 from outrider.core.errors import OutriderError
 from outrider.models.adapters.adapter import EMBEDDING, OUTPUT, Adapter, AdapterBase
 from outrider.models.adapters.dense import FIELDS, joined
-from outrider.models.cuda import low_rank
 from outrider.models.cuda.batch import FEW_ROWS
 from outrider.models.cuda.low_rank import HEADER, PLACES, UNIT, LowRankSum
 
@@ -63,10 +62,6 @@ class AdapterPool:
         self._free: list[int] = []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.most = 0  # units
-
-    @property
-    def layers(self) -> int:
-        return self._layers
 
     @property
     def used(self) -> bool:
@@ -180,7 +175,6 @@ class PassAdapters:
         self._device = torch.zeros_like(self._host, device=inner.device)
         self._cut = self._parts(self._device)
         self._sums: dict[tuple[int, str], LowRankSum] = {}
-        self._ready = torch.zeros(pool.layers * len(FIELDS), 1, dtype=torch.int32, device=inner.device)
 
     @classmethod
     def size(cls, pool: AdapterPool, rows: int) -> int:
@@ -202,7 +196,7 @@ class PassAdapters:
             if placed not in begins:
                 begins[placed] = len(listed)
                 listed += placed.units
-        units[HEADER : HEADER + len(listed)] = listed
+        units[0], units[HEADER : HEADER + len(listed)] = len(listed), listed
         rows, own = sum(counts), [None if adapter is None else adapter.weights for adapter in adapters]
         firsts[:rows] = np.repeat([0 if placed is None else begins[placed] for placed in own], counts)
         held[:rows] = np.repeat([0 if placed is None else len(placed.units) for placed in own], counts)
@@ -214,13 +208,7 @@ class PassAdapters:
             for first in range(start, end, self._tile):
                 table[:, at] = begin, len(placed.units), first, min(self._tile, end - first)
                 at += 1
-        units[:2] = len(listed), at
         self._device.copy_(self._host, non_blocking=True)
-
-    def begin(self) -> None:
-        """A pass begins: no inner values are there yet."""
-        if low_rank.chosen.inside:
-            self._ready.zero_()
 
     def sum(self, layer: int, field: str) -> LowRankSum:
         """What the adapters add to one joined matrix."""
@@ -230,7 +218,7 @@ class PassAdapters:
             units, tiles, firsts, counts, order = self._cut
             self._sums[key] = LowRankSum(
                 pool.a[layer], pool.b[layer], pool.ends, self._inner, units, firsts, counts, order,
-                tiles.view(4, -1), self._tile, self._ready[len(self._sums)],
+                tiles.view(4, -1), self._tile,
             )  # fmt: skip
         return self._sums[key]
 

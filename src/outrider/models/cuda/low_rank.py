@@ -20,42 +20,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.models.cuda.batch import FEW_ROWS
 from outrider.models.cuda.launch import begin_after, early, nearly_done
 
 UNIT = 16  # inner values of a unit: what the matrix units sum at once; a smaller rank is filled up with zeros
 PLACES = 16  # units of one adapter, at most: rank 256 (models/adapters/adapter.py, MOST_RANK)
-HEADER = 4  # numbers before the units of a table: how many units and tiles the pass has, and what makes 16 bytes of it
+HEADER = 4  # numbers before the units of a table: how many units the pass has, and what makes 16 bytes of it
 CHAINS = 4  # sums of one inner value: a sum of many steps waits for itself at each
 BLOCK = 64  # inputs that each of them takes at a time
-FEW_TILES = 16  # programs of a product that write the inner values of one matrix
+SHARES = 2  # programs that share the units of an adapter
+LANES = 160  # inner values and factors of B that a thread of a product holds at once, at most
 MANY_WIDE = 32  # inner values that a product of many rows takes at once: rows of a tile are mostly of one adapter
 
 _UNIT, _PLACES, _HEADER, _CHAINS = tl.constexpr(UNIT), tl.constexpr(PLACES), tl.constexpr(HEADER), tl.constexpr(CHAINS)
-
-
-@dataclass(frozen=True)
-class LowRankCut:
-    """How passes of few rows are cut into programs. No bit depends on it."""
-
-    inside: bool = False  # inner values by programs of the product, which the others wait for; else by a kernel before
-    fetched: bool = False  # A on its way to the cache while the kernel before ends
-    warps: int = 2  # of a product, at least
-    shares: int = 2  # programs that share the units of an adapter
-    lanes: int = 160  # inner values and factors of B that a thread holds at once, at most
-
-
-VARIANTS = {
-    "kernel": LowRankCut(),
-    "kernel_fetched": LowRankCut(fetched=True),
-    "kernel_4_warps": LowRankCut(fetched=True, warps=4),
-    "kernel_narrow": LowRankCut(fetched=True, lanes=80),
-    "kernel_1_share": LowRankCut(fetched=True, shares=1),
-    "inside": LowRankCut(inside=True),
-    "inside_fetched": LowRankCut(inside=True, fetched=True),
-    "inside_4_warps": LowRankCut(inside=True, fetched=True, warps=4),
-}  # timed by scripts/low_rank_cost.py
-chosen = VARIANTS["kernel_fetched"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,13 +42,12 @@ class LowRankSum:
     b: Tensor  # [units, outputs, UNIT]
     ends: tuple[int, ...]  # the outputs of the joined matrix at which each of its matrices ends
     inner: Tensor  # where the inner values go, in the model's dtype
-    units: Tensor  # [HEADER + most] int32: how many units and tiles; the units' numbers
+    units: Tensor  # [HEADER + most] int32: how many units; the units' numbers
     firsts: Tensor  # [rows] int32: the first unit of each row, in the list
     counts: Tensor  # [rows] int32: its units; 0: no adapter
     order: Tensor  # [rows] int32: the rows, those of one adapter side by side
     tiles: Tensor  # [4, tiles] int32: rows of one adapter: its first unit, its units, the first in `order`, rows
     tile: int  # rows of a tile, at most
-    ready: Tensor  # [1] int32: programs of the product that have written their inner values
 
 
 @triton.jit
@@ -144,35 +119,6 @@ def _multiply_inner(
     for place in range(share, held, SHARES):
         _inner_values(x_ptr, a_ptr, inner_ptr, units_ptr, rows, live, matrix, first + place, place,
                       MATRICES, K, BK, ROWS)  # fmt: skip
-
-
-@triton.jit
-def write_inner(
-    program, x_ptr, a_ptr, inner_ptr, units_ptr, order_ptr, tiles_ptr, tiles, ready_ptr,
-    MATRICES: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
-    SHARES: tl.constexpr, LINES: tl.constexpr, SOON: tl.constexpr,
-):  # fmt: skip
-    """The same by PROGRAMS programs of the product itself: its first, so that they run before others wait for them."""
-    tasks = tl.load(units_ptr + 1) * MATRICES
-    if LINES > 0:
-        number = tl.load(tiles_ptr + program // MATRICES, mask=program < tasks, other=0)
-        _fetch(program < tasks, a_ptr, units_ptr, number, program % MATRICES, MATRICES, K, LINES)
-    begin_after(SOON)
-    for task in range(program, tasks * SHARES, PROGRAMS):
-        share, matrix = task // tasks, task % MATRICES
-        rows, live, first, held = _tile_rows(order_ptr, tiles_ptr, task % tasks // MATRICES, tiles, ROWS)
-        for place in range(share, held, SHARES):
-            _inner_values(x_ptr, a_ptr, inner_ptr, units_ptr, rows, live, matrix, first + place, place,
-                          MATRICES, K, BK, ROWS)  # fmt: skip
-    nearly_done(SOON)
-    tl.debug_barrier()
-    tl.atomic_add(ready_ptr, 1, sem="release")
-
-
-@triton.jit
-def wait_for_inner(ready_ptr, PROGRAMS: tl.constexpr):
-    while tl.atomic_add(ready_ptr, 0, sem="acquire") < PROGRAMS:
-        pass
 
 
 @triton.jit
@@ -263,49 +209,17 @@ def low_rank_arguments(own: LowRankSum | None, lanes: int, threads: int, many: b
         return _NO_ADAPTERS
     first, second = own.ends[0], own.ends[min(1, len(own.ends) - 1)]
     # many units at once, so that few steps wait for memory; no more than there are registers for
-    wide = next((w for w in (256, 128, 64, 32) if lanes * w <= chosen.lanes * threads), UNIT)
+    wide = next((w for w in (256, 128, 64, 32) if lanes * w <= LANES * threads), UNIT)
     tensors = own.inner, own.b, own.units, own.firsts, own.counts
     return _Arguments(tensors, (len(own.ends), first, second, min(wide, MANY_WIDE) if many else wide))
-
-
-class _InnerArguments(NamedTuple):
-    """Of the kernel of a product whose first programs write inner values."""
-
-    tensors: tuple[Tensor | None, ...] = (None,) * 4
-    tiles: int = 0
-    sizes: tuple[int, ...] = (0,) * 5
-
-    @property
-    def programs(self) -> int:
-        return self.sizes[0]
-
-
-_NOT_INSIDE = _InnerArguments()
-
-
-def inner_arguments(own: LowRankSum | None, rows: int) -> _InnerArguments:
-    if own is None or not is_inside(rows):
-        return _NOT_INSIDE
-    programs, inputs = FEW_TILES * len(own.ends), own.a.shape[-1]
-    sizes = programs, own.tile, _block(own.a), chosen.shares, _lines(own.a, inputs)
-    return _InnerArguments((own.a, own.order, own.tiles, own.ready), own.tiles.shape[1], sizes)
-
-
-def is_inside(rows: int) -> bool:
-    """Whether a product of so many rows computes its inner values itself."""
-    return chosen.inside and rows <= FEW_ROWS
-
-
-def least_warps(own: LowRankSum | None, warps: int) -> int:
-    return warps if own is None else max(warps, chosen.warps)
 
 
 def multiply_inner(x: Tensor, own: LowRankSum) -> None:
     """The inner values of the rows x [rows, inputs]."""
     inputs, matrices, soon, tiles = x.shape[1], len(own.ends), early(x.device), own.tiles.shape[1]
-    _multiply_inner[(tiles, matrices, chosen.shares)](
+    _multiply_inner[(tiles, matrices, SHARES)](
         x, own.a, own.inner, own.units, own.order, own.tiles, tiles,
-        matrices, inputs, _block(x), own.tile, chosen.shares, _lines(x, inputs), soon,
+        matrices, inputs, _block(x), own.tile, SHARES, _lines(x, inputs), soon,
         num_warps=2 if own.tile == UNIT else 4, num_stages=3, launch_pdl=soon,
     )  # fmt: skip
 
@@ -316,6 +230,6 @@ def _block(values: Tensor) -> int:
 
 
 def _lines(values: Tensor, inputs: int) -> int:
-    """Lines of 128 bytes that a row of A has, or more; 0: they are not fetched early."""
+    """Lines of 128 bytes that a row of A has, or more; 0: nothing is fetched early."""
     lines = triton.cdiv(inputs * values.element_size(), 128)
-    return triton.next_power_of_2(lines) if chosen.fetched and early(values.device) else 0
+    return triton.next_power_of_2(lines) if early(values.device) else 0

@@ -385,8 +385,6 @@ class CudaLlama(ReadableWeights):
         """The whole pass over its rows."""
         rows, config, work = run.rows, self.config, run.work
         table = _dense(self.weights.embedding).weight
-        if run.adapters is not None:
-            run.adapters.begin()
         kernels.embed(run.meta[Field.TOKEN], table, self._layers[0].attention_norm, run.x, work)
         q = torch.empty(rows, config.num_heads, config.head_dim, dtype=self.dtype, device=self.device)
         mixed = torch.empty_like(q)

@@ -26,15 +26,10 @@ from outrider.models.cuda.launch import begin_after, early, nearly_done
 from outrider.models.cuda.low_rank import (
     LowRankSum,
     added,
-    inner_arguments,
-    is_inside,
-    least_warps,
     low_rank_arguments,
     matrix_of,
     multiply_inner,
     outer_factors,
-    wait_for_inner,
-    write_inner,
 )
 
 STRIP_ROWS = 256  # up to which a strip of a matrix whose sums have several parts is read once for all rows
@@ -77,12 +72,11 @@ def _scale_of(total, eps, K: tl.constexpr):
 @triton.jit(do_not_specialize=["count"])
 def _few(
     x_ptr, w_ptr, bias_ptr, squares_ptr, scale_ptr, out_ptr, gain_ptr, next_ptr, part_ptr, done_ptr,
-    inner_ptr, b_ptr, units_ptr, firsts_ptr, counts_ptr, a_ptr, order_ptr, tiles_ptr, ready_ptr,
-    count, size, eps, squares_stride, tiles,
+    inner_ptr, b_ptr, units_ptr, firsts_ptr, counts_ptr,
+    count, size, eps, squares_stride,
     STRIPS: tl.constexpr, SCALED: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
     SPLIT: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
     MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, WIDE: tl.constexpr,
-    INNER: tl.constexpr, TILE: tl.constexpr, INNER_BK: tl.constexpr, SHARES: tl.constexpr, LINES: tl.constexpr,
     SOON: tl.constexpr,
 ):  # fmt: skip
     """out [R, size] = x w^T + bias for a strip of BN outputs. GATE: silu(first half) * second half.
@@ -97,13 +91,6 @@ def _few(
     """
     rows = tl.arange(0, ROWS)
     strip, share = tl.program_id(0), tl.program_id(1)
-    if INNER > 0:
-        if strip < INNER:
-            if share == 0:
-                write_inner(strip, x_ptr, a_ptr, inner_ptr, units_ptr, order_ptr, tiles_ptr, tiles, ready_ptr,
-                            MATRICES, K, INNER_BK, TILE, INNER, SHARES, LINES, SOON)  # fmt: skip
-            return
-        strip -= INNER
     first = strip * BN + tl.arange(0, BN)
     inner = tl.arange(0, BK)
     begin = share * PART
@@ -124,11 +111,11 @@ def _few(
         b_outer = a_outer
         if GATE:
             b_outer = outer_factors(b_ptr, units_ptr, units, 0, first + size, first < size, whole, WIDE)
-    if MATRICES == 0 or INNER > 0:
+    if MATRICES == 0:
         begin_after(SOON)
     for k in range(begin, tl.minimum(begin + PART, K), BK):
         fits = k + inner < K
-        if MATRICES == 0 or INNER > 0:
+        if MATRICES == 0:
             x = tl.load(x_rows + k, mask=in_rows & fits[:, None], other=0.0)  # [BK, ROWS]
         else:
             x = tl.load(x_rows + k, mask=in_rows & fits[:, None], other=0.0, cache_modifier=".cg")
@@ -151,10 +138,7 @@ def _few(
         for part in tl.static_range(SPLIT):
             a += tl.load(mine + part * (BN * ROWS), cache_modifier=".cg")
     if MATRICES > 0:
-        if INNER > 0:
-            wait_for_inner(ready_ptr, INNER)
-        else:
-            begin_after(SOON)
+        begin_after(SOON)
         a = added(
             a, a_outer, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, first, first < size, strip * BN, whole, 0,
             0, units, MATRICES, FIRST_END, SECOND_END, WIDE, BN, True, False,
@@ -426,7 +410,7 @@ def linear(
     """out [rows, n] from x [rows, k]."""
     rows, size = x.shape[0], weight.shape[0] // 2 if around.gate else weight.shape[0]
     in_strips = rows <= (STRIP_ROWS if tiling(size, weight.shape[1], around.gate).split > 1 else FEW_ROWS)
-    if around.adapters is not None and not (in_strips and is_inside(rows)):
+    if around.adapters is not None:
         multiply_inner(x, around.adapters)
     (_linear_few if in_strips else _linear_many)(x, weight, bias, out, work, around, size)
     if around.gain is not None:
@@ -444,14 +428,12 @@ def _linear_few(
         part = cut.part(inner)
         block, warps = next(b for b in (128, 64, 32, 16) if part % b == 0), 8
     stage = block * (cut.width * (2 if around.gate else 1) + padded) * x.element_size()
-    warps = least_warps(around.adapters, warps)
     low = low_rank_arguments(around.adapters, padded + cut.width * (2 if around.gate else 1), 32 * warps)
-    within = inner_arguments(around.adapters, rows)
-    _few[(within.programs + triton.cdiv(size, cut.width), cut.split)](
+    _few[(triton.cdiv(size, cut.width), cut.split)](
         x, weight, bias, work.squares, around.scale, out, around.gain, work.next, work.part, work.done,
-        *low.tensors, *within.tensors, rows, size, around.eps or 0.0, work.squares.stride(0), within.tiles,
+        *low.tensors, rows, size, around.eps or 0.0, work.squares.stride(0),
         0 if around.eps is None else work.strips, around.scale is not None, around.gate, around.gain is not None,
-        bias is not None, cut.split, inner, cut.part(inner), block, cut.width, padded, *low.sizes, *within.sizes, soon,
+        bias is not None, cut.split, inner, cut.part(inner), block, cut.width, padded, *low.sizes, soon,
         num_warps=warps, num_stages=max(1, min(cut.stages, SHARED // stage)), launch_pdl=soon,
     )  # fmt: skip
 
