@@ -45,6 +45,7 @@ SLOW_FILES = (
     "server/test_ray",
     "server/test_stay_up",
     "drafters/test_rounds",
+    "drafters/test_model_rounds",
     "models/test_cuda_adapters",
 )
 SLOW = ("vllm", *(f"tests/{name}.py" for name in SLOW_FILES))
