@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from block_forms import FORMS, block_forms
+from looped import target
 from tiny import VOCAB, eagle_head, family, outputs, plainly, prompts, run
 
 from outrider import drafters
@@ -19,7 +20,7 @@ from outrider.drafters.eagle.runner import DraftRequest, DraftShape
 from outrider.drafters.eagle.tree import grow
 from outrider.drafters.heads import files
 from outrider.drafters.heads.chooser import Chooser, offers_with_noise
-from outrider.models.cuda.model import PAGE, CudaLlama
+from outrider.models.cuda.model import PAGE
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled: tests/gpu"),
@@ -30,12 +31,6 @@ pytestmark = [
 CHAIN = DraftShape(4, 1, 4, 1.0, 0.0)
 TREE = DraftShape(4, 3, 9, 1.0 / 0.75, 0.02)
 TEXTS = [torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (18, 37, 4)]
-
-
-@functools.cache
-def target():
-    model = family("llama")[1]
-    return CudaLlama(model.config, model.weights, 1 << 22)
 
 
 @functools.cache

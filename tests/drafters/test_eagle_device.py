@@ -4,7 +4,8 @@ import functools
 
 import pytest
 import torch
-from eagle_forms import FORMS, at_work
+from eagle_forms import at_work
+from looped import head, target
 from tiny import VOCAB, eagle_head, family, outputs, plainly, prompts, run
 
 from outrider import drafters
@@ -19,7 +20,7 @@ from outrider.drafters.eagle.runner import DraftRequest, DraftShape
 from outrider.drafters.eagle.torch_runner import DenseRunner
 from outrider.drafters.eagle.tree import grow
 from outrider.drafters.heads.chooser import BLUR
-from outrider.models.cuda.model import PAGE, CudaLlama
+from outrider.models.cuda.model import PAGE
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled: tests/gpu"),
@@ -30,18 +31,6 @@ pytestmark = [
 CHAIN = DraftShape(3, 1, 3, 1.0, 0.0)
 TREE = DraftShape(3, 3, 9, 1.0 / 0.75, 0.02)
 TEXTS = [torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (18, 37, 4)]
-
-
-@functools.cache
-def target():
-    model = family("llama")[1]
-    return CudaLlama(model.config, model.weights, 1 << 22)
-
-
-@functools.cache
-def head(form):
-    torch.manual_seed(7)
-    return eagle_head(target(), **FORMS[form]).requires_grad_(False)
 
 
 def device(form, shape):

@@ -409,9 +409,9 @@ def linear(
 ) -> None:
     """out [rows, n] from x [rows, k]."""
     rows, size = x.shape[0], weight.shape[0] // 2 if around.gate else weight.shape[0]
-    in_strips = rows <= (STRIP_ROWS if tiling(size, weight.shape[1], around.gate).split > 1 else FEW_ROWS)
     if around.adapters is not None:
         multiply_inner(x, around.adapters)
+    in_strips = rows <= (STRIP_ROWS if tiling(size, weight.shape[1], around.gate).split > 1 else FEW_ROWS)
     (_linear_few if in_strips else _linear_many)(x, weight, bias, out, work, around, size)
     if around.gain is not None:
         work.strips = triton.cdiv(size, tiling(size, weight.shape[1]).width)
