@@ -76,3 +76,15 @@ def test_what_is_padded_changes_nothing():
         found.append([loss, *figures.values(), *torch.autograd.grad(loss, list(head.parameters()))])
     for bare, padded in zip(*found, strict=True):
         torch.testing.assert_close(padded, bare, rtol=1e-5, atol=1e-7)
+
+
+def test_a_fresh_head_does_not_say_the_last_token_once_more():
+    """Where the output matrix is the embedding, an embedding that stands in a slot as it is says its own token."""
+    head = block.fresh(family("llama")[1])
+    embedding = torch.nn.functional.normalize(
+        torch.randn(200, head.config.hidden_size, generator=torch.Generator().manual_seed(3)), dim=1
+    )
+    with torch.no_grad():
+        said = (head.embed_proj(embedding) @ embedding.T).argmax(1)
+        assert torch.allclose(head.embed_proj(embedding).norm(dim=1), torch.ones(200), atol=1e-5)  # none is lost
+    assert float((said == torch.arange(200)).float().mean()) < 0.1
