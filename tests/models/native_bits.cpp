@@ -168,9 +168,11 @@ void exponents() {
     say("exp", 0, 0, x.data(), static_cast<int64_t>(x.size()));
 }
 
-// An adapter of a layer's matrices, of rank 16; the joined ones have a part for the first outputs and one for the last.
+// An adapter of a layer's matrices, of rank 48; the joined ones have a part for the first outputs and one for the last, of ranks 6
+// and 10, so that no block of inner values is whole.
 struct MadeAdapter {
-    std::vector<std::vector<int8_t>> bytes;
+    static constexpr int64_t WIDEST = 48;
+    std::vector<std::vector<uint8_t>> bytes;
     std::vector<std::vector<float>> scales;
     std::vector<AdapterLayer> layers;
 
@@ -184,19 +186,25 @@ struct MadeAdapter {
     }
 
     void add(const JoinedMatrices& w, int64_t parts, AdapterMatrix& to) {
-        const int64_t inputs = w.parts[0].inputs, each = w.outputs / TILE / 2 * TILE, rank = TILE / parts;
-        bytes.push_back(Made::bytes(TILE * inputs));
-        to.a = bytes.back().data();
-        scales.push_back(numbers(TILE));
+        const int64_t inputs = w.parts[0].inputs, each = w.outputs / TILE / 2 * TILE;
+        to.rank = parts == 1 ? WIDEST : TILE;
+        to.a = made(to.rank * inputs);
+        scales.push_back(numbers(to.rank));
         for (float& scale : scales.back()) scale *= 1e-4f;
         to.scales = scales.back().data();
-        to.rank = TILE;
         to.count = parts;
-        for (int64_t p = 0; p < parts; p++) {
+        for (int64_t p = 0, low = 0; p < parts; p++) {
             const int64_t first = parts == 1 || !p ? 0 : w.outputs - each, outputs = parts == 1 ? w.outputs : each;
-            bytes.push_back(Made::bytes(outputs * rank));
-            to.parts[p] = {bytes.back().data(), first, outputs, p * rank, rank};
+            const int64_t rank = parts == 1 ? WIDEST : p ? 10 : 6;
+            to.parts[p] = {made(outputs * ((rank + 3) / 4 * 4) + 256), first, outputs, low, rank};
+            low += rank;
         }
+    }
+
+    const uint8_t* made(int64_t size) {
+        const std::vector<int8_t> some = Made::bytes(size);
+        bytes.emplace_back(some.begin(), some.end());
+        return bytes.back().data();
     }
 };
 
@@ -276,7 +284,7 @@ void layers(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t window, c
         const int32_t wanted = 0;
         std::vector<const AdapterLayer*> owners(rows, adapter.layers.data());
         for (int64_t r = 0; r < rows; r += 3) owners[r] = nullptr;
-        const Adapters adapters = {owners.data(), buffers.low.data(), TILE};
+        const Adapters adapters = {owners.data(), buffers.low.data(), MadeAdapter::WIDEST};
         outrider_layers(&shape, stack.data(), spans, 2, rows, x.data(), cos.data(), sin.data(), positions.data(), parents.data(), &wanted,
                         1, kept.data(), &buffers.work, nullptr, kept_as.adapted ? &adapters : nullptr);
         say("kept", head_dim, turn, kept.data(), rows * hidden);

@@ -19,6 +19,8 @@ from outrider.models.large_pages import ALIGN, PAGE, large
 from outrider.models.native import structs
 from outrider.models.native.packed import TILE
 
+QUAD = 4  # values of a row that one instruction multiplies
+READ_OVER = 256  # bytes after the last matrix that may be read
 STEPS = 127  # the largest number of 8 bits with a sign
 
 
@@ -39,23 +41,27 @@ class PackedAdapter:
 class _PackedPairs:
     """The pairs of one joined matrix, not yet where they will lie."""
 
-    a: Tensor  # int8 [rank / 16, inputs, 16]
+    a: Tensor  # uint8 [rank / 16, inputs / 4, 16, 4]
     scales: Tensor  # [rank]
-    b: Sequence[Tensor]  # int8 [outputs / 16, rank, 16] each
+    b: Sequence[Tensor]  # uint8 [outputs / 16, rank / 4, 16, 4] each
     parts: Sequence[tuple[int, LowRank]]  # the first output of each
 
 
 def packed_bytes(adapter: Adapter) -> int:
     """At most what `pack` takes."""
-    small = sum(pair.a.shape[1] * (pair.rank + TILE) + pair.b.numel() + 8 * pair.rank for pair in _in_layers(adapter))
+    small = sum(
+        pair.a.shape[1] * (pair.rank + TILE) + pair.b.shape[0] * (pair.rank + QUAD) + 8 * pair.rank
+        for pair in _in_layers(adapter)
+    )
     ends = (adapter.pairs[name] for name in (EMBEDDING, OUTPUT) if name in adapter.pairs)
-    return small + 3 * ALIGN * len(adapter.pairs) + sum(pair.a.nbytes + pair.b.nbytes for pair in ends)
+    places = 3 * ALIGN * len(adapter.pairs) + READ_OVER
+    return small + places + sum(pair.a.nbytes + pair.b.nbytes for pair in ends)
 
 
 def pack(adapter: Adapter, base: AdapterBase, layers: int) -> PackedAdapter:
     found = [{field: _packed(own) for field, own in joined(adapter, base, i).items()} for i in range(layers)]
     tensors = [tensor for layer in found for each in layer.values() for tensor in (each.a, each.scales, *each.b)]
-    size = sum(_aligned(tensor.nbytes) for tensor in tensors)
+    size = sum(_aligned(tensor.nbytes) for tensor in tensors) + READ_OVER
     memory = large(size) if size >= PAGE else torch.zeros(size + ALIGN, dtype=torch.uint8)
     place = _Placing(memory)
     array = (structs.AdapterLayer * layers)()
@@ -81,9 +87,9 @@ def _packed(parts: Sequence[tuple[int, LowRank]]) -> _PackedPairs:
     factors = [step * pair.scale for (_, step), (_, pair) in zip(columns, parts, strict=True)]
     scales = scales * torch.cat([*factors, a.new_zeros(fill)])
     return _PackedPairs(
-        whole.view(-1, TILE, a.shape[1]).transpose(1, 2).contiguous(),
+        _tiles(whole),
         scales,
-        [b.view(-1, TILE, b.shape[1]).transpose(1, 2).contiguous() for b, _ in columns],
+        [_tiles(b) for b, _ in columns],
         parts,
     )
 
@@ -93,6 +99,13 @@ def _rounded(values: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     step = values.abs().amax(dim) / STEPS
     step = torch.where(step > 0, step, torch.ones_like(step))
     return (values / step.unsqueeze(dim)).round().to(torch.int8), step
+
+
+def _tiles(whole: Tensor) -> Tensor:
+    """Rows of 8 bits as those of a packed matrix: 16 of them side by side, 4 values of each at a time, 128 added."""
+    filled = torch.nn.functional.pad(whole, (0, -whole.shape[1] % QUAD))
+    tiles = filled.view(-1, TILE, filled.shape[1] // QUAD, QUAD).transpose(1, 2).contiguous()
+    return tiles.view(torch.uint8) ^ 128
 
 
 def _aligned(size: int) -> int:

@@ -757,285 +757,90 @@ double dots_per_second(double seconds) {
 #endif
 }
 
-// ---- adapters: y += B (A x), in float; each row by the same operations in the same order, whatever rows are beside it ----
+// ---- numbers of 16 bits that are made for one product, times tiles of 8 bits ----
 
-struct AdapterPart {  // of one of the joined matrices
-    const int8_t* b;      // [outputs / 16][rank][16]
-    int64_t first, outputs;  // which outputs of the joined matrices these are
-    int64_t low, rank;       // which of the inner values are its own
+constexpr bool WORDS = (WIDE && !VNNI) || (HALF_WIDE && !HALF_VNNI);  // no dot products of 8 bits: numbers of 16 bits are multiplied,
+                                                                     // in order, or (WIDE) those with even places first
+
+struct AskedBlock {
+    int8_t q[2 * BLOCK];           // high parts, then low parts; or numbers of 16 bits, see WORDS
+    float scale;
+    int32_t sums[BLOCK / SCALED];  // 128 * the sum of each group of numbers: what the 128 in the bytes adds
 };
 
-struct AdapterMatrix {
-    const int8_t* a;      // [rank / 16][inputs][16]
-    const float* scales;  // [rank] of A's rows, B's columns and the adapter together
-    int64_t rank;         // of all parts together, a multiple of 16; 0: nothing is added to these matrices
-    int64_t count;        // parts
-    AdapterPart parts[3];
-};
-
-struct AdapterLayer {
-    AdapterMatrix qkv, output, gate_up, down;
-};
-
-using AdapterField = AdapterMatrix AdapterLayer::*;
-
-struct Adapters {
-    const AdapterLayer* const* rows;  // [rows] the layers of each row's adapter, or null
-    float* low;                       // [rows][stride] A x of the matrix at hand
-    int64_t stride;
-};
-
-struct RowGroup {  // neighbours with the same adapter, within a group of 8 rows
-    const AdapterLayer* layers;
-    int64_t first, count;
-};
-
-constexpr int ADAPTED = 4;    // rows of one adapter that share a reading of its matrices
-constexpr int SEGMENT = 192;  // inputs whose products are added up by themselves, so that threads can share one row's
-constexpr int FEW_GROUPS = 4; // groups of rows up to which they do
-constexpr int FEWEST_TILES = 6;  // that a thread takes at a time: each time costs a look at the others, and reads a bit of B
-
-// The rows of a pass that have adapters, and memory that its products use one after the other.
-struct AdaptedRows {
-    const Adapters* adapters;
-    int64_t layers;  // of the model
-    std::vector<RowGroup> groups;
-    std::vector<int64_t> starts;
-    std::vector<float> parts;
-
-    AdaptedRows(const Adapters* given, int64_t rows, int64_t layers) : adapters(given), layers(layers) {
-        for (int64_t row = 0; given && row < rows;) {
-            RowGroup group = {given->rows[row], row, 1};
-            for (int64_t next = row + 1; group.count < ADAPTED && next < rows && next % ROWS && given->rows[next] == group.layers; next++)
-                group.count++;
-            if (group.layers) groups.push_back(group);
-            row += group.count;
-        }
+void ask_block(const float* x, AskedBlock* to) {
+    BlockSums unused;
+    quantise_block<false>(x, MOST, to->q, &to->scale, &unused);
+    int16_t numbers[BLOCK], words[BLOCK];
+    for (int i = 0; i < BLOCK; i++) numbers[i] = static_cast<int16_t>(to->q[i] * 256 + to->q[i + BLOCK]);
+    for (int g = 0; g < BLOCK / SCALED; g++) {
+        to->sums[g] = 0;
+        for (int i = g * SCALED; i < (g + 1) * SCALED; i++) to->sums[g] += 128 * numbers[i];
     }
-    bool few() const { return static_cast<int64_t>(groups.size()) <= FEW_GROUPS; }
-};
-
-// What the rows of a pass add to one matrix; without rows, nothing.
-struct Added {
-    AdaptedRows* rows;
-    int64_t layer;
-    AdapterField field;
-
-    bool some() const {
-        if (rows)
-            for (const RowGroup& group : rows->groups)
-                if (of(group).rank) return true;
-        return false;
-    }
-    const AdapterMatrix& of(const RowGroup& group) const { return group.layers[layer].*field; }
-    float* low(int64_t row) const { return rows->adapters->low + row * rows->adapters->stride; }
-
-    // What the product after this one adds; null after the last.
-    const AdapterMatrix* next(const RowGroup& group) const {
-        const AdapterLayer& own = group.layers[layer];
-        if (field == &AdapterLayer::qkv) return &own.output;
-        if (field == &AdapterLayer::output) return &own.gate_up;
-        if (field == &AdapterLayer::gate_up) return &own.down;
-        return layer + 1 < rows->layers ? &group.layers[layer + 1].qkv : nullptr;
-    }
-};
-
-constexpr int LINE = 64;  // bytes of a line of the caches, on most processors
-
-// Without the empty instruction GCC takes a function that does nothing else for one that does nothing.
-inline void soon(const void* q) {
-    __builtin_prefetch(q);
-    asm volatile("");
+    if (!WORDS) return;
+    for (int i = 0; i < BLOCK; i++) words[WIDE ? i / 2 + i % 2 * (BLOCK / 2) : i] = numbers[i];
+    std::memcpy(to->q, words, sizeof(words));
 }
 
-// Of one tile of A: the products of inputs [begin, end) with N rows, `step` floats apart. Four sums for each row, by the place of
-// an input modulo 4, so that no product waits for the last.
+// Vectors [from, to) of a block of 16 outputs, in bytes with 128 added, times N rows: those of one group of numbers or of both; the
+// numbers of a group that have no vector are 0.
 template <int N>
-inline void segment_sums(const int8_t* a, const float* x, int64_t step, int64_t begin, int64_t end, Lanes (&to)[N]) {
-    Lanes sums[N][4];
-    for (int n = 0; n < N; n++)
-        for (int j = 0; j < 4; j++) sums[n][j] = all_lanes(0.0f);
-    for (int64_t i = begin; i < end; i += 4) {
-        soon(a + i * TILE + 1024);
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) {
-            const Lanes weights = load_bytes(a + (i + j) * TILE);
-            for (int n = 0; n < N; n++) sums[n][j] = fused(weights, all_lanes(x[n * step + i + j]), sums[n][j]);
-        }
-    }
-    for (int n = 0; n < N; n++) to[n] = add(add(sums[n][0], sums[n][1]), add(sums[n][2], sums[n][3]));
-}
-
-// y += B low for N rows and some tiles of outputs; two sums for each row.
-template <int N>
-void widen_tiles(const int8_t* b, int64_t rank, int64_t tiles, const float* low, int64_t stride, float* y, int64_t step) {
-    for (int64_t tile = 0; tile < tiles; tile++, b += rank * TILE, y += TILE) {
-        Lanes sums[N][2];
-        for (int n = 0; n < N; n++) sums[n][0] = sums[n][1] = all_lanes(0.0f);
-        for (int64_t k = 0; k + 1 < rank; k += 2)
-#pragma GCC unroll 2
-            for (int j = 0; j < 2; j++) {
-                const Lanes weights = load_bytes(b + (k + j) * TILE);
-                for (int n = 0; n < N; n++) sums[n][j] = fused(weights, all_lanes(low[n * stride + k + j]), sums[n][j]);
-            }
-        if (rank % 2) {
-            const Lanes weights = load_bytes(b + (rank - 1) * TILE);
-            for (int n = 0; n < N; n++) sums[n][0] = fused(weights, all_lanes(low[n * stride + rank - 1]), sums[n][0]);
-        }
-        for (int n = 0; n < N; n++) store(y + n * step, add(load(y + n * step), add(sums[n][0], sums[n][1])));
-    }
-}
-
-// The inner values of all rows of a product, computed by the threads that come to run it, before their first tile. Where there are
-// few rows, the segments of one row's sums are shared out, and the last thread that is done adds them up; a row's sums are the same.
-class Narrowing {
-  public:
-    // x: where row 0 is, `step` floats from row to row.
-    Narrowing(const Added& added, const float* x, int64_t inputs, int64_t step)
-        : added_(added), groups_(added.rows->groups), starts_(added.rows->starts), parts_(added.rows->parts), x_(x), inputs_(inputs),
-          step_(step), segments_((inputs + SEGMENT - 1) / SEGMENT), split_(added.rows->few() && pool().size() > 1) {
-        int64_t tiles = 0;
-        starts_.clear();
-        for (const RowGroup& group : groups_) {
-            starts_.push_back(count_);
-            count_ += added.of(group).rank / TILE * (split_ ? segments_ : 1);
-            tiles += added.of(group).rank / TILE * group.count;
-        }
-        if (split_ && static_cast<int64_t>(parts_.size()) < tiles * segments_ * TILE) parts_.resize(tiles * segments_ * TILE);
-        share_ = split_ ? (count_ + SHARES * pool().size() - 1) / (SHARES * pool().size()) : 1;
-        left_.store(count_, std::memory_order_relaxed);
-    }
-
-    // Take part, as long as there is something to do. Whoever comes again only looks: to write would take the line from the others.
-    void help() {
-        if (next_.load(std::memory_order_relaxed) >= count_) return;
-        for (int64_t begin; (begin = next_.fetch_add(share_, std::memory_order_relaxed)) < count_;) {
-            const int64_t end = begin + share_ < count_ ? begin + share_ : count_;
-            for (int64_t item = begin; item < end; item++) {
-                size_t g = groups_.size() - 1;
-                while (starts_[g] > item) g--;
-                run(g, item - starts_[g]);
-            }
-            if (left_.fetch_sub(end - begin, std::memory_order_acq_rel) > end - begin) continue;
-            if (split_) add_up();
-            ready_.store(true, std::memory_order_release);
-        }
-    }
-
-    // Until all inner values are there: others are about to finish theirs.
-    void wait() const {
-        for (int spins = 0; !ready_.load(std::memory_order_acquire); spins++)
-            if (spins < 60000) relax();
-            else std::this_thread::yield();  // a thread has lost its core to somebody
-    }
-
-  private:
-    static constexpr int SHARES = 3;  // in how many turns a thread takes what is its own, about
-
-    void run(size_t g, int64_t item) {
-        const int64_t count = groups_[g].count;
-        const auto some = count == 1   ? &Narrowing::run_rows<1>
-                          : count == 2 ? &Narrowing::run_rows<2>
-                          : count == 3 ? &Narrowing::run_rows<3>
-                                       : &Narrowing::run_rows<4>;
-        (this->*some)(g, split_ ? item / segments_ : item, split_ ? item % segments_ : -1);
-    }
-
-    // One segment of a tile, or all of them.
-    template <int N>
-    void run_rows(size_t g, int64_t tile, int64_t segment) {
-        const RowGroup& group = groups_[g];
-        const int8_t* a = added_.of(group).a + tile * inputs_ * TILE;
-        const float* x = x_ + group.first * step_;
-        Lanes sums[N], total[N];
-        for (int64_t s = segment < 0 ? 0 : segment; s < (segment < 0 ? segments_ : segment + 1); s++) {
-            const int64_t end = (s + 1) * SEGMENT < inputs_ ? (s + 1) * SEGMENT : inputs_;
-            segment_sums<N>(a, x, step_, s * SEGMENT, end, sums);
-            for (int n = 0; n < N; n++) total[n] = s == 0 || segment >= 0 ? sums[n] : add(total[n], sums[n]);
-        }
+inline void asked_dots(const uint8_t* block, const AskedBlock* asked, int from, int to, Lanes (&dots)[N]) {
+    int32_t less[N];
+    for (int n = 0; n < N; n++) less[n] = (from < 4 ? asked[n].sums[0] : 0) + (to > 4 ? asked[n].sums[1] : 0);
+#if WIDE
+    __m512i high[N], low[N];
+    for (int n = 0; n < N; n++) high[n] = low[n] = _mm512_setzero_si512();
+#pragma GCC unroll 8
+    for (int j = from; j < to; j++) {
+#if VNNI
+        const __m512i v = _mm512_loadu_si512(block + 64 * j);
+#pragma GCC unroll 8
         for (int n = 0; n < N; n++) {
-            if (segment >= 0) store(part(g, n, tile, segment), total[n]);
-            else finish(group, n, tile, total[n]);
+            high[n] = _mm512_dpbusd_epi32(high[n], v, four(asked[n].q + 4 * j));
+            low[n] = _mm512_dpbusd_epi32(low[n], v, four(asked[n].q + BLOCK + 4 * j));
         }
     }
-
-    void add_up() {
-        for (size_t g = 0; g < groups_.size(); g++)
-            for (int64_t n = 0; n < groups_[g].count; n++)
-                for (int64_t tile = 0; tile < tiles(g); tile++) {
-                    Lanes total = load(part(g, n, tile, 0));
-                    for (int64_t s = 1; s < segments_; s++) total = add(total, load(part(g, n, tile, s)));
-                    finish(groups_[g], n, tile, total);
-                }
+    for (int n = 0; n < N; n++) low[n] = _mm512_add_epi32(_mm512_slli_epi32(high[n], 8), low[n]);
+#else
+        __m512i even, odd;
+        words<8>(block, j, even, odd);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) {
+            high[n] = add_products(high[n], even, four(asked[n].q + 4 * j));
+            low[n] = add_products(low[n], odd, four(asked[n].q + BLOCK + 4 * j));
+        }
     }
-
-    void finish(const RowGroup& group, int64_t n, int64_t tile, const Lanes& total) {
-        store(added_.low(group.first + n) + tile * TILE, mul(total, load(added_.of(group).scales + tile * TILE)));
+    for (int n = 0; n < N; n++) low[n] = _mm512_add_epi32(high[n], low[n]);
+#endif
+    for (int n = 0; n < N; n++) dots[n] = _mm512_cvtepi32_ps(_mm512_sub_epi32(low[n], _mm512_set1_epi32(less[n])));
+#elif HALF_WIDE
+    for (int half = 0; half < 2; half++) {
+        __m256i sums[N];
+#if HALF_VNNI
+        dots_of<8, false, N, sizeof(AskedBlock)>(block + 32 * half, asked->q, from, to, sums);
+#else
+        dots8<N, sizeof(AskedBlock)>(block + 32 * half, reinterpret_cast<const int16_t*>(asked->q), from, to, sums);
+#endif
+        for (int n = 0; n < N; n++) dots[n].part[half] = _mm256_cvtepi32_ps(_mm256_sub_epi32(sums[n], _mm256_set1_epi32(less[n])));
     }
-
-    int64_t tiles(size_t g) const { return added_.of(groups_[g]).rank / TILE; }
-
-    float* part(size_t g, int64_t n, int64_t tile, int64_t segment) {
-        int64_t before = 0;
-        for (size_t i = 0; i < g; i++) before += groups_[i].count * tiles(i);
-        return parts_.data() + ((before + n * tiles(g) + tile) * segments_ + segment) * TILE;
+#elif NEON_DOTS
+    for (int quarter = 0; quarter < 4; quarter++) {
+        int32x4_t sums[N];
+        dots_of<8, false, N, sizeof(AskedBlock)>(block + 16 * quarter, asked->q, from / 4, (to + 3) / 4, sums);
+        for (int n = 0; n < N; n++) dots[n].part[quarter] = vcvtq_f32_s32(vsubq_s32(sums[n], vdupq_n_s32(less[n])));
     }
-
-    const Added& added_;
-    const std::vector<RowGroup>& groups_;
-    std::vector<int64_t>& starts_;
-    std::vector<float>& parts_;
-    const float* x_;
-    int64_t inputs_, step_, segments_, count_ = 0, share_;
-    bool split_;
-    alignas(LINE) std::atomic<int64_t> next_{0};
-    alignas(LINE) std::atomic<int64_t> left_{0};
-    alignas(LINE) std::atomic<bool> ready_{false};
-};
-
-// Calls some(part, first tile of the part, first tile, tiles) for what an adapter adds to tiles [begin, end) of a product.
-template <class Some>
-void parts_of_tiles(const AdapterMatrix& matrix, int64_t begin, int64_t end, const Some& some) {
-    for (int64_t p = 0; matrix.rank && p < matrix.count; p++) {
-        const AdapterPart& part = matrix.parts[p];
-        const int64_t first = part.first / TILE, last = first + part.outputs / TILE;
-        const int64_t from = begin > first ? begin : first, to = end < last ? end : last;
-        if (from < to) some(part, first, from, to - from);
+#else
+    for (int n = 0; n < N; n++) {
+        int32_t sums[TILE];
+        for (int o = 0; o < TILE; o++) sums[o] = -less[n];
+        for (int j = from; j < to; j++)
+            for (int o = 0; o < TILE; o++)
+                for (int i = 0; i < 4; i++)
+                    sums[o] += block[(j * TILE + o) * 4 + i] * (asked[n].q[4 * j + i] * 256 + asked[n].q[BLOCK + 4 * j + i]);
+        dots[n] = load_integers(sums);
     }
-}
-
-// y += what the rows' adapters add to tiles [begin, end).
-void widen(const Added& added, int64_t begin, int64_t end, int64_t from, int64_t to, float* y, int64_t outputs) {
-    for (const RowGroup& group : added.rows->groups) {
-        if (group.first < from || group.first >= to) continue;
-        parts_of_tiles(added.of(group), begin, end, [&](const AdapterPart& part, int64_t first, int64_t tile, int64_t tiles) {
-            const auto some = group.count == 1   ? widen_tiles<1>
-                              : group.count == 2 ? widen_tiles<2>
-                              : group.count == 3 ? widen_tiles<3>
-                                                 : widen_tiles<4>;
-            some(part.b + (tile - first) * TILE * part.rank, part.rank, tiles, added.low(group.first) + part.low,
-                 added.rows->adapters->stride, y + group.first * outputs + tile * TILE, outputs);
-        });
-    }
-}
-
-// Ask memory for what these tiles will add.
-void ask(const Added& added, int64_t begin, int64_t end) {
-    for (const RowGroup& group : added.rows->groups)
-        parts_of_tiles(added.of(group), begin, end, [&](const AdapterPart& part, int64_t first, int64_t tile, int64_t tiles) {
-            const int8_t* b = part.b + (tile - first) * TILE * part.rank;
-            for (int64_t i = 0; i < tiles * TILE * part.rank; i += LINE) soon(b + i);
-        });
-}
-
-// Ask memory for the description of what the next product adds, and for the scales of this one: both are read where nothing else can
-// be done meanwhile.
-void ask_ahead(const Added& added) {
-    for (const RowGroup& group : added.rows->groups) {
-        const AdapterMatrix &own = added.of(group), *const next = added.next(group);
-        for (int64_t tile = 0; tile < own.rank / TILE; tile++) soon(own.scales + tile * TILE);
-        for (size_t i = 0; next && i < sizeof(AdapterMatrix); i += LINE) soon(reinterpret_cast<const char*>(next) + i);
-    }
+#endif
 }
 
 // Tiles [begin, end) of all parts.
@@ -1066,23 +871,7 @@ void product(const JoinedMatrices& w, const Activations& x, int64_t rows, float*
     });
 }
 
-// The same with what adapters add; inputs: the floats that x was made of, `step` from row to row.
-void adapted_product(const JoinedMatrices& w, const Activations& x, int64_t rows, float* y, const float* add, const Added& added,
-                     const float* inputs, int64_t step) {
-    if (!added.some()) return product(w, x, rows, y, add);
-    Narrowing narrowing(added, inputs, w.parts[0].inputs, step);
-    const bool few = added.rows->few();
-    if (few) ask_ahead(added);
-    pool().run(w.outputs / TILE, FEWEST_TILES, [&](int64_t begin, int64_t end, int64_t) {
-        narrowing.help();
-        if (few) ask(added, begin, end);
-        rows_in_turn(w, rows, [&](int64_t from, int64_t to) {
-            product_of_tiles(w, x, {from, to, rows}, begin, end, y, add);
-            narrowing.wait();
-            widen(added, begin, end, from, to, y, w.outputs);
-        });
-    });
-}
+#include "low_rank.h"
 
 // ---- attention ----
 
@@ -1169,16 +958,8 @@ struct PagedRows {
 
 // ---- scores of keys of 8 bits ----
 
-// Queries in 16 bits, as the inputs of a product: groups of up to ASKED, and in each [blocks][queries of the group].
+// Queries lie in groups of up to ASKED, and in each [blocks][queries of the group].
 constexpr int ASKED = 6;
-constexpr bool WORDS = (WIDE && !VNNI) || (HALF_WIDE && !HALF_VNNI);  // no dot products of 8 bits: numbers of 16 bits are multiplied,
-                                                                     // in order, or (WIDE) those with even places first
-
-struct AskedBlock {
-    int8_t q[2 * BLOCK];           // high parts, then low parts; or numbers of 16 bits, see WORDS
-    float scale;
-    int32_t sums[BLOCK / SCALED];  // 128 * the sum of each group of numbers: what the 128 in the keys adds
-};
 
 void ask(const float* q, const PagedRows& keys, int64_t step, AskedBlock* to) {
     const int64_t blocks = keys.blocks();
@@ -1188,77 +969,8 @@ void ask(const float* q, const PagedRows& keys, int64_t step, AskedBlock* to) {
         if (keys.large && b == blocks - 1) {
             for (int i = 0; i < BLOCK; i++) x[i] = keys.large[i] < 0 ? 0.0f : q[keys.large[i]];
         } else std::memcpy(x, q + from, (keys.size - from < BLOCK ? keys.size - from : BLOCK) * sizeof(float));
-        BlockSums unused;
-        quantise_block<false>(x, MOST, to->q, &to->scale, &unused);
-        int16_t numbers[BLOCK], words[BLOCK];
-        for (int i = 0; i < BLOCK; i++) numbers[i] = static_cast<int16_t>(to->q[i] * 256 + to->q[i + BLOCK]);
-        for (int g = 0; g < BLOCK / SCALED; g++) {
-            to->sums[g] = 0;
-            for (int i = g * SCALED; i < (g + 1) * SCALED; i++) to->sums[g] += 128 * numbers[i];
-        }
-        if (!WORDS) continue;
-        for (int i = 0; i < BLOCK; i++) words[WIDE ? i / 2 + i % 2 * (BLOCK / 2) : i] = numbers[i];
-        std::memcpy(to->q, words, sizeof(words));
+        ask_block(x, to);
     }
-}
-
-// One group of numbers of 16 keys times that of N queries; `keys`: their block.
-template <int N>
-inline void key_dots(const uint8_t* keys, const AskedBlock* asked, int g, Lanes (&to)[N]) {
-    [[maybe_unused]] constexpr int VECTORS = SCALED / 4;
-#if WIDE
-    __m512i high[N], low[N];
-    for (int n = 0; n < N; n++) high[n] = low[n] = _mm512_setzero_si512();
-#pragma GCC unroll 8
-    for (int j = g * VECTORS; j < (g + 1) * VECTORS; j++) {
-#if VNNI
-        const __m512i v = _mm512_loadu_si512(keys + 64 * j);
-#pragma GCC unroll 8
-        for (int n = 0; n < N; n++) {
-            high[n] = _mm512_dpbusd_epi32(high[n], v, four(asked[n].q + 4 * j));
-            low[n] = _mm512_dpbusd_epi32(low[n], v, four(asked[n].q + BLOCK + 4 * j));
-        }
-    }
-    for (int n = 0; n < N; n++) low[n] = _mm512_add_epi32(_mm512_slli_epi32(high[n], 8), low[n]);
-#else
-        __m512i even, odd;
-        words<8>(keys, j, even, odd);
-#pragma GCC unroll 8
-        for (int n = 0; n < N; n++) {
-            high[n] = add_products(high[n], even, four(asked[n].q + 4 * j));
-            low[n] = add_products(low[n], odd, four(asked[n].q + BLOCK + 4 * j));
-        }
-    }
-    for (int n = 0; n < N; n++) low[n] = _mm512_add_epi32(high[n], low[n]);
-#endif
-    for (int n = 0; n < N; n++) to[n] = _mm512_cvtepi32_ps(_mm512_sub_epi32(low[n], _mm512_set1_epi32(asked[n].sums[g])));
-#elif HALF_WIDE
-    for (int half = 0; half < 2; half++) {
-        __m256i dots[N];
-#if HALF_VNNI
-        dots_of<8, false, N, sizeof(AskedBlock)>(keys + 32 * half, asked->q, g * VECTORS, (g + 1) * VECTORS, dots);
-#else
-        dots8<N, sizeof(AskedBlock)>(keys + 32 * half, reinterpret_cast<const int16_t*>(asked->q), g * VECTORS, (g + 1) * VECTORS, dots);
-#endif
-        for (int n = 0; n < N; n++) to[n].part[half] = _mm256_cvtepi32_ps(_mm256_sub_epi32(dots[n], _mm256_set1_epi32(asked[n].sums[g])));
-    }
-#elif NEON_DOTS
-    for (int quarter = 0; quarter < 4; quarter++) {
-        int32x4_t dots[N];
-        dots_of<8, false, N, sizeof(AskedBlock)>(keys + 16 * quarter, asked->q, g, g + 1, dots);
-        for (int n = 0; n < N; n++) to[n].part[quarter] = vcvtq_f32_s32(vsubq_s32(dots[n], vdupq_n_s32(asked[n].sums[g])));
-    }
-#else
-    for (int n = 0; n < N; n++) {
-        int32_t dots[TILE];
-        for (int o = 0; o < TILE; o++) dots[o] = -asked[n].sums[g];
-        for (int j = g * VECTORS; j < (g + 1) * VECTORS; j++)
-            for (int o = 0; o < TILE; o++)
-                for (int i = 0; i < 4; i++)
-                    dots[o] += keys[(j * TILE + o) * 4 + i] * (asked[n].q[4 * j + i] * 256 + asked[n].q[BLOCK + 4 * j + i]);
-        to[n] = load_integers(dots);
-    }
-#endif
 }
 
 // q . key * factor of N queries for the 16 keys of a tile. `step`: from a query's block to its next one.
@@ -1271,7 +983,7 @@ inline void tile_scores(const uint8_t* keys, const float* scales, int64_t blocks
     for (int64_t b = 0; b < blocks; b++, asked += step)
         for (int g = 0; g < GROUPS; g++) {
             Lanes dots[N];
-            key_dots<N>(keys + b * BLOCK * TILE, asked, g, dots);
+            asked_dots<N>(keys + b * BLOCK * TILE, asked, g * SCALED / 4, (g + 1) * SCALED / 4, dots);
             const Lanes scale = load(scales + (b * GROUPS + g) * TILE);
             for (int n = 0; n < N; n++) sums[n] = fused(dots[n], mul(scale, all_lanes(asked[n].scale)), sums[n]);
         }
@@ -1738,7 +1450,7 @@ static void linear(const JoinedMatrices* w, const float* x, const float* norm, f
             quantise_row(row, inputs, r, rows, w->activations, work->x);
         }
     });
-    adapted_product(*w, work->x, rows, y, nullptr, added, norm ? work->normed : x, inputs);
+    adapted_product(*w, work->x, rows, y, nullptr, added);
 }
 
 void outrider_linear(const JoinedMatrices* w, const float* x, const float* norm, float eps, int64_t rows, float* y, const Work* work) {
@@ -1823,7 +1535,7 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
         pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
             for (int64_t r = begin; r < end; r++) quantise_row(mixed + r * q_size, q_size, r, rows, layer.output.activations, work->x);
         });
-        adapted_product(layer.output, work->x, rows, x, x, {&adapted, index, &AdapterLayer::output}, mixed, q_size);
+        adapted_product(layer.output, work->x, rows, x, x, {&adapted, index, &AdapterLayer::output});
         linear(&layer.gate_up, x, layer.mlp_norm, s.eps, rows, work->inner, work, {&adapted, index, &AdapterLayer::gate_up});
         pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
             for (int64_t r = begin; r < end; r++) {
@@ -1832,7 +1544,7 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
                 quantise_row(gate, s.inner, r, rows, layer.down.activations, work->x);
             }
         });
-        adapted_product(layer.down, work->x, rows, x, x, {&adapted, index, &AdapterLayer::down}, work->inner, 2 * s.inner);
+        adapted_product(layer.down, work->x, rows, x, x, {&adapted, index, &AdapterLayer::down});
         for (int64_t k = 0; k < wanted_count; k++)
             if (wanted[k] == index) std::memcpy(kept + k * rows * s.hidden, x, rows * s.hidden * sizeof(float));
     }

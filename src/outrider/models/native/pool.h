@@ -19,6 +19,14 @@ inline void relax() { asm volatile("isb"); }  // waits some tens of cycles; "yie
 inline void relax() { std::this_thread::yield(); }
 #endif
 
+constexpr int LINE = 64;  // bytes of a line of the caches, on most processors
+
+// Ask memory for a line. Without the empty instruction GCC takes a function that does nothing else for one that does nothing.
+inline void soon(const void* q) {
+    __builtin_prefetch(q);
+    asm volatile("");
+}
+
 class Pool {
   public:
     ~Pool() { resize(1); }
@@ -33,14 +41,27 @@ class Pool {
         for (std::thread& worker : workers_) worker.join();
         workers_.clear();
         stop_ = false;
+        runs_ = std::vector<Run>(threads);
         const uint32_t now = generation_;
         for (int64_t id = 1; id < threads; id++) workers_.emplace_back([this, id, now] { serve(id, now); });
     }
 
-    // work(begin, end, thread) over [0, count), in pieces that become smaller towards the end, of at least `grain`; returns
-    // when all is done.
+    // Memory that will be read soon. To ask for it is no access: it may be gone by then.
+    struct Ahead {
+        struct Range {
+            const void* begin;
+            int64_t bytes;
+        };
+        static constexpr int MOST = 4;
+        Range ranges[MOST];
+        int count = 0;
+    };
+
+    // work(begin, end, thread) over [0, count); returns when all is done. Each thread has a run of its own, which it takes in pieces
+    // that become smaller towards the end, of at least `grain`: what it asks memory for beyond a piece is its next piece. Who is done
+    // takes from the ends of the others' runs. The workers ask for what lies `ahead` when they have left, while the caller is at something else.
     template <class Work>
-    void run(int64_t count, int64_t grain, const Work& work) {
+    void run(int64_t count, int64_t grain, const Work& work, const Ahead& ahead = {}) {
         if (workers_.empty() || count <= grain) {
             if (count > 0) work(int64_t{0}, count, int64_t{0});
             return;
@@ -48,8 +69,10 @@ class Pool {
         count_ = count;
         grain_ = grain;
         work_ = &work;
+        ahead_ = ahead;
         call_ = [](const void* erased, int64_t begin, int64_t end, int64_t id) { (*static_cast<const Work*>(erased))(begin, end, id); };
-        next_.store(0, std::memory_order_relaxed);
+        const int64_t threads = size();
+        for (int64_t id = 0; id < threads; id++) runs_[id].left.store(pair(id * count / threads, (id + 1) * count / threads), std::memory_order_relaxed);
         door_.store(OPEN);
         announce();
         take(0);
@@ -77,8 +100,17 @@ class Pool {
             if (stop_) return;
             if (!enter()) continue;
             take(id);
+            const Ahead ahead = ahead_;
+            const int64_t workers = size() - 1;
             door_.fetch_sub(1, std::memory_order_release);
+            for (int i = 0; i < ahead.count; i++) ask(ahead.ranges[i], id - 1, workers);
         }
+    }
+
+    // For the part of one of the workers.
+    static void ask(const Ahead::Range& range, int64_t worker, int64_t workers) {
+        const char* const begin = static_cast<const char*>(range.begin);
+        for (int64_t at = worker * range.bytes / workers; at < (worker + 1) * range.bytes / workers; at += LINE) soon(begin + at);
     }
 
     // Whether the job that was announced is still open; then it does not end before this worker has left it.
@@ -104,24 +136,37 @@ class Pool {
     }
 
     void take(int64_t id) {
-        int64_t begin = next_.load(std::memory_order_relaxed);
-        while (begin < count_) {
-            const int64_t share = (count_ - begin) / (2 * size()), end = begin + (share > grain_ ? share : grain_);
-            if (!next_.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
-            call_(work_, begin, end < count_ ? end : count_, id);
-            begin = next_.load(std::memory_order_relaxed);
+        for (int64_t n = 0, threads = size(); n < threads; n++) {
+            Run& run = runs_[(id + n) % threads];
+            uint64_t left = run.left.load(std::memory_order_relaxed);
+            for (;;) {
+                const int64_t begin = static_cast<int64_t>(left >> 32), end = static_cast<int64_t>(left & UINT32_MAX), half = (end - begin + 1) / 2;
+                if (begin >= end) break;
+                const int64_t some = half > grain_ ? half : end - begin < grain_ ? end - begin : grain_;
+                const int64_t from = n ? end - some : begin;  // of another's run the end
+                if (!run.left.compare_exchange_weak(left, n ? pair(begin, from) : pair(begin + some, end), std::memory_order_relaxed)) continue;
+                call_(work_, from, from + some, id);
+                left = run.left.load(std::memory_order_relaxed);
+            }
         }
     }
 
+    // What is left of the run of a thread, in one number; on a line of its own.
+    struct alignas(LINE) Run {
+        std::atomic<uint64_t> left{0};
+    };
+    static uint64_t pair(int64_t begin, int64_t end) { return static_cast<uint64_t>(begin) << 32 | static_cast<uint64_t>(end); }
+
     std::vector<std::thread> workers_;
     std::atomic<uint32_t> generation_{0};  // of jobs
-    std::atomic<int64_t> next_{0};
+    std::vector<Run> runs_ = std::vector<Run>(1);
     std::atomic<int64_t> door_{0};  // workers inside a job, and OPEN while it has something to give
     std::atomic<int> asleep_{0};
     std::atomic<bool> stop_{false};
     std::mutex mutex_;
     std::condition_variable wake_;
     int64_t count_ = 0, grain_ = 1;
+    Ahead ahead_;
     const void* work_ = nullptr;
     void (*call_)(const void*, int64_t, int64_t, int64_t) = nullptr;
 };
