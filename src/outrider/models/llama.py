@@ -70,7 +70,8 @@ class Llama(ReadableWeights):
         cos, sin = self._turns(batch.positions)
         x = self.weights.embedding.rows(torch.tensor(tokens, device=self.device))
         for adapter, rows in batch.adapters:
-            adapter.weights.ends.embed(x[rows], tokens[rows])
+            if adapter.weights.ends.embedding is not None:
+                adapter.weights.ends.embed(x[rows], tokens[rows])
         x, hidden = self.weights.stack.run(x, batch, cos, sin, layers)
         x = x[self._judged(batch)]
         outputs = _split(batch, self._head(x), hidden)

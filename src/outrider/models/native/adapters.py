@@ -7,6 +7,7 @@ it is a twentieth (docs/decisions/0009).
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ class PackedAdapter:
     nbytes: int
     memory: Tensor  # what the structures point into
 
-    @property
+    @functools.cached_property
     def address(self) -> int:
         return ctypes.addressof(self.layers)
 

@@ -6,7 +6,6 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,8 +56,11 @@ class NativeStack:
         )
         self._work: PackedWorkspace | None = None
         self._threads = 0  # that its buffers are for
-        self._rows = np.zeros(0, np.int64)  # the adapter of each row
-        self._low = torch.empty(0)  # their inner values
+        # Of the adapters of the last pass that had some: whose rows they are, their addresses, their inner values
+        self._adapted_by: tuple[int, list[tuple[int, int, int, int]]] = 0, []
+        self._owners = (ctypes.c_int64 * 0)()
+        self._low = torch.empty(0)
+        self._adapted = structs.Adapters()
         self._short = 0  # passes in a row with far shorter sequences than the buffers are for
         self._run = library().outrider_layers
 
@@ -150,15 +152,19 @@ class NativeStack:
         """Which adapter each row has; None: no row has one."""
         if not batch.adapters:
             return None
-        if len(self._rows) < rows:
-            self._rows = np.zeros(2 * rows, np.int64)
-        self._rows[:rows] = 0
-        for adapter, own in batch.adapters:
-            self._rows[own] = adapter.weights.address
-        widest = max(adapter.weights.widest for adapter, _ in batch.adapters)
-        if self._low.numel() < rows * widest:
-            self._low = torch.empty(2 * rows * widest)
-        return structs.Adapters(rows=self._rows.ctypes.data, low=self._low.data_ptr(), stride=widest)
+        pairs = ((adapter.weights, own) for adapter, own in batch.adapters)
+        spans = [(packed.address, packed.widest, own.start, own.stop) for packed, own in pairs]
+        if (rows, spans) != self._adapted_by:  # mostly the rows of the pass before: then what it read is still right
+            self._owners = (ctypes.c_int64 * rows)()
+            for address, _, start, stop in spans:
+                self._owners[start:stop] = [address] * (stop - start)
+            widest = max(widest for _, widest, _, _ in spans)
+            if self._low.numel() < rows * widest:
+                self._low = torch.empty(2 * rows * widest)
+            owners = ctypes.addressof(self._owners)
+            self._adapted = structs.Adapters(rows=owners, low=self._low.data_ptr(), stride=widest)
+            self._adapted_by = rows, spans
+        return self._adapted
 
     def _drop_large(self, longest: int) -> None:
         if self._work is None or not longest:
