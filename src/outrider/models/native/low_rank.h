@@ -10,9 +10,9 @@ struct AdapterPart {  // of one of the joined matrices
     int64_t low, rank;       // which of the inner values are its own
 };
 
-struct AdapterMatrix {
+struct AdapterMatrix {  // A, scales, and B of the parts lie one behind the other
     const uint8_t* a;     // [rank / 16][inputs / 32][8][16][4]
-    const float* scales;  // [rank] of A's rows, B's columns and the adapter together; they lie behind A
+    const float* scales;  // [rank] of A's rows, B's columns and the adapter together
     int64_t rank;         // of all parts together, a multiple of 16; 0: nothing is added to these matrices
     int64_t count;        // parts
     AdapterPart parts[3];
@@ -312,6 +312,9 @@ class Narrowing {
     alignas(LINE) std::atomic<bool> ready_{false};
 };
 
+// Of some tiles of B.
+int64_t part_bytes(const AdapterPart& part, int64_t tiles) { return tiles * ((part.rank + 3) / 4 * 4 * TILE); }
+
 // Calls some(part, its first block of inner values, B of the first tile, first tile, tiles) for what an adapter adds to tiles
 // [begin, end) of a product.
 template <class Some>
@@ -320,7 +323,7 @@ void parts_of_tiles(const AdapterMatrix& matrix, int64_t begin, int64_t end, con
         const AdapterPart& part = matrix.parts[p];
         const int64_t first = part.first / TILE, last = first + part.outputs / TILE;
         const int64_t from = begin > first ? begin : first, to = end < last ? end : last;
-        if (from < to) some(part, blocks, part.b + (from - first) * ((part.rank + 3) / 4 * 4 * TILE), from, to - from);
+        if (from < to) some(part, blocks, part.b + part_bytes(part, from - first), from, to - from);
         blocks += (part.rank + BLOCK - 1) / BLOCK;
     }
 }
@@ -344,18 +347,21 @@ void widen(const Added& added, int64_t begin, int64_t end, int64_t from, int64_t
 void ask(const Added& added, int64_t begin, int64_t end) {
     for (const RowGroup& group : added.rows->groups)
         parts_of_tiles(added.of(group), begin, end, [](const AdapterPart& part, int64_t, const uint8_t* b, int64_t, int64_t tiles) {
-            for (int64_t i = 0; i < tiles * TILE * part.rank; i += LINE) soon(b + i);
+            for (int64_t i = 0; i < part_bytes(part, tiles); i += LINE) soon(b + i);
         });
 }
 
-// Where A of the next product lies, with its scales behind it. Where to find it is read here, while nothing else can be done, so the
-// description of the one after it is asked for.
+// Where A and B of the next product lie. Where to find them is read here, while nothing else can be done, so the description of the
+// one after it is asked for.
 Pool::Ahead ahead_of(const Added& added) {
     Pool::Ahead ahead;
     for (const RowGroup& group : added.rows->groups) {
         const AdapterMatrix *const next = added.later(group, 1), *const then = added.later(group, 2);
-        if (next && next->rank && ahead.count < Pool::Ahead::MOST)
-            ahead.ranges[ahead.count++] = {next->a, reinterpret_cast<const uint8_t*>(next->scales + next->rank) - next->a};
+        if (next && next->rank && ahead.count < Pool::Ahead::MOST) {
+            const AdapterPart& last = next->parts[next->count - 1];
+            const int64_t a = next->parts[0].b - next->a, all = last.b + part_bytes(last, last.outputs / TILE) - next->a;
+            ahead.ranges[ahead.count++] = {reinterpret_cast<const char*>(next->a), a, all - a};
+        }
         for (size_t i = 0; then && i < sizeof(AdapterMatrix); i += LINE) soon(reinterpret_cast<const char*>(then) + i);
     }
     return ahead;

@@ -46,11 +46,11 @@ class Pool {
         for (int64_t id = 1; id < threads; id++) workers_.emplace_back([this, id, now] { serve(id, now); });
     }
 
-    // Memory that will be read soon. To ask for it is no access: it may be gone by then.
+    // Memory that the next jobs will read: to ask for it is no access, so it may be gone by then.
     struct Ahead {
         struct Range {
-            const void* begin;
-            int64_t bytes;
+            const char* begin;
+            int64_t first, rest;  // bytes that the workers read; then those that all threads do, each a run
         };
         static constexpr int MOST = 4;
         Range ranges[MOST];
@@ -59,7 +59,7 @@ class Pool {
 
     // work(begin, end, thread) over [0, count); returns when all is done. Each thread has a run of its own, which it takes in pieces
     // that become smaller towards the end, of at least `grain`: what it asks memory for beyond a piece is its next piece. Who is done
-    // takes from the ends of the others' runs. The workers ask for what lies `ahead` when they have left, while the caller is at something else.
+    // takes from the ends of the others' runs. The threads ask for what lies `ahead` when nothing is left to do.
     template <class Work>
     void run(int64_t count, int64_t grain, const Work& work, const Ahead& ahead = {}) {
         if (workers_.empty() || count <= grain) {
@@ -77,8 +77,10 @@ class Pool {
         announce();
         take(0);
         door_.fetch_sub(OPEN);  // who has not come by now, because it sleeps, is not waited for
-        for (int spins = 0; door_.load(std::memory_order_acquire) > 0; spins++)
-            if (spins < PATIENCE) relax();
+        const Ahead::Range own = ahead.count ? ahead.ranges[0] : Ahead::Range{nullptr, 0, 0};
+        for (int64_t spins = 0, end = own.rest / threads; door_.load(std::memory_order_acquire) > 0; spins++)
+            if (spins * LINE < end) soon(own.begin + own.first + spins * LINE);
+            else if (spins < PATIENCE) relax();
             else std::this_thread::yield();  // a worker has lost its core to somebody
     }
 
@@ -101,16 +103,18 @@ class Pool {
             if (!enter()) continue;
             take(id);
             const Ahead ahead = ahead_;
-            const int64_t workers = size() - 1;
+            const int64_t threads = size();
             door_.fetch_sub(1, std::memory_order_release);
-            for (int i = 0; i < ahead.count; i++) ask(ahead.ranges[i], id - 1, workers);
+            for (int i = 0; i < ahead.count; i++) {
+                const Ahead::Range& range = ahead.ranges[i];
+                ask(range.begin, (id - 1) * range.first / (threads - 1), id * range.first / (threads - 1));
+                ask(range.begin + range.first, id * range.rest / threads, (id + 1) * range.rest / threads);
+            }
         }
     }
 
-    // For the part of one of the workers.
-    static void ask(const Ahead::Range& range, int64_t worker, int64_t workers) {
-        const char* const begin = static_cast<const char*>(range.begin);
-        for (int64_t at = worker * range.bytes / workers; at < (worker + 1) * range.bytes / workers; at += LINE) soon(begin + at);
+    static void ask(const char* begin, int64_t from, int64_t to) {
+        for (; from < to; from += LINE) soon(begin + from);
     }
 
     // Whether the job that was announced is still open; then it does not end before this worker has left it.
