@@ -38,10 +38,8 @@ struct RowGroup {  // neighbours with the same adapter, within a group of 8 rows
 constexpr int ADAPTED = 4;    // rows of one adapter that share a reading of its matrices
 constexpr int SEGMENT = 6;    // blocks of inputs whose products are added up by themselves, so that threads can share one row's
 constexpr int FEW_GROUPS = 4; // groups of rows up to which they do
-#ifndef FEWEST
-#define FEWEST 6
-#endif
-constexpr int FEWEST_TILES = FEWEST;  // that a thread takes at a time: each time costs a look at the others, and reads a bit of B
+constexpr int MEANWHILE = 6;  // lines of weights that are asked for while a tile of B is multiplied
+constexpr int FEWEST_TILES = 6;  // that a thread takes at a time: each time costs a look at the others, and reads a bit of B
 
 // The rows of a pass that have adapters, and memory that its products use one after the other.
 struct AdaptedRows {
@@ -147,12 +145,14 @@ inline void segment_sums(const uint8_t* a, const Activations& x, int64_t at, int
     }
 }
 
-// y += B low for N rows and some tiles of outputs.
+// y += B low for N rows and some tiles of outputs. `weights`: what the product after it will read, which is asked for meanwhile, or
+// null; it moves on.
 template <int N>
-void widen_tiles(const uint8_t* b, int64_t rank, int64_t tiles, const AskedBlock* inner, float* y, int64_t step) {
+void widen_tiles(const uint8_t* b, int64_t rank, int64_t tiles, const AskedBlock* inner, float* y, int64_t step, const char*& weights) {
     const int64_t whole = rank / BLOCK, vectors = (rank + 3) / 4;
     const int rest = static_cast<int>(vectors - 8 * whole);
     for (int64_t tile = 0; tile < tiles; tile++, b += vectors * 4 * TILE, y += TILE) {
+        for (int line = 0; weights && line < MEANWHILE; line++, weights += LINE) soon(weights);
         Lanes sums[N], dots[N];
         for (int n = 0; n < N; n++) sums[n] = all_lanes(0.0f);
         const auto take = [&](int64_t block) {
@@ -328,8 +328,8 @@ void parts_of_tiles(const AdapterMatrix& matrix, int64_t begin, int64_t end, con
     }
 }
 
-// y += what the rows' adapters add to tiles [begin, end).
-void widen(const Added& added, int64_t begin, int64_t end, int64_t from, int64_t to, float* y, int64_t outputs) {
+// y += what the adapters of rows [from, to) add to tiles [begin, end).
+void widen(const Added& added, int64_t begin, int64_t end, int64_t from, int64_t to, float* y, int64_t outputs, const char* weights) {
     for (const RowGroup& group : added.rows->groups) {
         if (group.first < from || group.first >= to) continue;
         const auto some = group.count == 1   ? widen_tiles<1>
@@ -337,7 +337,7 @@ void widen(const Added& added, int64_t begin, int64_t end, int64_t from, int64_t
                           : group.count == 3 ? widen_tiles<3>
                                              : widen_tiles<4>;
         const auto add_part = [&](const AdapterPart& part, int64_t blocks, const uint8_t* b, int64_t tile, int64_t tiles) {
-            some(b, part.rank, tiles, added.inner(group) + blocks * group.count, y + group.first * outputs + tile * TILE, outputs);
+            some(b, part.rank, tiles, added.inner(group) + blocks * group.count, y + group.first * outputs + tile * TILE, outputs, weights);
         };
         parts_of_tiles(added.of(group), begin, end, add_part);
     }
@@ -367,11 +367,21 @@ Pool::Ahead ahead_of(const Added& added) {
     return ahead;
 }
 
+// The weights that a thread reads after the tiles before `end`, beyond those that the product has asked for; null at the end of its run.
+const char* weights_after(const JoinedMatrices& w, int64_t end, int64_t id, int64_t threads) {
+    if (end >= (id + 1) * (w.outputs / TILE) / threads) return nullptr;
+    int64_t part = 0;
+    for (; end >= w.parts[part].outputs / TILE; part++) end -= w.parts[part].outputs / TILE;
+    const Matrix& own = w.parts[part];
+    return reinterpret_cast<const char*>(own.q) + end * (own.inputs * TILE * own.bits / 8) + AHEAD;
+}
+
 // y = x W^T (+ add), and what adapters add.
 void adapted_product(const JoinedMatrices& w, const Activations& x, int64_t rows, float* y, const float* add, const Added& added) {
     if (!added.some()) return product(w, x, rows, y, add);
     Narrowing narrowing(added, w, x, rows);
     const bool few = added.rows->few();
+    const int64_t threads = pool().size();
     const auto some = [&](int64_t begin, int64_t end, int64_t id) {
         if (!few || id) narrowing.help();
         if (few) ask(added, begin, end);
@@ -379,7 +389,7 @@ void adapted_product(const JoinedMatrices& w, const Activations& x, int64_t rows
             product_of_tiles(w, x, {from, to, rows}, begin, end, y, add);
             narrowing.help();
             narrowing.wait();
-            widen(added, begin, end, from, to, y, w.outputs);
+            widen(added, begin, end, from, to, y, w.outputs, few ? weights_after(w, end, id, threads) : nullptr);
         });
     };
     pool().run(w.outputs / TILE, FEWEST_TILES, some, few ? ahead_of(added) : Pool::Ahead{});

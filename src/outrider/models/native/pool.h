@@ -66,13 +66,13 @@ class Pool {
             if (count > 0) work(int64_t{0}, count, int64_t{0});
             return;
         }
-        count_ = count;
         grain_ = grain;
         work_ = &work;
         ahead_ = ahead;
         call_ = [](const void* erased, int64_t begin, int64_t end, int64_t id) { (*static_cast<const Work*>(erased))(begin, end, id); };
         const int64_t threads = size();
-        for (int64_t id = 0; id < threads; id++) runs_[id].left.store(pair(id * count / threads, (id + 1) * count / threads), std::memory_order_relaxed);
+        for (int64_t id = 0; id < threads; id++)
+            runs_[id].left.store(pair(id * count / threads, (id + 1) * count / threads), std::memory_order_relaxed);
         door_.store(OPEN);
         announce();
         take(0);
@@ -144,11 +144,12 @@ class Pool {
             Run& run = runs_[(id + n) % threads];
             uint64_t left = run.left.load(std::memory_order_relaxed);
             for (;;) {
-                const int64_t begin = static_cast<int64_t>(left >> 32), end = static_cast<int64_t>(left & UINT32_MAX), half = (end - begin + 1) / 2;
+                const int64_t begin = static_cast<int64_t>(left >> 32), end = static_cast<int64_t>(left & UINT32_MAX);
                 if (begin >= end) break;
-                const int64_t some = half > grain_ ? half : end - begin < grain_ ? end - begin : grain_;
+                const int64_t most = end - begin, half = (most + 1) / 2, some = half > grain_ ? half : most < grain_ ? most : grain_;
                 const int64_t from = n ? end - some : begin;  // of another's run the end
-                if (!run.left.compare_exchange_weak(left, n ? pair(begin, from) : pair(begin + some, end), std::memory_order_relaxed)) continue;
+                const uint64_t then = n ? pair(begin, from) : pair(begin + some, end);
+                if (!run.left.compare_exchange_weak(left, then, std::memory_order_relaxed)) continue;
                 call_(work_, from, from + some, id);
                 left = run.left.load(std::memory_order_relaxed);
             }
@@ -169,7 +170,7 @@ class Pool {
     std::atomic<bool> stop_{false};
     std::mutex mutex_;
     std::condition_variable wake_;
-    int64_t count_ = 0, grain_ = 1;
+    int64_t grain_ = 1;
     Ahead ahead_;
     const void* work_ = nullptr;
     void (*call_)(const void*, int64_t, int64_t, int64_t) = nullptr;
