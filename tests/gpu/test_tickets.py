@@ -16,7 +16,10 @@ FIRST, EACH = 64, 64
 
 
 @triton.jit
-def _sums(tickets_ptr, seed_ptr, values_ptr, out_ptr, PROGRAMS: tl.constexpr, FIRST: tl.constexpr, EACH: tl.constexpr):
+def _sums(
+    tickets_ptr, seed_ptr, values_ptr, out_ptr,
+    PROGRAMS: tl.constexpr, FIRST: tl.constexpr, EACH: tl.constexpr, LOADS: tl.constexpr,
+):  # fmt: skip
     """The first programs write values, the others sum all of them."""
     number, launch = take_ticket(tickets_ptr, PROGRAMS)
     if number < FIRST:
@@ -27,13 +30,14 @@ def _sums(tickets_ptr, seed_ptr, values_ptr, out_ptr, PROGRAMS: tl.constexpr, FI
         tl.store(values_ptr + lane, value)
         tell_done(tickets_ptr)
         return
-    wait_for_first(tickets_ptr, launch, FIRST)
+    wait_for_first(tickets_ptr, launch, FIRST, LOADS)
     values = tl.load(values_ptr + tl.arange(0, FIRST * EACH), cache_modifier=".cg")
     tl.store(out_ptr + number, tl.sum(values, 0))
 
 
+@pytest.mark.parametrize("loads", [False, True])
 @pytest.mark.parametrize("programs", [FIRST + 1, 200, 20_000])
-def test_all_read_what_the_first_programs_of_their_own_launch_wrote(programs):
+def test_all_read_what_the_first_programs_of_their_own_launch_wrote(programs, loads):
     """Kernel by kernel and replayed: what is written changes with each launch."""
     tickets = Tickets(1, torch.device("cuda")).of(0, programs)
     seed, values = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.zeros(FIRST * EACH, device="cuda").long()
@@ -41,7 +45,7 @@ def test_all_read_what_the_first_programs_of_their_own_launch_wrote(programs):
 
     def run():
         seed.add_(1)
-        _sums[(programs,)](tickets, seed, values, out, programs, FIRST, EACH)
+        _sums[(programs,)](tickets, seed, values, out, programs, FIRST, EACH, loads)
 
     def check(launch):
         every = FIRST * EACH

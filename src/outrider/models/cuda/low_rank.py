@@ -47,6 +47,7 @@ class Cut:
     warps: int = 4  # of a product, at least
     lanes: int = 192  # inner values and factors of B that a thread holds at once, at most
     few: int = 64  # inner values that a pass of no more than that takes at once; 0: as many as any pass
+    loads: bool = False  # who waits asks by loads, else by atomic operations
     spread: bool = False  # the sums of an inner value by a warp each, where they are the product's own
 
 
@@ -54,10 +55,10 @@ CUTS = {
     "kernel": Cut(False, warps=2, lanes=160, few=0),
     "kernel_wide": Cut(False),
     "inside": Cut(True, lanes=160, few=0),
-    "inside_wide": Cut(True, few=0),
     "inside_few": Cut(True),
-    "inside_spread": Cut(True, spread=True),
-    "inside_8_warps": Cut(True, warps=8),
+    "inside_loads": Cut(True, loads=True),
+    "inside_spread": Cut(True, loads=True, spread=True),
+    "inside_8_warps": Cut(True, warps=8, loads=True),
 }  # timed by scripts/low_rank_cost.py
 chosen = CUTS["inside_few"]
 
@@ -285,6 +286,30 @@ def added(
 
 
 @triton.jit
+def added_both(
+    gate, up, gate_b, gate_few, up_b, up_few, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, outputs, inside, half,
+    size, high, WIDE: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
+    """The same for gate and up, whose outputs begin at `half`: inner values of both are on their way at once."""
+    if FEW < WIDE and high <= FEW // _UNIT:
+        few_gate = _own_values(inner_ptr, rows, firsts, counts, 0, 0, 2, FEW, False)
+        few_up = _own_values(inner_ptr, rows, firsts, counts, 1, 0, 2, FEW, False)
+        gate, up = _summed_on(gate, gate_few, few_gate, False), _summed_on(up, up_few, few_up, False)
+    else:
+        of_gate = _own_values(inner_ptr, rows, firsts, counts, 0, 0, 2, WIDE, False)
+        of_up = _own_values(inner_ptr, rows, firsts, counts, 1, 0, 2, WIDE, False)
+        gate, up = _summed_on(gate, gate_b, of_gate, False), _summed_on(up, up_b, of_up, False)
+    for number in tl.range(WIDE // _UNIT, high, WIDE // _UNIT, num_stages=1):
+        factors = outer_factors(b_ptr, units_ptr, high, number, outputs, inside, size, WIDE)
+        values = _own_values(inner_ptr, rows, firsts, counts, 0, number, 2, WIDE, False)
+        gate = _summed_on(gate, factors, values, False)
+        factors = outer_factors(b_ptr, units_ptr, high, number, outputs + half, inside, size, WIDE)
+        values = _own_values(inner_ptr, rows, firsts, counts, 1, number, 2, WIDE, False)
+        up = _summed_on(up, factors, values, False)
+    return gate, up
+
+
+@triton.jit
 def _summed_on(total, b, inner, ROWS_FIRST: tl.constexpr):
     if ROWS_FIRST:
         total = tl.dot(inner, b.T, total, input_precision="ieee")
@@ -320,7 +345,7 @@ class InnerArguments(NamedTuple):
 
     tensors: tuple[Tensor | None, ...] = (None,) * 4
     tiles: int = 0
-    sizes: tuple[int, ...] = (0,) * 8  # the first: how many they are; the second: how many programs there are
+    sizes: tuple[int, ...] = (0,) * 9  # the first: how many they are; the second: how many programs there are
 
 
 _NOT_INSIDE = InnerArguments()
@@ -332,7 +357,8 @@ def inner_arguments(own: LowRankSum | None, rows: int, programs: int) -> InnerAr
         return _NOT_INSIDE
     first, inputs, block = FIRST_TILES * len(own.ends), own.a.shape[-1], _block(own.a)
     stages = min(STAGES, 1 + triton.cdiv(inputs, CHAINS * block))
-    sizes = first, first + programs, own.tile, block, FIRST_SHARES, _lines(own.a, inputs), stages, chosen.spread
+    loads = chosen.loads and early(own.a.device)
+    sizes = first, first + programs, own.tile, block, FIRST_SHARES, _lines(own.a, inputs), stages, chosen.spread, loads
     tickets = own.tickets.of(own.place, first + programs)
     return InnerArguments((own.a, own.order, own.tiles, tickets), own.tiles.shape[1], sizes)
 

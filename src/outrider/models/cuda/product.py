@@ -26,6 +26,7 @@ from outrider.models.cuda.launch import begin_after, early, nearly_done
 from outrider.models.cuda.low_rank import (
     LowRankSum,
     added,
+    added_both,
     first_factors,
     inner_arguments,
     is_inside,
@@ -83,7 +84,8 @@ def _few(
     SPLIT: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
     MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr,
     INNER: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr, INNER_BK: tl.constexpr, SHARES: tl.constexpr,
-    LINES: tl.constexpr, STAGES: tl.constexpr, SPREAD: tl.constexpr, SOON: tl.constexpr,
+    LINES: tl.constexpr, STAGES: tl.constexpr, SPREAD: tl.constexpr, LOADS: tl.constexpr,
+    SOON: tl.constexpr,
 ):  # fmt: skip
     """out [R, size] = x w^T + bias for a strip of BN outputs. GATE: silu(first half) * second half.
 
@@ -167,17 +169,18 @@ def _few(
         before = tl.load(out_ptr + place, mask=inside, other=0.0, cache_modifier=PAST).to(tl.float32)
     if MATRICES > 0:
         if INNER > 0:
-            wait_for_first(tickets_ptr, launch, INNER)
+            wait_for_first(tickets_ptr, launch, INNER, LOADS)
         else:
             begin_after(SOON)
-        a = added(
-            a, a_outer, a_few, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, first, first < size, strip * BN,
-            whole, 0, 0, units, MATRICES, FIRST_END, SECOND_END, WIDE, FEW, BN, True, False,
-        )  # fmt: skip
         if GATE:
-            b = added(
-                b, b_outer, b_few, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, first + size, first < size,
-                strip * BN, whole, 1, 0, units, MATRICES, FIRST_END, SECOND_END, WIDE, FEW, BN, True, False,
+            a, b = added_both(
+                a, b, a_outer, a_few, b_outer, b_few, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, first,
+                first < size, size, whole, units, WIDE, FEW,
+            )  # fmt: skip
+        else:
+            a = added(
+                a, a_outer, a_few, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, first, first < size, strip * BN,
+                whole, 0, 0, units, MATRICES, FIRST_END, SECOND_END, WIDE, FEW, BN, True, False,
             )  # fmt: skip
     if STRIPS > 0 or SCALED:
         a, b = _scaled(a, scale, bias), b * scale

@@ -59,7 +59,16 @@ def tell_done(tickets_ptr):
 
 
 @triton.jit
-def wait_for_first(tickets_ptr, launch, FIRST: tl.constexpr):
-    """Until the first programs of the launch are done."""
-    while tl.atomic_add(tickets_ptr + _LINE, 0, sem="acquire") < (launch + 1) * FIRST:
-        pass
+def wait_for_first(tickets_ptr, launch, FIRST: tl.constexpr, LOADS: tl.constexpr = False):
+    """Until the first programs of the launch are done. LOADS: every thread asks for itself."""
+    if LOADS:
+        while _loaded(tickets_ptr + _LINE) < (launch + 1) * FIRST:
+            pass
+    else:
+        while tl.atomic_add(tickets_ptr + _LINE, 0, sem="acquire") < (launch + 1) * FIRST:
+            pass
+
+
+@triton.jit
+def _loaded(count_ptr):
+    return tl.inline_asm_elementwise("ld.acquire.gpu.global.b64 $0, [$1];", "=l,l", [count_ptr], tl.int64, False, 1)
