@@ -1,7 +1,7 @@
 """What adapters cost on a GPU, and that a text is the same alone and in company.
 
 PYTHONPATH=src python scripts/adapter_gpu.py --model FOLDER --prompts turns.jsonl > adapters.jsonl
-PYTHONPATH=src python scripts/adapter_gpu.py --shape 8b --cut inside_few,kernel > passes.jsonl
+PYTHONPATH=src python scripts/adapter_gpu.py --shape 8b --cut inside_loads,kernel > passes.jsonl
 
 Random adapters of one rank on all seven matrices of every layer. `pass`: a pass of so many rows, each of a sequence of
 its own, with adapters in turns and with none; medians of CUDA events. `chat`: batches of prompts x tokens with none and

@@ -1,7 +1,7 @@
 """What adapters add to the products of a layer on a GPU, and whether a row's bits depend on its company.
 
     PYTHONPATH=src python scripts/low_rank_cost.py [--shapes smollm2,8b] [--rows 1,16,64,256,2048]
-                                                   [--cuts inside_few,kernel]
+                                                   [--cuts inside_loads,kernel]
 
 Random weights of enough layers that no cache holds them; adapters of rank 16 on all matrices, rows in turns. The four
 products of a layer after each other, all layers as one CUDA graph, each kernel set up while the one before ends, as in

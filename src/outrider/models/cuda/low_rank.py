@@ -45,6 +45,7 @@ class Cut:
 
     inside: bool  # inner values by programs of the product, which the others wait for; else by a kernel before
     warps: int = 4  # of a product, at least
+    large_warps: int = 4  # of one that has two sums, or parts
     lanes: int = 192  # inner values and factors of B that a thread holds at once, at most
     few: int = 64  # inner values that a pass of no more than that takes at once; 0: as many as any pass
     loads: bool = False  # who waits asks by loads, else by atomic operations
@@ -58,9 +59,10 @@ CUTS = {
     "inside_few": Cut(True),
     "inside_loads": Cut(True, loads=True),
     "inside_spread": Cut(True, loads=True, spread=True),
-    "inside_8_warps": Cut(True, warps=8, loads=True),
+    "inside_mixed": Cut(True, large_warps=8, loads=True),
+    "inside_8_warps": Cut(True, warps=8, large_warps=8, loads=True),
 }  # timed by scripts/low_rank_cost.py
-chosen = CUTS["inside_few"]
+chosen = CUTS["inside_loads"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -368,8 +370,8 @@ def is_inside(rows: int) -> bool:
     return chosen.inside and rows <= FEW_ROWS
 
 
-def least_warps(own: LowRankSum | None, warps: int) -> int:
-    return warps if own is None else max(warps, chosen.warps)
+def least_warps(own: LowRankSum | None, warps: int, large: bool) -> int:
+    return warps if own is None else max(warps, chosen.large_warps if large else chosen.warps)
 
 
 def multiply_inner(x: Tensor, own: LowRankSum) -> None:

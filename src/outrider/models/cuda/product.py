@@ -449,7 +449,7 @@ def _linear_few(
     if padded > FEW_ROWS:  # as wide blocks would leave no memory for several stages, nor registers for the sums
         part = cut.part(inner)
         block, warps = next(b for b in (128, 64, 32, 16) if part % b == 0), 8
-    warps = least_warps(around.adapters, warps)
+    warps = least_warps(around.adapters, warps, around.gate or cut.split > 1)
     stage = block * (cut.width * (2 if around.gate else 1) + padded) * x.element_size()
     low = low_rank_arguments(around.adapters, padded + cut.width * (2 if around.gate else 1), 32 * warps)
     strips = triton.cdiv(size, cut.width)
