@@ -108,6 +108,11 @@ def test_a_pass_with_more_units_than_are_read_at_once_equals_plain_torch():
     pair.run([(id, pair.text(11), NONE, id % 4) for id in range(10, 17)])
 
 
+def test_more_adapters_than_programs_that_compute_their_inner_values_equal_plain_torch():
+    pair = Pair(ranks=(1,) * low_rank.FIRST_TILES + (40,), units=low_rank.FIRST_TILES + 3)
+    pair.run([(id, pair.text(1), NONE, id) for id in range(1, len(pair.ready))])
+
+
 def test_rows_of_many_inputs_equal_plain_torch():
     """Inner values are sums of several sums, whose last inputs fill no block."""
     pair = Pair(ranks=(3, 20), units=3, hidden=172, inner=300)

@@ -48,19 +48,19 @@ class Cut:
     large_warps: int = 4  # of one that has two sums, or parts
     lanes: int = 192  # inner values and factors of B that a thread holds at once, at most
     few: int = 64  # inner values that a pass of no more than that takes at once; 0: as many as any pass
-    loads: bool = False  # who waits asks by loads, else by atomic operations
+    held: bool = False  # B's first factors are read before x is there, else on their way to the cache by then
+    loads: bool = True  # who waits asks by loads, else by atomic operations
     spread: bool = False  # the sums of an inner value by a warp each, where they are the product's own
 
 
 CUTS = {
-    "kernel": Cut(False, warps=2, lanes=160, few=0),
+    "kernel": Cut(False, warps=2, lanes=160, few=0, held=True),
     "kernel_wide": Cut(False),
-    "inside": Cut(True, lanes=160, few=0),
-    "inside_few": Cut(True),
-    "inside_loads": Cut(True, loads=True),
-    "inside_spread": Cut(True, loads=True, spread=True),
-    "inside_mixed": Cut(True, large_warps=8, loads=True),
-    "inside_8_warps": Cut(True, warps=8, large_warps=8, loads=True),
+    "inside": Cut(True, lanes=160, few=0, held=True, loads=False),
+    "inside_held": Cut(True, held=True),
+    "inside_loads": Cut(True),
+    "inside_spread": Cut(True, spread=True),
+    "inside_mixed": Cut(True, large_warps=8, spread=True),
 }  # timed by scripts/low_rank_cost.py
 chosen = CUTS["inside_loads"]
 
@@ -217,6 +217,18 @@ def outer_factors(b_ptr, units_ptr, held, begin, outputs, inside, size, WIDE: tl
 
 
 @triton.jit
+def fetch_factors(b_ptr, units_ptr, held, column, size, BN: tl.constexpr, WIDE: tl.constexpr):
+    """What `outer_factors` reads of the first units for BN outputs from `column` on, on its way to the cache."""
+    EACH: tl.constexpr = 1024 // b_ptr.dtype.element_ty.primitive_bitwidth
+    if held > 0:
+        number = tl.minimum(tl.arange(0, WIDE // _UNIT), held - 1)
+        unit = tl.load(units_ptr + _HEADER + number).to(tl.int64)
+        line = tl.minimum(column * _UNIT + tl.arange(0, BN * _UNIT // EACH) * EACH, size * _UNIT - 1)
+        at = b_ptr + (unit * (size.to(tl.int64) * _UNIT))[:, None] + line[None, :]
+        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], tl.int32, False, 1)
+
+
+@triton.jit
 def first_factors(b_ptr, units_ptr, held, outputs, inside, size, WIDE: tl.constexpr, FEW: tl.constexpr):
     """The same of the first units, [outputs, WIDE] and [outputs, FEW]: one is read, by how many units there are."""
     few, many = 0, held
@@ -324,7 +336,7 @@ class _Arguments(NamedTuple):
     """Of a product's kernel."""
 
     tensors: tuple[Tensor | None, ...] = (None,) * 5
-    sizes: tuple[int, ...] = (0,) * 5
+    sizes: tuple[int, ...] = (0,) * 6
 
 
 _NO_ADAPTERS = _Arguments()
@@ -339,7 +351,7 @@ def low_rank_arguments(own: LowRankSum | None, lanes: int, threads: int, many: b
     wide = next((w for w in (256, 128, 64, 32) if lanes * w <= chosen.lanes * threads), UNIT)
     wide = min(wide, MANY_WIDE) if many else wide
     tensors = own.inner, own.b, own.units, own.firsts, own.counts
-    return _Arguments(tensors, (len(own.ends), first, second, wide, min(chosen.few or wide, wide)))
+    return _Arguments(tensors, (len(own.ends), first, second, wide, min(chosen.few or wide, wide), chosen.held))
 
 
 class InnerArguments(NamedTuple):

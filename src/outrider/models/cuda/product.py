@@ -27,6 +27,7 @@ from outrider.models.cuda.low_rank import (
     LowRankSum,
     added,
     added_both,
+    fetch_factors,
     first_factors,
     inner_arguments,
     is_inside,
@@ -83,6 +84,7 @@ def _few(
     STRIPS: tl.constexpr, SCALED: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
     SPLIT: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
     MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr,
+    HELD: tl.constexpr,
     INNER: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr, INNER_BK: tl.constexpr, SHARES: tl.constexpr,
     LINES: tl.constexpr, STAGES: tl.constexpr, SPREAD: tl.constexpr, LOADS: tl.constexpr,
     SOON: tl.constexpr,
@@ -125,10 +127,14 @@ def _few(
         own = first < size
         if MATRICES == 3:
             own &= matrix_of(first, FIRST_END, SECOND_END) == matrix_of(strip * BN, FIRST_END, SECOND_END)
-        a_outer, a_few = first_factors(b_ptr, units_ptr, units, first, own, whole, WIDE, FEW)
-        b_outer, b_few = a_outer, a_few
-        if GATE:
-            b_outer, b_few = first_factors(b_ptr, units_ptr, units, first + size, first < size, whole, WIDE, FEW)
+        if HELD:
+            a_outer, a_few = first_factors(b_ptr, units_ptr, units, first, own, whole, WIDE, FEW)
+            if GATE:
+                b_outer, b_few = first_factors(b_ptr, units_ptr, units, first + size, first < size, whole, WIDE, FEW)
+        elif SOON:
+            fetch_factors(b_ptr, units_ptr, units, strip * BN, whole, BN, WIDE)
+            if GATE:
+                fetch_factors(b_ptr, units_ptr, units, strip * BN + size, whole, BN, WIDE)
     if MATRICES == 0 or INNER > 0:
         begin_after(SOON)
     for k in range(begin, tl.minimum(begin + PART, K), BK):
@@ -152,6 +158,10 @@ def _few(
         a = tl.zeros([BN, ROWS], tl.float32)
         for part in tl.static_range(SPLIT):
             a += tl.load(mine + part * (BN * ROWS), cache_modifier=".cg")
+    if MATRICES > 0 and not HELD:
+        a_outer, a_few = first_factors(b_ptr, units_ptr, units, first, own, whole, WIDE, FEW)
+        if GATE:
+            b_outer, b_few = first_factors(b_ptr, units_ptr, units, first + size, first < size, whole, WIDE, FEW)
     if STRIPS > 0:
         total = tl.zeros([ROWS], squares_ptr.dtype.element_ty)
         for other in range(STRIPS):
@@ -208,6 +218,7 @@ def _many(
     K: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr,
     GROUP: tl.constexpr, COPIED: tl.constexpr,
     MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr,
+    HELD: tl.constexpr,
     SOON: tl.constexpr,
 ):  # fmt: skip
     """The same for a tile of BM rows and BN outputs. WIDTH: of a strip of `_few`, whose sums of squares these are.
