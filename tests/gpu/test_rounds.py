@@ -273,13 +273,14 @@ def test_rejection_follows_the_law_without_the_host(spec, model, heads):
         writer.write = lambda seqs, *more: (calls.append(len(seqs)), write(seqs, *more))[1]
     seqs = [Sequence(id, [3, 1, 4, 1, 5, 3, 1], SamplingParams(length, 0.8), dice=Dice(id)) for id in range(count)]
     drain(run, seqs)
-    assert spec == "none" or (sum(calls) >= count and all(seq.stats.drafted for seq in seqs))
+    assert spec == "none" or (sum(calls) >= count and any(seq.stats.drafted for seq in seqs))
     expected, spread = laws_of(model, seqs, length)
     places = [torch.tensor([seq.tokens[seq.prompt + n] for seq in seqs]) for n in range(length)]
     seen = torch.stack([torch.bincount(each, minlength=VOCAB) for each in places])
-    far = ((seen - expected).abs() / spread.clamp(min=1).sqrt())[expected > 5]
-    assert float(far.max()) < 5.5
-    assert float(far.square().mean()) < 1.5
+    far = ((seen - expected) / spread.clamp(min=1).sqrt())[expected > 10]
+    assert len(far) > 8
+    assert float(far.abs().max()) < 6
+    assert float(far.square().mean()) < 1 + 5 * (2 / len(far)) ** 0.5
 
 
 def laws_of(model, seqs, length):
