@@ -30,6 +30,10 @@ if not torch.cuda.is_available():
         import triton
 
         triton.knobs.runtime.interpret = True
+
+        import interpreted
+
+        interpreted.hasten()
     del os.environ["TRITON_INTERPRET"]  # what the tests start is not to inherit it
 
 TEMPLATE = (
