@@ -10,7 +10,9 @@ from triton.runtime import interpreter
 
 
 def hasten() -> None:
-    """Once in a process."""
+    """Once in a process. The interpreter of an older Triton, which patches in another way, is left as it is."""
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return
     # Overflows are looked for in every sum of integers, and `device_assert` drops what was found unless it debugs.
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
