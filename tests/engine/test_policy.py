@@ -354,7 +354,8 @@ class TestFree:
         for _ in range(passes):
             if policy.asks_free(seqs):
                 count += 1
-                policy.learn_free(seqs, [[chain(saving)]] * seqs, PassSize(seqs, seqs), seconds)
+                size = PassSize(seqs, seqs)
+                policy.learn_free(seqs, policy.expected([[chain(saving)]] * seqs, size), size, seconds)
         return count
 
     def test_where_they_pay_they_are_always_asked(self):

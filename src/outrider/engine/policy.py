@@ -201,9 +201,9 @@ class DraftingPolicy:
         """Whether the drafters that run no model are asked for so many sequences."""
         return self._free.setdefault(seqs.bit_length(), FreeDrafts()).pay(self.cost.at(seqs))
 
-    def learn_free(self, seqs: int, drafts: Seq[Seq[Draft]], size: PassSize, seconds: float) -> None:
-        """What asking them took, and what their drafts are expected to save over a pass without any."""
-        plan, plain = self.expected(drafts, size), self.cost.at(size.writing)
+    def learn_free(self, seqs: int, plan: PassPlan, size: PassSize, seconds: float) -> None:
+        """What asking them took, and what the pass with their drafts is expected to save over one without any."""
+        plain = self.cost.at(size.writing)
         self._free[seqs.bit_length()].learn(plan.tokens / size.writing * plain - plan.seconds, seconds)
 
     def expected(self, free: Seq[Seq[Draft]], size: PassSize) -> PassPlan:
@@ -354,7 +354,10 @@ class DraftingPolicy:
     # What is learned.
 
     def record(self, drafter: Drafter) -> DrafterRecord:
-        return self._records.setdefault(id(drafter), DrafterRecord())
+        found = self._records.get(id(drafter))
+        if found is None:
+            found = self._records[id(drafter)] = DrafterRecord()
+        return found
 
     def learn(self, found: Seq[DraftOutcome], written: Seq[int], kept: int) -> None:
         """What became of the drafts for one sequence. `kept`: tokens of them that were committed, of all that were
