@@ -174,9 +174,11 @@ def told(made, drafts, written, times=100):
         made.merged(Step(seq, [8], tree, Verdict((), written[-1]), None))
 
 
+UNSEEN = {1: believed(ALIKE, 0.5, 0.4), 7: believed(ALIKE, 0.4, 0.5)}
+
+
 class TestWhatIsLearned:
     DRAFTS = (chain(1, acceptance=[0.5]), chain(7, acceptance=[0.4]))
-    UNSEEN = {1: believed(ALIKE, 0.5, 0.4), 7: believed(ALIKE, 0.4, 0.5)}
 
     def tree(self, made):
         return made.merge(sequence(), list(zip(made.members, self.DRAFTS, strict=True)))
@@ -190,7 +192,7 @@ class TestWhatIsLearned:
 
     def test_who_is_right_where_they_differ(self):
         made = self.combined()
-        assert self.probabilities(made) == pytest.approx(self.UNSEEN)
+        assert self.probabilities(made) == pytest.approx(UNSEEN)
         told(made, self.DRAFTS, [7, 5])
         assert self.probabilities(made)[7] > 0.75
         assert self.probabilities(made)[1] < 0.15
@@ -200,12 +202,12 @@ class TestWhatIsLearned:
         told(made, agreeing, [1, 5])
         tree = made.merge(sequence(), list(zip(made.members, agreeing, strict=True)))
         assert tree.acceptance[0] > 0.85
-        assert self.probabilities(made) == pytest.approx(self.UNSEEN)  # of another kind
+        assert self.probabilities(made) == pytest.approx(UNSEEN)  # of another kind
 
     def test_what_was_never_reached_teaches_nothing(self):
         made = self.combined()
         told(made, (chain(1, 2, acceptance=[0.9, 0.5]), chain(1, 7, acceptance=[0.9, 0.4])), [3])
-        assert self.probabilities(made) == pytest.approx(self.UNSEEN)
+        assert self.probabilities(made) == pytest.approx(UNSEEN)
 
     def test_nothing_is_left_of_a_sequence_that_ended(self):
         made = self.combined()
