@@ -550,7 +550,7 @@ TRACES = {
         [(40, 64)],
         1.01,
     ),
-    "several": (large, model(lambda p: 0.57, 0.008, 0.002), [(40, 64)] * 4, 1.025),
+    "several such requests": (large, model(lambda p: 0.57, 0.008, 0.002), [(40, 64)] * 4, 1.025),
     "the first prompt is long": (large, model(lambda p: 0.9, 0.008, 0.002), [(300, 64)], 1.005),
     "a draft model that pays in the end": (large, model(lambda p: 0.9, 0.005, 0.002), [(40, 64)] * 8, 1.07),
     "a head and a copy": (cpu, head_and_copy, [(50, 400)] * 2, 0.95),

@@ -42,8 +42,10 @@ class Calibration:
         return (self._kept[kind] - self._stated[kind]) / (self._tries[kind] + self._weight)
 
     def count(self, kind: int, kept: bool, stated: float = 0.0) -> None:
-        for sums, value in ((self._tries, 1.0), (self._kept, float(kept)), (self._stated, stated)):
-            sums[kind] = self._fade * sums[kind] + value
+        fade = self._fade
+        self._tries[kind] = fade * self._tries[kind] + 1.0
+        self._kept[kind] = fade * self._kept[kind] + kept
+        self._stated[kind] = fade * self._stated[kind] + stated
 
 
 def match_kind(matched: int, others: int = ALONE) -> int:
