@@ -1,12 +1,15 @@
 """What adapters cost on a GPU, and that a text is the same alone and in company.
 
 PYTHONPATH=src python scripts/adapter_gpu.py --model FOLDER --prompts turns.jsonl > adapters.jsonl
+PYTHONPATH=src python scripts/adapter_gpu.py --shape 8b --cut inside_loads,kernel > passes.jsonl
 
 Random adapters of one rank on all seven matrices of every layer. `pass`: a pass of so many rows, each of a sequence of
 its own, with adapters in turns and with none; medians of CUDA events. `chat`: batches of prompts x tokens with none and
 with the adapters, in turns, prompts in the cache; the ratio of a round is tokens/s with adapters over tokens/s with
 none. `texts`: each sequence of the batch alone against itself in it, greedy; then the batch with drafters. `loading`:
-an adapter that comes and leaves while the graphs stay. JSON lines. Needs torch, triton, transformers and safetensors.
+an adapter that comes and leaves while the graphs stay. `--cut`: of `models/cuda/low_rank.py`; several are measured one
+after the other. `--shape 8b`: only passes, of a model of Llama 3 8B's sizes with random weights. JSON lines. Needs
+torch, triton, transformers and safetensors.
 `--device cpu` leaves out the passes: it shows that the rest of the script runs.
 """
 
@@ -17,6 +20,8 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +30,25 @@ import torch
 
 from outrider import LLM, SamplingParams
 from outrider.core.draft import Draft
+from outrider.models.adapters.adapter import Adapter, LowRank
 from outrider.models.base import Feed
+from outrider.models.cuda import low_rank
+from outrider.models.cuda.model import CudaLlama
+from outrider.models.linear import Dense
+from outrider.models.llama import LlamaConfig, Weights
+from outrider.models.rope import Rope
+from outrider.models.stack import Layer, TorchStack
 
 CONTEXT = 150  # tokens of each sequence before the passes that are timed
 AGAIN = 20  # passes of one timing
 ROWS = (1, 4, 16, 64)
 PROMPT = 2048  # rows of the pass that is a prompt
+DEVICE = "cuda"  # of a model of random weights
+TURNS = 7  # of the passes of a shape
+SHAPES = {  # hidden, heads, heads of keys, of a head, inner, vocabulary, layers
+    "smollm2": (576, 9, 3, 64, 1536, 49152, 30),
+    "8b": (4096, 32, 8, 128, 14336, 128256, 32),
+}
 WARM = 2  # calls before the first that counts: a shape that comes a second time is captured as a graph
 
 
@@ -68,16 +86,18 @@ def milliseconds(model: Any, feeds: list[Feed]) -> float:
         model.forward(feeds)
         for id, length in held:
             model.crop(id, length)
-    took = []
-    for _ in range(3):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(AGAIN):
-            model.again()
-        end.record()
-        end.synchronize()
-        took.append(begin.elapsed_time(end) / AGAIN)
-    return statistics.median(took)
+    return statistics.median(timed(model.again) for _ in range(3))
+
+
+def timed(run: Callable[[], None]) -> float:
+    """Milliseconds of the device."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(AGAIN):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / AGAIN
 
 
 def profile(model: Any, ready: list[Any], rows: int) -> None:
@@ -112,6 +132,63 @@ def time_passes(model: Any, ready: list[Any]) -> None:
         none, one = (milliseconds(model, [Feed(0, tokens, draft, own)]) for own in (None, ready[0]))
         model.free(0)
         say("pass", rows=name, none=none, one=one, ratio_one=none / one)
+
+
+def random_model(shape: str) -> CudaLlama:
+    hidden, heads, keys, size, inner, vocab, count = SHAPES[shape]
+    made = torch.Generator(DEVICE).manual_seed(0)
+
+    def rand(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=made, device=DEVICE, dtype=torch.bfloat16) * 0.02
+
+    def layer() -> Layer:
+        return Layer(
+            1 + rand(hidden), Dense(rand((heads + 2 * keys) * size, hidden)), Dense(rand(hidden, heads * size)),
+            1 + rand(hidden), Dense(rand(2 * inner, hidden)), Dense(rand(hidden, inner)),
+        )  # fmt: skip
+
+    config = LlamaConfig(hidden, heads, keys, size, 1e-5, None, vocab_size=vocab, num_layers=count, context=2048)
+    rope = Rope(1.0 / 5e5 ** (torch.arange(0, size, 2).float() / size))
+    stack = TorchStack(config, [layer() for _ in range(count)])
+    weights = Weights(Dense(rand(vocab, hidden)), stack, 1 + rand(hidden), Dense(rand(vocab, hidden)), rope)
+    return CudaLlama(config, weights, 8 << 30)
+
+
+def shape_passes(given: argparse.Namespace, cuts: list[str]) -> None:
+    """Passes of random weights in turns: with none, and with adapters in each cut. The values of all adapters are the
+    same, but they lie in units of their own."""
+    model = random_model(given.shape)
+    rank, pairs = given.rank, {}
+    for name, (outputs, inputs) in model.adapter_base.shapes.items():
+        if name.startswith("model.layers."):
+            pairs[name] = LowRank(torch.randn(rank, inputs) / inputs**0.5, 0.02 * torch.randn(outputs, rank), 1.0)
+    one = Adapter(pairs)
+    model.reserve_adapters((given.adapters + 1) * model.adapter_bytes(one))
+    ready = [model.adapt(one, f"{number}") for number in range(given.adapters)]
+    say("ready", shape=given.shape, device=torch.cuda.get_device_name(), torch=torch.__version__)
+    text = [(7 * place) % 1000 + 5 for place in range(CONTEXT)]
+    for rows in (given.batch, 1):
+        ids, found = range(rows), {}
+        for cut in ["none", *cuts]:
+            own = [None] if cut == "none" else ready
+            low_rank.chosen = low_rank.CUTS[cuts[0] if cut == "none" else cut]
+            model._passes._passes.clear()  # graphs of another cut
+            for token in text:  # as many rows as are timed: no other kernels are compiled
+                model.forward([Feed(id, [token], adapter=own[id % len(own)]) for id in ids])
+            milliseconds(model, [Feed(id, [8], adapter=own[id % len(own)]) for id in ids])
+            assert model._last is not None
+            found[cut] = model._last[0]
+            for id in ids:
+                model.free(id)
+        took: dict[str, list[float]] = {cut: [] for cut in found}
+        for _ in range(TURNS):
+            for cut, run in found.items():
+                took[cut].append(timed(partial(model._passes.run, run, model._compute)))
+        none = statistics.median(took["none"])
+        for cut, each in took.items():
+            middle = statistics.median(each)
+            say("shape", shape=given.shape, rows=rows, cut=cut, milliseconds=middle, range=[min(each), max(each)],
+                ratio=none / middle, asked=0.85)  # fmt: skip
 
 
 class Batch:
@@ -185,7 +262,9 @@ def load_and_leave(llm: LLM, model: Any, folder: str) -> None:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--model", required=True)
+    made.add_argument("--model")
+    made.add_argument("--shape", choices=SHAPES, help="in place of a model: its sizes, random weights")
+    made.add_argument("--cut", default=next(n for n, cut in low_rank.CUTS.items() if cut is low_rank.chosen))
     made.add_argument("--prompts", help="a .jsonl file in Spec-Bench form; default: short ones of our own")
     made.add_argument("--batch", type=int, default=64)
     made.add_argument("--adapters", type=int, default=16)
@@ -207,6 +286,20 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     given = parser().parse_args()
+    if (given.model is None) == (given.shape is None):
+        parser().error("give --model or --shape")
+    cuts = given.cut.split(",")
+    if given.shape:
+        shape_passes(given, cuts)
+        return 0
+    for cut in cuts:
+        low_rank.chosen = low_rank.CUTS[cut]
+        say("cut", cut=cut)
+        whole(given)
+    return 0
+
+
+def whole(given: argparse.Namespace) -> None:
     begin = time.perf_counter()
     where = {"device": given.device, "dtype": given.dtype, "cache_memory": given.cache_memory, "max_batch": given.batch}
     with LLM(given.model, draft="none", adapter_memory=given.adapter_memory, **where) as llm, \
@@ -229,7 +322,6 @@ def main() -> int:
             if given.profile:
                 profile(model, own, given.batch)
         say("end", seconds=time.perf_counter() - begin)
-    return 0
 
 
 def _read(model: Any, path: Path) -> Any:

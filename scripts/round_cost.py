@@ -2,13 +2,14 @@
 round whose draft is there already, with as many nodes.
 
     PYTHONPATH=src python scripts/round_cost.py [--batches 1,4,16,64] [--rounds 96] [--repeats 5] [--specs SPEC ...]
-                                                [--kernels SPEC]
+                                                [--kernels SPEC] [--temperature 0.8 [--seed 1]]
 
 The target has SmolLM2-135M's sizes and random weights, the heads the sizes that `outrider train` gives them, a draft
 model is called by its number of layers of the target's size (`layer_skip` runs a third of the target's), so nothing is
 kept and every round writes one token. Texts of 520 tokens; drafters run in turns, and the median over the repeats
 counts, with the range. `--kernels block:tree=31`: also how long each kernel of such a round takes, by torch's profiler,
-one sequence. Needs torch and triton.
+one sequence. With a temperature drafts are verified by rejection, with a seed too by the target's noise. Needs torch
+and triton.
 """
 
 from __future__ import annotations
@@ -100,6 +101,9 @@ class ReadyDraft:
 
     follows = takes
 
+    def draws(self, seq: Sequence) -> bool:
+        return False
+
     def begin(self, *_: Any) -> bool:
         return True
 
@@ -122,13 +126,13 @@ class ReadyGuesses:
 
     def send(self, seqs: Any, tables: RoundTables) -> None: ...
 
-    def guess(self, tables: RoundTables) -> None: ...
+    def guess(self, tables: RoundTables, number: int) -> None: ...
 
 
-def sequences(count: int, ids: Iterator[int]) -> list[Sequence]:
+def sequences(count: int, ids: Iterator[int], params: SamplingParams) -> list[Sequence]:
     made = torch.Generator().manual_seed(1)
     texts = torch.randint(VOCAB, (count, PROMPT), generator=made).tolist()
-    return [Sequence(next(ids), text, SamplingParams(1000), dice=Dice(1)) for text in texts]
+    return [Sequence(next(ids), text, params, dice=Dice(1)) for text in texts]
 
 
 def looped(model: CudaLlama, engine: Engine, loop: DeviceLoop, seqs: list[Sequence], rounds: int) -> float:
@@ -165,7 +169,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--specs", nargs="+", default=SPECS)
     parser.add_argument("--kernels", default="")
+    parser.add_argument("--temperature", type=float, default=0.0, help="above 0: by rejection")
+    parser.add_argument("--seed", type=int, help="with a temperature: under the noise of a seed, not by rejection")
     given = parser.parse_args()
+    params = SamplingParams(1000, given.temperature, seed=given.seed)
     model = model_of(LAYERS)
     context = BuildContext(model, lambda name, *_: model_of(int(name)), heads=heads(), cache_bytes=1 << 29)
     made = {spec: drafters.build(named(spec), context) for spec in given.specs}
@@ -177,7 +184,7 @@ def main() -> None:
         times: dict[str, list[float]] = {spec: [] for spec in loops}
         for _ in range(given.repeats + 1):
             for spec, (drafter, loop) in loops.items():
-                times[spec].append(once(model, drafter, loop, sequences(batch, ids), given.rounds))
+                times[spec].append(once(model, drafter, loop, sequences(batch, ids, params), given.rounds))
         found = {spec: [1e3 * each for each in own[1:]] for spec, own in times.items()}
         for spec, own in found.items():
             print(
@@ -187,7 +194,7 @@ def main() -> None:
             )
     if given.kernels:
         drafter, loop = loops[given.kernels]
-        kernels(model, drafter, loop, ids, given.rounds)
+        kernels(model, drafter, loop, ids, given.rounds, params)
 
 
 def spread(own: list[float], rest: list[float]) -> dict[str, Any]:
@@ -216,11 +223,13 @@ def once(model: CudaLlama, drafter: Any, loop: DeviceLoop, seqs: list[Sequence],
         drafter.writer = writer
 
 
-def kernels(model: CudaLlama, drafter: Any, loop: DeviceLoop, ids: Iterator[int], rounds: int) -> None:
+def kernels(
+    model: CudaLlama, drafter: Any, loop: DeviceLoop, ids: Iterator[int], rounds: int, params: SamplingParams
+) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as record:
-        once(model, drafter, loop, sequences(1, ids), rounds)
+        once(model, drafter, loop, sequences(1, ids, params), rounds)
     total, counts = Counter[str](), Counter[str]()
     for event in record.events():
         total[event.name] += event.device_time

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from outrider.core.dice import RESIDUAL
 from outrider.core.sampling import SamplingParams, warp
 from outrider.models.base import Feed, WrittenTokens
 
@@ -111,19 +112,23 @@ class SharesPrefixes(Wrapped):
     def forget_prefixes(self):
         self.known.clear()
 
-    def write(self, ids, last, dice, temperatures, plan, wait, layers=(), adapters=()):
+    def write(self, ids, last, dice, temperatures, plan, wait, layers=(), adapters=(), draws=()):
         while steps := plan(0):
             wait()
-            rows = [self._write(*each, steps) for each in zip(ids, last, dice, temperatures, strict=True)]
+            rows = [self._write(*each, steps) for each in zip(ids, last, dice, temperatures, draws, strict=True)]
             last = [row[-1] for row in rows]
             yield WrittenTokens(torch.tensor(rows).T)
 
-    def _write(self, id, token, dice, temperature, steps):
+    def _write(self, id, token, dice, temperature, draws, steps):
         written = []
         for _ in range(steps):
             [output] = self.model.forward([Feed(id, [token])])
             law = warp(output.logits[0], SamplingParams(temperature=temperature))
-            token = int(law.argmax()) if dice is None else dice.choose(law, self.length(id))
+            if dice is None:
+                token = int(law.argmax())
+            else:
+                at = self.length(id)
+                token = dice.draw(law, at, RESIDUAL) if draws else dice.choose(law, at)
             written.append(token)
         return written
 

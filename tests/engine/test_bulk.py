@@ -9,7 +9,7 @@ import torch
 from tiny import Markov, Scripted, drain, outputs, plainly
 
 from outrider.core.adapter import ReadyAdapter
-from outrider.core.dice import Dice
+from outrider.core.dice import RESIDUAL, Dice
 from outrider.core.sampling import SamplingParams, warp
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Drafter
@@ -57,7 +57,7 @@ class PagedMarkov:
     def prepare(self, layers=()):
         """There are no graphs."""
 
-    def write(self, ids, last, dice, temperatures, plan, wait, layers=(), adapters=()):
+    def write(self, ids, last, dice, temperatures, plan, wait, layers=(), adapters=(), draws=()):
         parts = collections.deque()
         while True:
             while len(parts) < 2 and (steps := plan(sum(parts))):
@@ -67,27 +67,32 @@ class PagedMarkov:
                 return
             wait()
             steps = parts.popleft()
-            rows = [self._write(*each, steps) for each in zip(ids, last, dice, temperatures, strict=True)]
+            rows = [self._write(*each, steps) for each in zip(ids, last, dice, temperatures, draws, strict=True)]
             last = [row[-1] for row in rows]
             states = torch.tensor(rows).T[:, :, None, None] * torch.ones(len(layers), 1) if layers else None
             yield WrittenTokens(torch.tensor(rows).T, states)
 
-    def _write(self, id, last, dice, temperature, steps):
+    def _write(self, id, last, dice, temperature, draws, steps):
         tokens = [*self.markov.seen.get(id, []), last]
         for _ in range(steps):
             law = warp(self.markov.logits(tokens), SamplingParams(temperature=temperature))
-            tokens.append(int(law.argmax()) if dice is None else dice.choose(law, len(tokens)))
+            if dice is None:
+                tokens.append(int(law.argmax()))
+            elif draws:
+                tokens.append(dice.draw(law, len(tokens), RESIDUAL))
+            else:
+                tokens.append(dice.choose(law, len(tokens)))
         self.markov.seen[id] = tokens[:-1]
         return tokens[-steps:]
 
 
-def sequences(count=MANY, **more):
+def sequences(count=MANY, seeded=True, **more):
     """Greedy and sampled, of different lengths; two of three have a token that ends them."""
     return [
         Sequence(
             id,
             [id % 6, (id * id) % 6],
-            SamplingParams(5 + id % 40, temperature=0.8 if id % 2 else 0.0, seed=id),
+            SamplingParams(5 + id % 40, temperature=0.8 if id % 2 else 0.0, seed=id if seeded else None),
             ends=frozenset({5}) if id % 3 else frozenset(),
             dice=Dice(id),
             **more,
@@ -122,6 +127,14 @@ def test_a_large_batch_writes_what_each_writes_alone():
     assert model.committed == {seq.id: seq.tokens for seq in seqs}
     assert sorted(model.begun) == [seq.id for seq in seqs]
     assert (model.markov.seen, engine.scheduler.reserved) == ({}, 0)
+
+
+def test_without_a_seed_it_writes_what_the_host_would_draw():
+    model, seqs = PagedMarkov(), sequences(40, seeded=False)
+    run(model, seqs)
+    assert {seq.rule for seq in seqs} == {"rejection"}
+    assert len(model.written) > 1
+    assert outputs(seqs) == outputs(map(alone, seqs))
 
 
 def test_parts_follow_each_other_until_somebody_ends_or_comes():

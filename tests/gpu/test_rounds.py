@@ -17,6 +17,7 @@ from outrider.drafters.base import BuildContext
 from outrider.drafters.draft_model import ModelDrafter
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Limits
+from outrider.models.base import Feed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -232,3 +233,68 @@ def test_a_drafter_that_fails_in_the_midst_costs_nobody_a_text(spec, model, head
         finally:
             setattr(loop.kernels, name, whole)
         assert texts(seqs) == plain(5, True)
+
+
+def unseeded(count, tokens=TOKENS):
+    """Every third one greedy, every third one under a seed, and the others by rejection."""
+    made = sequences(count, sampled=True)
+    for seq in made:
+        if seq.id % 3 == 1:
+            seq.params = SamplingParams(tokens - seq.id % 7, 0.8)
+    return [Sequence(seq.id, seq.tokens, seq.params, dice=Dice(seq.id)) for seq in made]
+
+
+@pytest.mark.parametrize("count", [2, 16])
+@pytest.mark.parametrize(
+    "spec", ["eagle:head=it,length=2", "eagle:head=it,tree=7,width=4,length=2", "block:head=slots,length=2"]
+)
+def test_rejection_writes_what_it_writes_with_the_host(spec, count, model, heads, monkeypatch):
+    """The same draws, laws and verdicts; the end of a text may differ, where the host's last draft is cut."""
+    from outrider.drafters.rounds import base
+
+    monkeypatch.setattr(base, "ROW_BUDGETS", ((1 << 30, 128),))
+    run, seqs = engine(spec, model, heads), unseeded(count)
+    drain(run, seqs)
+    other = Engine(model, built(spec, model, heads), Limits(128, 4096), rounds=False)
+    longer = unseeded(count, TOKENS + 8)
+    drain(other, longer)
+    for seq, own in zip(texts(seqs), texts(longer), strict=True):
+        assert seq == own[: len(seq)]
+    assert all(seq.stats.accepted for seq in seqs if seq.id % 3 == 1)
+
+
+@pytest.mark.parametrize("spec", [*SPECS, "none"])
+def test_rejection_follows_the_law_without_the_host(spec, model, heads):
+    """Of many texts after one prompt: how often each token stands at each place, against the target's own law there."""
+    run, count, length, calls = Engine(model, built(spec, model, heads), Limits(16, 4096)), 512, 6, []
+    if spec != "none":
+        writer = run.drafters[""].writer
+        write = writer.write
+        writer.write = lambda seqs, *more: (calls.append(len(seqs)), write(seqs, *more))[1]
+    seqs = [Sequence(id, [3, 1, 4, 1, 5, 3, 1], SamplingParams(length, 0.8), dice=Dice(id)) for id in range(count)]
+    drain(run, seqs)
+    assert spec == "none" or (sum(calls) >= count and any(seq.stats.drafted for seq in seqs))
+    expected, spread = laws_of(model, seqs, length)
+    places = [torch.tensor([seq.tokens[seq.prompt + n] for seq in seqs]) for n in range(length)]
+    seen = torch.stack([torch.bincount(each, minlength=VOCAB) for each in places])
+    far = ((seen - expected) / spread.clamp(min=1).sqrt())[expected > 10]
+    assert len(far) > 8
+    assert float(far.abs().max()) < 6
+    assert float(far.square().mean()) < 1 + 5 * (2 / len(far)) ** 0.5
+
+
+def laws_of(model, seqs, length):
+    """How often each token is expected at each place after these texts, and how far that may vary."""
+    expected, spread = torch.zeros(2, length, VOCAB)
+    for begin in range(0, len(seqs), 64):
+        some = seqs[begin : begin + 64]
+        outputs = model.forward([Feed(9000 + seq.id, seq.tokens[: seq.prompt]) for seq in some])
+        for place in range(length):
+            laws = torch.stack([torch.softmax(output.logits[-1].float() / 0.8, -1).cpu() for output in outputs])
+            expected[place] += laws.sum(0)
+            spread[place] += (laws * (1 - laws)).sum(0)
+            if place + 1 < length:
+                outputs = model.forward([Feed(9000 + seq.id, [seq.tokens[seq.prompt + place]]) for seq in some])
+        for seq in some:
+            model.free(9000 + seq.id)
+    return expected, spread

@@ -11,6 +11,7 @@ from outrider.core.draft import Draft
 from outrider.core.errors import OutriderError
 from outrider.models.adapters.adapter import EMBEDDING, OUTPUT
 from outrider.models.base import Feed, one_part
+from outrider.models.cuda import low_rank
 from outrider.models.cuda.adapters import PassAdapters
 from outrider.models.cuda.model import CudaLlama
 from outrider.models.llama import Llama
@@ -61,6 +62,13 @@ CHAIN, TREE = Draft.chain((1, 2, 3)), Draft((5, 6, 7, 8, 9), (-1, -1, 0, 0, 3))
 NONE = Draft(())
 
 
+@pytest.fixture(params=low_rank.CUTS)
+def cut(request, monkeypatch):
+    """The products cut into programs in every way."""
+    monkeypatch.setattr(low_rank, "chosen", low_rank.CUTS[request.param])
+
+
+@pytest.mark.usefixtures("cut")
 def test_rows_of_different_adapters_and_of_none_in_one_pass_equal_plain_torch():
     """Prompts, chains and trees; few rows and more than a strip is read for at once; ranks that fill no unit and
     several."""
@@ -92,11 +100,17 @@ def test_each_matrix_has_its_own_part(name):
     pair.run([(3, pair.text(70), NONE, 1)])
 
 
+@pytest.mark.usefixtures("cut")
 def test_a_pass_with_more_units_than_are_read_at_once_equals_plain_torch():
     """Strips that have outputs of two matrices, rows of a large rank between others, few rows and many."""
     pair = Pair(ranks=(256, 40, 8), units=20, heads=3, kv=1, d=12, hidden=24)
     pair.run([(id, pair.text(1 + id % 2), NONE, id % 4) for id in range(1, 9)])
     pair.run([(id, pair.text(11), NONE, id % 4) for id in range(10, 17)])
+
+
+def test_more_adapters_than_programs_that_compute_their_inner_values_equal_plain_torch():
+    pair = Pair(ranks=(1,) * low_rank.FIRST_TILES + (40,), units=low_rank.FIRST_TILES + 3)
+    pair.run([(id, pair.text(1), NONE, id) for id in range(1, len(pair.ready))])
 
 
 def test_rows_of_many_inputs_equal_plain_torch():
@@ -110,7 +124,8 @@ def test_the_table_of_a_pass_tells_each_row_its_own_units():
     pair = Pair()
     pool, owns = pair.ours._adapters, [pair.ready[own][1] for own in (3, 0, 1, 3, 2)]
     counts = [2, 3, 17, 40, 1]
-    made = PassAdapters(pool, 64, torch.empty(64 * pool.inner_values), torch.zeros(PassAdapters.size(pool, 64)).int())
+    staging = torch.zeros(PassAdapters.size(pool, 64)).int()
+    made = PassAdapters(pool, 64, torch.empty(64 * pool.inner_values), staging, pool.tickets())
     made.send(owns, counts)
     table = made.sum(0, "qkv")
     each = [own for own, count in zip(owns, counts, strict=True) for _ in range(count)] + [None]
@@ -126,6 +141,8 @@ def test_the_table_of_a_pass_tells_each_row_its_own_units():
         assert all(listed[first : first + count] == list(each[row].weights.units) for row in rows)
         found += rows
     assert sorted(found) == [row for row, own in enumerate(each) if own is not None]
+    assert table.units[:3].tolist() == [len(listed), int((table.tiles[1] > 0).sum()), 4]
+    assert (table.tiles[1, int(table.units[1]) :] == 0).all()
 
 
 def test_a_row_without_an_adapter_has_the_bits_of_a_pass_without_any():

@@ -122,9 +122,7 @@ class Sequence:
     def plain(self) -> bool:
         """Whether its tokens depend on nothing but the logits, the temperature and its dice."""
         params = self.params
-        if params.adjusts or params.logprobs is not None:
-            return False
-        return params.greedy or (self.rule == "coupled" and not params.cuts)
+        return not params.adjusts and params.logprobs is None and (params.greedy or not params.cuts)
 
     def fail(self, reason: str) -> None:
         self.finish, self.error = "error", reason

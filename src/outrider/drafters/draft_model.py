@@ -12,6 +12,7 @@ from torch import Tensor
 from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Scope, Sequence
+from outrider.core.verify import decision
 from outrider.drafters.base import BuildContext, Drafter, RetokenizedModel, Step
 from outrider.drafters.confidence import judged_chain
 from outrider.drafters.retokenize import Translation
@@ -71,7 +72,7 @@ class ModelDrafter(Drafter):
 
     def _can_write(self, writer: _ModelDraft) -> bool:
         """Whether the draft model can write this chain by itself, without a look at the logits in between."""
-        return self._model.vocab_size == self._vocab and writer.seq.plain
+        return self._model.vocab_size == self._vocab and writer.seq.plain and not self.draws(writer.seq)
 
     def _write(self, model: Paged, writers: Seq[_ModelDraft], feeds: Seq[Feed]) -> None:
         behind = [replace(feed, tokens=feed.tokens[:-1]) for feed in feeds if len(feed.tokens) > 1]
@@ -126,7 +127,12 @@ class ModelDrafter(Drafter):
             self._model.forward(feeds)
 
     def temperature(self, seq: Sequence) -> float:
-        return 0.0 if self._greedy or seq.params.greedy else seq.params.temperature
+        """Of its choice under the target's own noise in rounds; 0: it guesses the likeliest token, or draws."""
+        return seq.params.temperature if not self._greedy and decision(seq) == "coupled" else 0.0
+
+    def draws(self, seq: Sequence) -> bool:
+        """Whether it draws from its law, which verification needs to know."""
+        return not self._greedy and decision(seq) == "rejection"
 
     def unread(self, seq: Sequence) -> int:
         return max(0, len(seq.tokens) - 1 - self._model.length(seq.id))

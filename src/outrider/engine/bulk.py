@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence as Seq
 
 from outrider.core.sequence import Sequence
+from outrider.core.verify import decision
 from outrider.engine.drafting import DrafterPool
 from outrider.engine.judge import commit_plain
 from outrider.models.base import Model, Paged, WrittenTokens
@@ -56,6 +57,7 @@ def write(
         wait,
         layers,
         [seq.adapter for seq in running] if any(seq.adapter for seq in running) else (),
+        [decision(seq) == "rejection" for seq in running],
     ):
         for seq, tokens in zip(running, written.tokens.T.tolist(), strict=True):
             if seq.finish is None:

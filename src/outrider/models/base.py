@@ -190,11 +190,13 @@ class Paged(SharesPrefixes, Protocol):
         wait: Callable[[], None],
         layers: Sequence[int] = (),
         adapters: Sequence[ReadyAdapter | None] = (),
+        draws: Sequence[bool] = (),
     ) -> Iterator[WrittenTokens]:
         """Each sequence writes some tokens after its `last` one, without the host, part after part: the caller looks at
         one part while the device is at the next. `plan` says how many tokens the next part has, where some are not read
         yet; 0: no more. `wait` is called while the device works. `layers`: as of `forward`. `adapters`:
-        one for each sequence; (): none has one."""
+        one for each sequence; (): none has one. `draws`: whether each draws its tokens as rejection does where nothing
+        is drafted; (): all dice choose."""
         ...
 
 

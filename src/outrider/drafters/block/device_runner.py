@@ -19,6 +19,7 @@ from outrider.models.cuda.batch import Field
 from outrider.models.cuda.graphs import Shape
 from outrider.models.cuda.model import CudaLlama
 from outrider.models.cuda.product import Around, linear
+from outrider.models.cuda.rejection import ChainDraws
 
 
 @dataclass(eq=False)
@@ -94,16 +95,16 @@ class BlockDeviceRunner(DeviceHeadRunner[BlockGroup]):
         linear(g, part.output, None, logits, self.workspace(rows))
         return following, logits
 
-    def grow(self, group: BlockGroup, sequences: Tensor, longest: int) -> None:
+    def grow(self, group: BlockGroup, sequences: Tensor, longest: int, chains: ChainDraws | None = None) -> None:
         growth, said = group.growth, group.said
         sharpness, slots = self.shape.sharpness, said[:, :, : self._vocab]
         tokens = group.table[Field.TOKEN].view(-1, group.slots)[:, 0]
         state, logits = self._follow(tokens, None, None, said, 0)
-        growth.choose(0, logits, sequences, sharpness, slots)
+        growth.choose(0, logits, sequences, sharpness, slots, chains)
         for stage in range(growth.stages):
             table = growth.tables[stage]
             state, logits = self._follow(table[Field.TOKEN], table[StageField.SOURCE], state, said, stage + 1)
-            growth.choose(stage + 1, logits, sequences, sharpness, slots)
+            growth.choose(stage + 1, logits, sequences, sharpness, slots, chains)
         growth.collect(sequences, self.shape.stop)
 
     def take_in(self, group: BlockGroup | None, sequences: Tensor, table: Tensor, shape: Shape, shown: Tensor) -> None:

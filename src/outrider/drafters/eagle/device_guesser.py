@@ -26,8 +26,12 @@ class ShownTexts(Protocol):
     name: str
     layers: tuple[int, ...]
 
-    def takes(self, seq: Sequence) -> bool:
-        """Whether kernels choose the tokens that its options ask for."""
+    def temperature(self, seq: Sequence) -> float:
+        """Of its choice under the target's own noise; 0: it guesses the likeliest tokens, or draws."""
+        ...
+
+    def draws(self, seq: Sequence) -> bool:
+        """Whether it draws from its law, for rejection."""
         ...
 
     def follows(self, seq: Sequence) -> bool:
@@ -46,7 +50,7 @@ class ShownTexts(Protocol):
         """The head has taken in all but the tokens of the last round."""
         ...
 
-    def calibrate(self, rounds: LoopedRounds) -> None:
+    def calibrate(self, seq: Sequence, rounds: LoopedRounds) -> None:
         """Learn how sure the head was, and what was kept."""
         ...
 
@@ -59,7 +63,10 @@ class HeadGuesser:
         self._slots: list[int] = []  # of the sequences whose rounds begin
 
     def takes(self, seq: Sequence) -> bool:
-        return self._texts.takes(seq)
+        return True
+
+    def draws(self, seq: Sequence) -> bool:
+        return self._texts.draws(seq)
 
     def follows(self, seq: Sequence) -> bool:
         return self._texts.follows(seq)
@@ -79,10 +86,7 @@ class HeadGuesser:
 
     def asked(self, seqs: Seq[Sequence]) -> tuple[list[int], list[DraftRequest]]:
         """The head's slots of these sequences, and how their tokens are drawn."""
-        asked = [
-            DraftRequest(0, len(seq.tokens), 0.0 if seq.params.greedy else seq.params.temperature, seq.dice.key)
-            for seq in seqs
-        ]
+        asked = [DraftRequest(0, len(seq.tokens), self._texts.temperature(seq), seq.dice.key) for seq in seqs]
         return self._slots[: len(seqs)], asked
 
     def waiting(self, seq: Sequence) -> tuple[list[int], list[ShownStates]]:
@@ -93,7 +97,7 @@ class HeadGuesser:
             tokens, _ = self._texts.waiting(seq)
             self._runner.written(seq.id, len(tokens) + sum(map(len, own.tokens[:-1])))
             self._texts.took(seq, own)
-        self._texts.calibrate(rounds[0])  # one sequence tells enough
+        self._texts.calibrate(seqs[0], rounds[0])  # one sequence tells enough
 
 
 class HeadGuesses:
@@ -143,7 +147,7 @@ class HeadGuesses:
             moved = torch.tensor([sources, goals], device=hidden.device)
             hidden[moved[1]] = states[moved[0]]
 
-    def guess(self, tables: RoundTables) -> None:
+    def guess(self, tables: RoundTables, number: int) -> None:
         runner, rows = self._runner, tables.sequences * tables.wide
         if self._table is None:
             self._table = torch.zeros(len(Field) + 1, rows, dtype=torch.int32, device=runner.device)
@@ -153,7 +157,7 @@ class HeadGuesses:
         )
         shape = runner.small(rows, longest)
         runner.take_in(self._group, self._sequences, self._table, shape, tables.target.hidden)
-        runner.grow(self._group, self._sequences, longest)
+        runner.grow(self._group, self._sequences, longest, tables.chains(number))
 
 
 def fitting(shape: DraftShape, nodes: int) -> DraftShape:

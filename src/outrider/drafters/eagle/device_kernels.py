@@ -18,6 +18,7 @@ from outrider.drafters.heads.chooser import BLUR
 from outrider.models.cuda.batch import Field
 from outrider.models.cuda.kernels import mix32, mix64
 from outrider.models.cuda.launch import begin_after, early, nearly_done
+from outrider.models.cuda.rejection import ChainDraws
 
 PART = 2048  # logits that one program looks through for the likeliest
 NEVER = -1e9  # the logarithm of probability 0, finite so that sums of it are no NaN
@@ -174,6 +175,24 @@ def _likeliest(
         tl.store(value_ptr + at * WIDTH + place, high)
         tl.store(index_ptr + at * WIDTH + place, tl.minimum(where, size - 1))
         x = tl.where(column == where, float("-inf"), x)
+
+
+@triton.jit(do_not_specialize=["own"])
+def _only_drawn(
+    drawn_ptr, stated_ptr, place_ptr, whose_ptr, own, most_ptr, sum_ptr, value_ptr, index_ptr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, AP: tl.constexpr,
+):  # fmt: skip
+    """Of each sequence whose draft is drawn: the token that was drawn after its first row is the only likely one, with
+    the probability that is stated for it. So the draft grows as a chain, always in the first row."""
+    seq, place = tl.program_id(0), tl.arange(0, AP)
+    if tl.load(whose_ptr + seq) == own:
+        most, sums = most_ptr + seq * ROWS * PARTS + place, sum_ptr + seq * ROWS * PARTS + place
+        values, inside = value_ptr + seq * ROWS * PARTS * WIDTH + place, place < ROWS * PARTS * WIDTH
+        tl.store(values, tl.where(place == 0, tl.log(tl.load(stated_ptr + seq)), float("-inf")), mask=inside)
+        tl.store(most, tl.where(place == 0, 0.0, float("-inf")), mask=place < ROWS * PARTS)
+        tl.store(sums, tl.where(place == 0, 1.0, 0.0), mask=place < ROWS * PARTS)
+        index = tl.load(place_ptr + tl.load(drawn_ptr + seq))
+        tl.store(index_ptr + seq * ROWS * PARTS * WIDTH, tl.maximum(index, 0))
 
 
 @triton.jit(do_not_specialize=["stage", "offset"])
@@ -342,12 +361,17 @@ class Growth:
         self._seen_scores = torch.zeros(sequences * self._count, device=device)
         self._ranks = torch.zeros(sequences * self._count, dtype=torch.int32, device=device)
         self.found = torch.zeros(sequences, 1 + 3 * most, dtype=torch.int32, device=device)
+        self._drawn = torch.zeros(sequences, dtype=torch.int32, device=device)
+        self._stated = torch.zeros(sequences, device=device)
+        self._places: Tensor | None = None  # [vocab] int32: of each token among those that the head writes
 
     def choose(
-        self, stage: int, logits: Tensor, sequences: Tensor, sharpness: float, slots: Tensor | None = None
-    ) -> None:
+        self, stage: int, logits: Tensor, sequences: Tensor, sharpness: float, slots: Tensor | None = None,
+        chains: ChainDraws | None = None,
+    ) -> None:  # fmt: skip
         """The nodes of this stage, of what the head says after the nodes of the one before (after the committed text:
-        stage 0). `slots` [sequences, stages, draft vocabulary]: what is added to the logits of a stage."""
+        stage 0). `slots` [sequences, stages, draft vocabulary]: what is added to the logits of a stage. `chains`: the
+        sequences whose drafts are drawn."""
         size, width, parts, soon = logits.shape[1], self.width, self._parts, early(logits.device)
         rows, power = len(logits) // self.sequences, triton.next_power_of_2
         _likeliest[(len(logits), parts)](
@@ -355,6 +379,8 @@ class Growth:
             self._ids, sequences, sequences.stride(0), self._most_of, self._sum_of, self._values, self._indices,
             size, sharpness, stage, slots is not None, rows, width, parts, PART, soon, num_warps=4, launch_pdl=soon,
         )  # fmt: skip
+        if chains is not None:
+            self._draw(stage, logits, slots, chains)
         before = max(stage - 1, 0)
         offset = 0 if stage == 0 else width + (stage - 1) * width * width
         _grow[(self.sequences,)](
@@ -363,6 +389,19 @@ class Growth:
             self._seen, self._seen_scores, stage, offset, rows, width, parts, self._count,
             power(rows), power(parts), power(parts * width), power(rows * width), power(width), soon, num_warps=4,
             launch_pdl=soon,
+        )  # fmt: skip
+
+    def _draw(self, stage: int, logits: Tensor, slots: Tensor | None, chains: ChainDraws) -> None:
+        if self._places is None:
+            every = torch.arange(len(self._ids), dtype=torch.int32, device=self._ids.device)
+            self._places = every.new_full((chains.laws.shape[2],), -1).index_copy_(0, self._ids.long(), every)
+        rows = len(logits) // self.sequences
+        first, added = logits.view(self.sequences, rows, -1)[:, 0], None if slots is None else slots[:, stage]
+        chains.draw(stage, first, self._drawn, self._stated, self._places, added)
+        _only_drawn[(self.sequences,)](
+            self._drawn, self._stated, self._places, chains.whose, chains.own, self._most_of, self._sum_of,
+            self._values, self._indices, rows, self.width, self._parts,
+            triton.next_power_of_2(rows * self.width * self._parts), num_warps=4,
         )  # fmt: skip
 
     def collect(self, sequences: Tensor, stop: float) -> None:

@@ -20,6 +20,7 @@ from outrider.models.cuda.batch import FEW_ROWS, Field
 from outrider.models.cuda.graphs import Shape
 from outrider.models.cuda.model import CudaLlama
 from outrider.models.cuda.product import Around, Workspace, linear
+from outrider.models.cuda.rejection import ChainDraws
 
 
 @dataclass(eq=False)
@@ -83,16 +84,16 @@ class DeviceRunner(DeviceHeadRunner[EagleGroup]):
         table[[Field.BLOCK_COUNT, Field.BLOCK_TREE]] = 1
         return table
 
-    def grow(self, group: EagleGroup, sequences: Tensor, longest: int) -> None:
+    def grow(self, group: EagleGroup, sequences: Tensor, longest: int, chains: ChainDraws | None = None) -> None:
         growth, shape = group.growth, self.shape
         rows = growth.sequences * growth.width
         attention, work = self.attention(self.small(rows, longest)), self.workspace(rows)
-        growth.choose(0, group.logits, sequences, shape.sharpness)
+        growth.choose(0, group.logits, sequences, shape.sharpness, chains=chains)
         state = group.state
         logits = self.logits(rows)
         for stage in range(growth.stages):
             state = self._stage(growth.tables[stage], state, logits, attention, work)
-            growth.choose(stage + 1, logits, sequences, shape.sharpness)
+            growth.choose(stage + 1, logits, sequences, shape.sharpness, chains=chains)
         growth.collect(sequences, shape.stop)
 
     def _stage(self, table: Tensor, state: Tensor, logits: Tensor, attention: Attention, work: Workspace) -> Tensor:

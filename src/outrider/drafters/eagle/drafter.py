@@ -13,6 +13,7 @@ from torch import Tensor
 from outrider.core.draft import EMPTY, Draft, judged_tree
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
+from outrider.core.verify import decision
 from outrider.drafters.base import BuildContext, Drafter, Step
 from outrider.drafters.combined import Combined
 from outrider.drafters.confidence import LONGEST, StatedCalibration
@@ -158,9 +159,13 @@ class Eagle(Drafter):
     def guessers(self) -> tuple[RoundGuesser, ...]:
         return () if self._guesser is None else (self._guesser,)
 
-    def takes(self, seq: Sequence) -> bool:
-        """Whether rounds can draft for it: under its own noise, where that is what the options ask for."""
-        return seq.params.greedy or not self._options.greedy
+    def temperature(self, seq: Sequence) -> float:
+        """Of its choice under the target's own noise in rounds; 0: it guesses the likeliest tokens, or draws."""
+        return seq.params.temperature if not self._options.greedy and decision(seq) == "coupled" else 0.0
+
+    def draws(self, seq: Sequence) -> bool:
+        """Whether it draws from its law, which verification needs to know."""
+        return not self._options.greedy and decision(seq) == "rejection"
 
     def follows(self, seq: Sequence) -> bool:
         """Whether rounds can begin: the target has shown all up to the last token."""
@@ -188,12 +193,12 @@ class Eagle(Drafter):
         assert rounds.states is not None
         state.pending, state.waiting, state.written = [(rounds.states, rounds.rows)], len(rounds.tokens[-1]), None
 
-    def calibrate(self, rounds: LoopedRounds) -> None:
+    def calibrate(self, seq: Sequence, rounds: LoopedRounds) -> None:
         """How sure the head was in the first round, and what was kept."""
-        first = rounds.round(0)
+        first, calibration = rounds.round(0), self._drawing if self.draws(seq) else self._guessing
         own = first.sources.count(self.name)  # its nodes come first
         for node, kept in judged_tree(first.tokens[:own], first.parents[:own], rounds.tokens[0]):
-            self._guessing.learn(first.acceptance[node], kept)
+            calibration.learn(first.acceptance[node], kept)
 
     def unread(self, seq: Sequence) -> int:
         state = self._states.get(seq.id)

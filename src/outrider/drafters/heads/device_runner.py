@@ -31,6 +31,7 @@ from outrider.models.cuda.graphs import SHORTEST, Capture, Shape, event, pinned,
 from outrider.models.cuda.model import PAGE, SLOTS, CudaLlama
 from outrider.models.cuda.pages import DeviceTable, PageTable
 from outrider.models.cuda.product import Around, Workspace, linear
+from outrider.models.cuda.rejection import ChainDraws
 
 TOGETHER = 64  # sequences whose drafts grow at once; more take turns, so that the memory for logits stays small
 FEWEST = 4  # rows of a graph that takes in what was committed: as many cost as little as one
@@ -91,8 +92,9 @@ class DeviceHeadRunner(ABC, Generic[G]):
         None: it is not asked."""
 
     @abstractmethod
-    def grow(self, group: G, sequences: Tensor, longest: int) -> None:
-        """The stages of a draft, from what the head says after the committed text to the nodes."""
+    def grow(self, group: G, sequences: Tensor, longest: int, chains: ChainDraws | None = None) -> None:
+        """The stages of a draft, from what the head says after the committed text to the nodes. `chains`: the drafts
+        that are drawn."""
 
     @abstractmethod
     def extend(self, ids: Seq[int], tokens: Seq[Seq[int]], hidden: Tensor) -> HeadOutput: ...

@@ -44,8 +44,11 @@ class MedusaGuesser:
         self._offers, self._tree, self._device = offers, tree, device
 
     def takes(self, seq: Sequence) -> bool:
-        """What the target chooses under its noise is not known to kernels of torch."""
-        return seq.params.greedy
+        """What the target chooses under its noise is not known to kernels of torch; rejection needs no noise."""
+        return seq.params.greedy or seq.rule == "rejection"
+
+    def draws(self, seq: Sequence) -> bool:
+        return False
 
     def follows(self, seq: Sequence) -> bool:
         return self._states.follows(seq)
@@ -84,7 +87,7 @@ class MedusaGuesses:
             first = self._sequence[: len(seqs)] * (1 + tables.nodes)
             tables.target.hidden[first, 0] = torch.stack([self._states.state(seq) for seq in seqs])
 
-    def guess(self, tables: RoundTables) -> None:
+    def guess(self, tables: RoundTables, number: int) -> None:
         """From the state of the last token that each sequence kept."""
         nodes, wide = self.size.nodes, tables.wide
         last = 1 + wide + (tables.kept[:, 0].long() - 1).clamp(min=0)

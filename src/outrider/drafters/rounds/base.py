@@ -1,8 +1,8 @@
 """Rounds without the host: what a drafter has to have so that it can draft in them.
 
 In a round the drafters of a batch guess, the target runs their guesses, and the device walks down each draft along the
-tokens that the target chose. The host launches a part of the rounds, and reads all its tokens at once while the device
-is at the next part.
+tokens that the target chose, or that rejection keeps. The host launches a part of the rounds, and reads all its tokens
+at once while the device is at the next part.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from outrider.core.verify import Verdict
 
 if TYPE_CHECKING:  # needs Triton, as a target on a device does
     from outrider.models.cuda.looped import LoopedPass
+    from outrider.models.cuda.rejection import ChainDraws
 
 # (sequences up to which, rows of a pass that they and their drafts share). Kernels take 16, 32, 64 or 128 rows at once,
 # so a pass costs in steps: SmolLM2 on an H200 takes 0.75 ms for 32 rows, 1.0 for 64, 1.3 for 128 (docs/benchmarks/
@@ -41,6 +42,16 @@ class DraftSize:
 
 
 @dataclass(eq=False)
+class RoundDraws:
+    """Of sequences whose drafts are verified by rejection: what their random numbers and laws are."""
+
+    keys: Tensor  # [sequences] int64: of the dice
+    heat: Tensor  # [sequences] temperatures; 0: by another rule
+    whose: Tensor  # [sequences] int32: the guesser whose draft is drawn and goes alone, from 1 on; 0: all are guessed
+    laws: Tensor | None  # [sequences, depth, vocab] that the nodes of these were drawn from; None: all are guessed
+
+
+@dataclass(eq=False)
 class RoundTables:
     """What the kernels of a round share, for a number of sequences."""
 
@@ -49,6 +60,7 @@ class RoundTables:
     kept: Tensor  # [sequences, 1 + 2 wide] int32: how many tokens, the tokens, and the row of each one's state
     written: Tensor  # [sequences, places] int32: the tokens of each text
     longest: int  # tokens of a text, at most
+    draws: RoundDraws | None = None  # where some are verified by rejection
 
     @property
     def sequences(self) -> int:
@@ -63,6 +75,16 @@ class RoundTables:
     def nodes(self) -> int:
         return self.target.table.shape[1] // self.sequences - 1
 
+    def chains(self, number: int) -> ChainDraws | None:
+        """What guesser `number` draws; None: nobody draws."""
+        from outrider.drafters.rounds.kernels import RoundField  # needs Triton
+        from outrider.models.cuda.rejection import ChainDraws
+
+        draws = self.draws
+        if draws is None or draws.laws is None:
+            return None
+        return ChainDraws(draws.keys, self.texts[RoundField.LENGTH], draws.heat, draws.whose, number, draws.laws)
+
 
 class Guesses(Protocol):
     """The drafts of a number of sequences, made by kernels alone."""
@@ -74,8 +96,9 @@ class Guesses(Protocol):
         """What the first round reads; the rounds before it are over."""
         ...
 
-    def guess(self, tables: RoundTables) -> None:
-        """Launch the kernels of one round."""
+    def guess(self, tables: RoundTables, number: int) -> None:
+        """Launch the kernels of one round. `number`: of the guesser, from 1 on; it draws where `tables.draws` say that
+        the draft is its own."""
         ...
 
 
@@ -89,6 +112,10 @@ class RoundGuesser(Protocol):
 
     def takes(self, seq: Sequence) -> bool:
         """Whether it can guess for such a sequence at all."""
+        ...
+
+    def draws(self, seq: Sequence) -> bool:
+        """Whether it draws from its law for such a sequence, so that its draft goes alone (`combined.py`)."""
         ...
 
     def follows(self, seq: Sequence) -> bool:

@@ -51,19 +51,23 @@ _HEADER = tl.constexpr(DRAFT_HEADER)
 
 
 @triton.jit(do_not_specialize=["first", "second", "nodes"])
-def _join(first_ptr, second_ptr, out_ptr, first, second, nodes, NP: tl.constexpr):
+def _join(first_ptr, second_ptr, whose_ptr, out_ptr, first, second, nodes, DRAWN: tl.constexpr, NP: tl.constexpr):
     """A draft of up to `first` nodes and a chain of up to `second` as one draft: tokens of the chain that the draft has
-    on the same path stand there once, the others come after its nodes."""
+    on the same path stand there once, the others come after its nodes. DRAWN: `whose` says which one goes alone."""
     seq, node = tl.program_id(0), tl.arange(0, NP)
     draft = first_ptr + seq * (1 + 3 * first)
-    own = tl.minimum(tl.load(draft), first)
+    whose = seq * 0
+    if DRAWN:
+        whose = tl.load(whose_ptr + seq)
+    own = tl.where(whose == 2, 0, tl.minimum(tl.load(draft), first))
     inside = node < own
     tokens = tl.load(draft + 1 + node, mask=inside, other=-1)
     parents = tl.load(draft + 1 + first + node, mask=inside, other=-2)
     bits = tl.load(draft + 1 + 2 * first + node, mask=inside, other=0)
     chain = second_ptr + seq * (1 + 3 * second)
     count, at = own, -1
-    for place in range(tl.minimum(tl.load(chain, mask=second > 0, other=0), second)):
+    length = tl.minimum(tl.load(chain, mask=second > 0, other=0), second)
+    for place in range(tl.where(whose == 1, 0, length)):
         token = tl.load(chain + 1 + place)
         child = tl.min(tl.where((parents == at) & (tokens == token) & (node < count), node, NP), 0)
         here = (node == count) & (child == NP)
@@ -248,12 +252,13 @@ def _enter_chain(
     tl.store(positions_ptr + seq * rows + row, tl.where(live, place + 1, 0).to(tl.int64), mask=inside)
 
 
-def join(first: Tensor, second: Tensor | None, out: Tensor) -> None:
-    """`first` [sequences, 1 + 3 nodes]: trees; `second`: chains; `out` [sequences, HEADER + 3 nodes]."""
+def join(first: Tensor, second: Tensor | None, out: Tensor, whose: Tensor | None = None) -> None:
+    """`first` [sequences, 1 + 3 nodes]: trees; `second`: chains; `out` [sequences, HEADER + 3 nodes]. `whose`
+    [sequences]: 1 or 2 where one of them goes alone; None: nowhere."""
     sizes = [0 if each is None else (each.shape[1] - 1) // 3 for each in (first, second)]
     nodes = (out.shape[1] - DRAFT_HEADER) // 3
     _join[(len(out),)](
-        first, out if second is None else second, out, *sizes, nodes, POWER, num_warps=1
+        first, out if second is None else second, whose, out, *sizes, nodes, whose is not None, POWER, num_warps=1
     )  # fmt: skip
 
 

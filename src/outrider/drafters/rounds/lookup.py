@@ -23,6 +23,9 @@ class LookupGuesser:
     def takes(self, seq: Sequence) -> bool:
         return True
 
+    def draws(self, seq: Sequence) -> bool:
+        return False
+
     def follows(self, seq: Sequence) -> bool:
         return True
 
@@ -47,5 +50,5 @@ class LookupGuesses:
     def send(self, seqs: Seq[Sequence], tables: RoundTables) -> None:
         """The texts are there."""
 
-    def guess(self, tables: RoundTables) -> None:
+    def guess(self, tables: RoundTables, number: int) -> None:
         kernels.look_up(tables.written, tables.texts, self.found, self._sizes, self._padding)

@@ -17,17 +17,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.core.params import SamplingParams
 from outrider.core.sequence import Sequence
+from outrider.core.verify import decision
 from outrider.drafters.rounds import kernels
 from outrider.drafters.rounds.base import (
     Guesses,
     LoopedRounds,
     RoundDraft,
+    RoundDraws,
     RoundGuesser,
     RoundTables,
     node_budget,
 )
 from outrider.drafters.rounds.kernels import DRAFT_HEADER, RoundField
+from outrider.models.cuda import rejection
 from outrider.models.cuda.graphs import Capture, NoEvent, event, pinned, reach
 from outrider.models.cuda.model import PAGE, CudaLlama
 
@@ -37,6 +41,16 @@ IN_FLIGHT = 2  # parts: the host looks at one while the device is at the other
 WARM_ROUNDS = 2  # rounds after which a graph is captured
 # Tokens of the texts of a batch: graphs for up to as many are there from the beginning, and serve shorter ones too.
 PREPARED = (512, 1024)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What the kernels of a round have to do."""
+
+    sampled: bool = False  # some choose under their noise
+    adapted: bool = False  # some have adapters
+    rejects: bool = False  # some are verified by rejection
+    draws: bool = False  # and of these some have drafts that are drawn
 
 
 @dataclass(eq=False)
@@ -74,6 +88,7 @@ class DeviceLoop:
         self.layers = next((guesser.layers for guesser in guessers if guesser.layers), ())
         self._made: dict[Hashable, _Looped] = {}
         self._guesses: dict[int, list[Guesses]] = {}  # by the number of sequences
+        self._draws: dict[tuple[int, bool], RoundDraws] = {}  # by that, and whether some draw
         self._capture, self._done = Capture(), [event(target.device) for _ in range(IN_FLIGHT)]
 
     @property
@@ -126,8 +141,7 @@ class DeviceLoop:
         slots = self._target.reserve(ids, ahead)
         if slots is None or not all(guesser.begin(seqs, ahead, wide) for guesser in self.guessers):
             return None
-        sampled, adapted = any(not seq.params.greedy for seq in seqs), any(seq.adapter for seq in seqs)
-        loop = self._looped(count, max(len(seq.tokens) for seq in seqs) + ahead, sampled, adapted)
+        loop = self._looped(count, max(len(seq.tokens) for seq in seqs) + ahead, self._kind(seqs, of))
         self._send(loop, seqs, slots)
         return loop
 
@@ -165,11 +179,16 @@ class DeviceLoop:
         if self._target.device.type != "cuda" or self._rows(count) > MOST_ROWS:
             return
         for longest in PREPARED:
-            loop = self._looped(count, longest, sampled=False)
-            self._send(loop, (), ())
-            for _ in range(WARM_ROUNDS):
-                self._launch(loop)
-            torch.cuda.synchronize()
+            self._warm_up(self._looped(count, longest, _Kind()))
+        if count == 1:  # what a request that samples needs beside it; for more sequences its kernels are there then
+            asks = Sequence(-1, [0], SamplingParams(temperature=1.0))
+            self._warm_up(self._looped(count, PREPARED[0], self._kind([asks], self._of(count))))
+
+    def _warm_up(self, loop: _Looped) -> None:
+        self._send(loop, (), ())
+        for _ in range(WARM_ROUNDS):
+            self._launch(loop)
+        torch.cuda.synchronize()
 
     def _of(self, count: int) -> list[Guesses]:
         """The guesses of each guesser that has any for as many sequences."""
@@ -191,13 +210,23 @@ class DeviceLoop:
         """Places of the target's cache that the rounds of a sequence may take."""
         return rounds * _wide(of) + sum(each.size.nodes for each in of) + 1
 
-    def _looped(self, count: int, longest: int, sampled: bool, adapted: bool = False) -> _Looped:
-        key = count, reach(max(longest, PREPARED[0]), self._target.context), sampled, adapted
+    def _kind(self, seqs: Seq[Sequence], of: Seq[Guesses]) -> _Kind:
+        rules = {decision(seq) for seq in seqs}
+        draws = any(self._whose(seq, of) for seq in seqs)
+        return _Kind("coupled" in rules, any(seq.adapter for seq in seqs), "rejection" in rules, draws)
+
+    def _whose(self, seq: Sequence, of: Seq[Guesses]) -> int:
+        """The guesser that draws for it, from 1 on; 0: all guess."""
+        able = self.guessers[: len(of)]
+        return next((number for number, guesser in enumerate(able, 1) if guesser.draws(seq)), 0)
+
+    def _looped(self, count: int, longest: int, kind: _Kind) -> _Looped:
+        key = count, reach(max(longest, PREPARED[0]), self._target.context), kind
         if key not in self._made:
             self._made[key] = self._make(*key)
         return self._made[key]
 
-    def _make(self, count: int, longest: int, sampled: bool, adapted: bool) -> _Looped:
+    def _make(self, count: int, longest: int, kind: _Kind) -> _Looped:
         of, device = self._of(count), self._target.device
         nodes, depth, wide = sum(each.size.nodes for each in of), max(each.size.depth for each in of), _wide(of)
         sizes = [len(RoundField) * count, (1 + 2 * wide) * count]
@@ -206,16 +235,27 @@ class DeviceLoop:
         size = DRAFT_HEADER + 3 * nodes
         out = torch.zeros(MOST_ROUNDS, count, 1 + 2 * wide + size, dtype=torch.int32, device=device)
         tables = RoundTables(
-            self._target.looped(count, nodes, wide - 1, longest, self.layers, sampled, adapted),
+            self._target.looped(count, nodes, wide - 1, longest, self.layers, kind.sampled, kind.adapted),
             texts.view(len(RoundField), count),
             kept.view(count, 1 + 2 * wide),
             torch.zeros(count, longest + wide, dtype=torch.int32, device=device),
             longest,
+            self._draws_of(count, wide - 1, kind.draws) if kind.rejects else None,
         )
         found = torch.zeros(count, size, dtype=torch.int32, device=device)
         staging = pinned(sum(sizes), device)
         read = [pinned(out.numel(), device).view(out.shape) for _ in range(IN_FLIGHT)]
         return _Looped(of, tables, depth, found, sent, staging, out, read)
+
+    def _draws_of(self, count: int, depth: int, laws: bool) -> RoundDraws:
+        """All rounds of as many sequences share the memory: laws are large."""
+        if (count, laws) not in self._draws:
+            device, vocab = self._target.device, self._target.vocab_size
+            keys, heat = torch.zeros(count, dtype=torch.int64, device=device), torch.zeros(count, device=device)
+            whose = torch.zeros(count, dtype=torch.int32, device=device)
+            drawn = torch.zeros(count, depth, vocab, device=device) if laws else None
+            self._draws[count, laws] = RoundDraws(keys, heat, whose, drawn)
+        return self._draws[count, laws]
 
     def _send(self, loop: _Looped, seqs: Seq[Sequence], slots: Seq[int]) -> None:
         """What the first round reads; the rounds before it are over."""
@@ -234,6 +274,8 @@ class DeviceLoop:
             guesses.send(seqs, loop.tables)
         if loop.tables.target.sampled:
             self._heat(loop, seqs)
+        if loop.tables.draws is not None:
+            self._send_draws(loop.tables.draws, seqs, loop.guesses)
 
     def _send_texts(self, loop: _Looped, seqs: Seq[Sequence]) -> None:
         """The tokens of the texts that are not there yet: those of the rounds before the device wrote itself."""
@@ -247,9 +289,17 @@ class DeviceLoop:
     def _heat(self, loop: _Looped, seqs: Seq[Sequence]) -> None:
         each, target = 1 + loop.tables.nodes, loop.tables.target
         keys = np.array([seq.dice.key for seq in seqs], "uint64").view("int64").repeat(each)
-        heat = [0.0 if seq.params.greedy else seq.params.temperature for seq in seqs]
+        heat = [seq.params.temperature if decision(seq) == "coupled" else 0.0 for seq in seqs]
         target.keys[: len(keys)].copy_(torch.from_numpy(keys))
         target.temperatures[: len(keys)].copy_(torch.from_numpy(np.array(heat, "float32").repeat(each)))
+
+    def _send_draws(self, draws: RoundDraws, seqs: Seq[Sequence], of: Seq[Guesses]) -> None:
+        none = [0] * (len(draws.keys) - len(seqs))
+        keys = np.array([*(seq.dice.key for seq in seqs), *none], "uint64").view("int64")
+        heat = [seq.params.temperature if decision(seq) == "rejection" else 0.0 for seq in seqs]
+        draws.keys.copy_(torch.from_numpy(keys))
+        draws.heat.copy_(torch.tensor([*heat, *none], dtype=torch.float32))
+        draws.whose.copy_(torch.tensor([*(self._whose(seq, of) for seq in seqs), *none], dtype=torch.int32))
 
     def _launch(self, loop: _Looped) -> None:
         """Kernel by kernel the first time, which also compiles what is new; then as a graph."""
@@ -263,12 +313,18 @@ class DeviceLoop:
 
     def _round(self, loop: _Looped) -> None:
         tables, target, padding = loop.tables, loop.tables.target, self._target.padding
-        for guesses in loop.guesses:
-            guesses.guess(tables)
+        draws = tables.draws
+        for number, guesses in enumerate(loop.guesses, 1):
+            guesses.guess(tables, number)
         first, *others = [guesses.found for guesses in loop.guesses]
-        kernels.join(first, others[0] if others else None, loop.found)
+        kernels.join(first, others[0] if others else None, loop.found, None if draws is None else draws.whose)
         kernels.enter_draft(loop.found, tables.texts, target.table, target.positions, loop.depth, target.block, padding)
-        target.choose()
+        logits = target.choose()
+        if draws is not None:
+            rejection.verify(
+                logits, draws.keys, target.positions, draws.heat, target.chosen, loop.found, DRAFT_HEADER, draws.laws,
+                draws.whose,
+            )  # fmt: skip
         kernels.judge(
             target.chosen, loop.found, tables.texts, tables.kept, tables.written, target.page_table, target.pairs,
             loop.out, PAGE, padding,

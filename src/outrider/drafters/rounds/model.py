@@ -45,7 +45,11 @@ class DraftedTexts(Protocol):
         ...
 
     def temperature(self, seq: Sequence) -> float:
-        """Of its draws; 0: it guesses the likeliest token."""
+        """Of its choice under the target's own noise; 0: it guesses the likeliest token, or draws."""
+        ...
+
+    def draws(self, seq: Sequence) -> bool:
+        """Whether it draws from its law, for rejection."""
         ...
 
 
@@ -60,6 +64,9 @@ class ModelGuesser:
 
     def takes(self, seq: Sequence) -> bool:
         return True
+
+    def draws(self, seq: Sequence) -> bool:
+        return self.texts.draws(seq)
 
     def follows(self, seq: Sequence) -> bool:
         return True
@@ -113,6 +120,7 @@ class ModelGuesses:
         self.found[:, 0] = length
         self.found[:, 1 + length : 1 + 2 * length] = torch.arange(-1, length - 1, device=device)
         self._slots = torch.zeros(sequences, dtype=torch.int32, device=device)
+        self._stated = torch.zeros(sequences, device=device)
         self._staged = pinned(sequences, device)
         self._passes: dict[Hashable, list[LoopedPass]] = {}
         self._sent = event(device)
@@ -147,22 +155,25 @@ class ModelGuesses:
                 each.keys[: rows * len(seqs)].copy_(torch.from_numpy(keys.repeat(rows)))
                 each.temperatures[: rows * len(seqs)].copy_(torch.from_numpy(heat.repeat(rows)))
 
-    def guess(self, tables: RoundTables) -> None:
+    def guess(self, tables: RoundTables, number: int) -> None:
         first, further = self._passes_of(tables)
         for step in range(self.size.nodes):
             one = first if step == 0 else further
-            self._write(one, step, tables)
+            self._write(one, step, tables, number)
 
-    def _write(self, one: LoopedPass, step: int, tables: RoundTables) -> None:
+    def _write(self, one: LoopedPass, step: int, tables: RoundTables, number: int) -> None:
         """The next token of each chain."""
         kernels.enter_chain(
             self.found, tables.texts, tables.written, self._slots, one.table, one.positions, step, one.block,
             self._model.padding,
         )  # fmt: skip
-        one.choose()
-        self.found[:, 1 + step] = last_of(one.chosen, tables.sequences)
+        logits, chains = one.choose(), tables.chains(number)
+        tokens = self.found[:, 1 + step]
+        tokens.copy_(last_of(one.chosen, tables.sequences))
+        if chains is not None:
+            chains.draw(step, last_of(logits, tables.sequences), tokens, self._stated)
 
 
 def last_of(rows: Tensor, sequences: int) -> Tensor:
     """Of the rows of each sequence."""
-    return rows.view(sequences, -1)[:, -1]
+    return rows.view(sequences, -1, *rows.shape[1:])[:, -1]

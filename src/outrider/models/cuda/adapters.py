@@ -21,6 +21,7 @@ from outrider.models.adapters.adapter import EMBEDDING, OUTPUT, Adapter, Adapter
 from outrider.models.adapters.dense import FIELDS, joined
 from outrider.models.cuda.batch import FEW_ROWS
 from outrider.models.cuda.low_rank import HEADER, PLACES, UNIT, LowRankSum
+from outrider.models.cuda.tickets import Tickets
 
 MOST_UNITS = 1024  # of a pool: every pass with adapters sends a table of them, 4 KiB
 FEW_TILE, LARGE_TILE = 16, 64  # rows of one adapter that a program takes: the fewest for the matrix units; of prompts
@@ -118,6 +119,14 @@ class AdapterPool:
     def joined(self, field: str) -> _JoinedPool:
         return self._joined[field]
 
+    def tickets(self) -> Tickets:
+        """For the products of passes that run one after the other."""
+        return Tickets(self._layers * len(self._sizes), self._device)
+
+    def product(self, layer: int, field: str) -> int:
+        """The number of a product in a pass."""
+        return layer * len(self._sizes) + list(self._sizes).index(field)
+
     @property
     def inner_values(self) -> int:
         """Numbers that the inner values of one row take, at most."""
@@ -166,9 +175,10 @@ class AdapterPool:
 class PassAdapters:
     """The adapters of the rows of a pass, as the kernels read them; `rows` and the pool decide its sizes."""
 
-    def __init__(self, pool: AdapterPool, rows: int, inner: Tensor, pinned: Tensor) -> None:
-        """`inner`: where inner values go. `pinned`: on the host, as large as `size`."""
-        self._pool, self._inner, self._rows = pool, inner, rows
+    def __init__(self, pool: AdapterPool, rows: int, inner: Tensor, pinned: Tensor, tickets: Tickets) -> None:
+        """`inner`: where inner values go. `pinned`: on the host, as large as `size`. `tickets`: of all passes with this
+        `inner`."""
+        self._pool, self._inner, self._rows, self._tickets = pool, inner, rows, tickets
         self._tile = FEW_TILE if rows <= FEW_ROWS else LARGE_TILE
         self._most, self._tiles = _whole(pool.most), _tiles(rows, self._tile, pool.most)
         self._host = pinned[: self.size(pool, rows)]
@@ -196,7 +206,7 @@ class PassAdapters:
             if placed not in begins:
                 begins[placed] = len(listed)
                 listed += placed.units
-        units[0], units[HEADER : HEADER + len(listed)] = len(listed), listed
+        units[HEADER : HEADER + len(listed)] = listed
         rows, own = sum(counts), [None if adapter is None else adapter.weights for adapter in adapters]
         firsts[:rows] = np.repeat([0 if placed is None else begins[placed] for placed in own], counts)
         held[:rows] = np.repeat([0 if placed is None else len(placed.units) for placed in own], counts)
@@ -208,6 +218,7 @@ class PassAdapters:
             for first in range(start, end, self._tile):
                 table[:, at] = begin, len(placed.units), first, min(self._tile, end - first)
                 at += 1
+        units[:3] = len(listed), at, max((len(placed.units) for placed in begins), default=0)
         self._device.copy_(self._host, non_blocking=True)
 
     def sum(self, layer: int, field: str) -> LowRankSum:
@@ -218,7 +229,7 @@ class PassAdapters:
             units, tiles, firsts, counts, order = self._cut
             self._sums[key] = LowRankSum(
                 pool.a[layer], pool.b[layer], pool.ends, self._inner, units, firsts, counts, order,
-                tiles.view(4, -1), self._tile,
+                tiles.view(4, -1), self._tile, self._tickets, self._pool.product(layer, field),
             )  # fmt: skip
         return self._sums[key]
 

@@ -130,6 +130,7 @@ class Passes:
         self._parts = PartSums(config.num_heads, config.head_dim, device)
         self._staging = pinned(len(Field) * MOST_ROWS, device)
         self._pool, self._inner, self._adapter_staging = pool, torch.empty(0), torch.empty(0)
+        self._tickets = pool.tickets()
         self._capture = Capture()
 
     def of(self, shape: Shape) -> DevicePass:
@@ -197,10 +198,11 @@ class Passes:
         if rows > MOST_ROWS or not len(self._inner):
             inner = torch.empty(most * pool.inner_values, dtype=self._dtype, device=self._device)
             if rows > MOST_ROWS:
-                return PassAdapters(pool, rows, inner, pinned(PassAdapters.size(pool, rows), self._device))
+                staging = pinned(PassAdapters.size(pool, rows), self._device)
+                return PassAdapters(pool, rows, inner, staging, self._tickets)
             self._inner = inner
             self._adapter_staging = pinned(PassAdapters.size(pool, MOST_ROWS), self._device)
-        return PassAdapters(pool, rows, self._inner, self._adapter_staging)
+        return PassAdapters(pool, rows, self._inner, self._adapter_staging, self._tickets)
 
     @contextmanager
     def _fitting(self, rows: int) -> Iterator[None]:

@@ -46,8 +46,8 @@ class LoopedPass:
         assert self.run.hidden is not None
         return self.run.hidden
 
-    def choose(self) -> None:
-        """Run the pass, and choose."""
+    def choose(self) -> Tensor:
+        """Run the pass, and choose; its logits."""
         logits = self.compute()
         if self.sampled:
             kernels.choose(logits, self.keys, self.positions, self.temperatures, self.chosen)
@@ -55,6 +55,7 @@ class LoopedPass:
             self.chosen.copy_(self.run.best)
         else:
             kernels.best(logits, kernels.best_workspace(logits), self.chosen)
+        return logits
 
     def move(self) -> None:
         kernels.move(self.cache, self.begins, self.pairs)

@@ -1,9 +1,10 @@
 """What adapters add to a product: y += B (A x) for rows of different adapters and of none.
 
-The inner values A x of each row are computed by a kernel of their own beside the product, and rounded once; the product
-goes on with B's part where its own sums end. An adapter is cut into units of UNIT inner values, so a rank is any number
-of units, and a pass reads the units of its own adapters only. They are listed in the order in which their adapters'
-rows come, those of an adapter side by side, so a row's units are a range of the list.
+The inner values A x of each row are computed beside the product, and rounded once: by its first programs, which the
+others wait for, or by a kernel of their own. The product goes on with B's part where its own sums end. An adapter is
+cut into units of UNIT inner values, so a rank is any number of units, and a pass reads the units of its own adapters
+only. They are listed in the order in which their adapters' rows come, those of an adapter side by side, so a row's
+units are a range of the list.
 
 The order of a row's sums is fixed by the model and by the row's own adapter. Inner values are summed over their inputs
 in CHAINS sums, whose inputs the matrix decides, which are added in order. Outputs are summed on over the units of the
@@ -20,18 +21,48 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from outrider.models.cuda.batch import FEW_ROWS
 from outrider.models.cuda.launch import begin_after, early, nearly_done
+from outrider.models.cuda.tickets import Tickets, tell_done
 
 UNIT = 16  # inner values of a unit: what the matrix units sum at once; a smaller rank is filled up with zeros
 PLACES = 16  # units of one adapter, at most: rank 256 (models/adapters/adapter.py, MOST_RANK)
-HEADER = 4  # numbers before the units of a table: how many units the pass has, and what makes 16 bytes of it
+HEADER = 4  # numbers before the units of a table: how many units and tiles the pass has; the most units of an adapter
 CHAINS = 4  # sums of one inner value: a sum of many steps waits for itself at each
 BLOCK = 64  # inputs that each of them takes at a time
 SHARES = 2  # programs that share the units of an adapter
-LANES = 160  # inner values and factors of B that a thread of a product holds at once, at most
+FIRST_SHARES = 4  # the same where they are the product's own
+FIRST_TILES = 16  # programs of a product that write the inner values of one matrix
+STAGES = 6  # blocks of inputs that such a program has on their way at once, at most
 MANY_WIDE = 32  # inner values that a product of many rows takes at once: rows of a tile are mostly of one adapter
 
 _UNIT, _PLACES, _HEADER, _CHAINS = tl.constexpr(UNIT), tl.constexpr(PLACES), tl.constexpr(HEADER), tl.constexpr(CHAINS)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How products of few rows with adapters are cut into programs. No bit depends on it."""
+
+    inside: bool  # inner values by programs of the product, which the others wait for; else by a kernel before
+    warps: int = 4  # of a product, at least
+    large_warps: int = 4  # of one that has two sums, or parts
+    lanes: int = 192  # inner values and factors of B that a thread holds at once, at most
+    few: int = 64  # inner values that a pass of no more than that takes at once; 0: as many as any pass
+    held: bool = False  # B's first factors are read before x is there, else on their way to the cache by then
+    loads: bool = True  # who waits asks by loads, else by atomic operations
+    spread: bool = False  # the sums of an inner value by a warp each, where they are the product's own
+
+
+CUTS = {
+    "kernel": Cut(False, warps=2, lanes=160, few=0, held=True),
+    "kernel_wide": Cut(False),
+    "inside": Cut(True, lanes=160, few=0, held=True, loads=False),
+    "inside_held": Cut(True, held=True),
+    "inside_loads": Cut(True),
+    "inside_spread": Cut(True, spread=True),
+    "inside_mixed": Cut(True, large_warps=8, spread=True),
+}  # timed by scripts/low_rank_cost.py
+chosen = CUTS["inside_loads"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,18 +73,20 @@ class LowRankSum:
     b: Tensor  # [units, outputs, UNIT]
     ends: tuple[int, ...]  # the outputs of the joined matrix at which each of its matrices ends
     inner: Tensor  # where the inner values go, in the model's dtype
-    units: Tensor  # [HEADER + most] int32: how many units; the units' numbers
+    units: Tensor  # [HEADER + most] int32: how many units and tiles, the most of an adapter; the units' numbers
     firsts: Tensor  # [rows] int32: the first unit of each row, in the list
     counts: Tensor  # [rows] int32: its units; 0: no adapter
     order: Tensor  # [rows] int32: the rows, those of one adapter side by side
     tiles: Tensor  # [4, tiles] int32: rows of one adapter: its first unit, its units, the first in `order`, rows
     tile: int  # rows of a tile, at most
+    tickets: Tickets  # of the products of a pass
+    place: int  # which of these products this is
 
 
 @triton.jit
 def _inner_values(
     x_ptr, a_ptr, inner_ptr, units_ptr, rows, live, matrix, number, place,
-    MATRICES: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
+    MATRICES: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Of some rows and one unit."""
     each, value = tl.arange(0, BK), tl.arange(0, _UNIT)
@@ -64,12 +97,34 @@ def _inner_values(
     second = tl.zeros([ROWS, _UNIT], tl.float32)
     third = tl.zeros([ROWS, _UNIT], tl.float32)
     fourth = tl.zeros([ROWS, _UNIT], tl.float32)
-    for k in tl.range(0, K, _CHAINS * BK, num_stages=3):
+    for k in tl.range(0, K, _CHAINS * BK, num_stages=STAGES):
         first = _step(first, x_rows, a_rows, k, each, live, K)
         second = _step(second, x_rows, a_rows, k + BK, each, live, K)
         third = _step(third, x_rows, a_rows, k + 2 * BK, each, live, K)
         fourth = _step(fourth, x_rows, a_rows, k + 3 * BK, each, live, K)
     total = (first + second) + (third + fourth)
+    to = inner_ptr + ((rows * MATRICES + matrix) * _PLACES + place)[:, None] * _UNIT + value[None, :]
+    tl.store(to, total.to(inner_ptr.dtype.element_ty), mask=live[:, None])
+
+
+@triton.jit
+def _spread_values(
+    x_ptr, a_ptr, inner_ptr, units_ptr, rows, live, matrix, number, place,
+    MATRICES: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The same, the four sums beside each other."""
+    each, value = tl.arange(0, BK), tl.arange(0, _UNIT)
+    chain = tl.arange(0, _CHAINS)[:, None, None] * BK
+    unit = tl.load(units_ptr + _HEADER + number).to(tl.int64)
+    a_rows = a_ptr + ((unit * MATRICES + matrix) * _UNIT + value[None, :, None]) * K + chain + each[None, None, :]
+    x_rows = x_ptr + rows[None, :, None] * K + chain + each[None, None, :]
+    sums = tl.zeros([_CHAINS, ROWS, _UNIT], tl.float32)
+    for k in tl.range(0, K, _CHAINS * BK, num_stages=STAGES):
+        fits = k + chain + each[None, None, :] < K
+        x = tl.load(x_rows + k, mask=live[None, :, None] & fits, other=0.0, cache_modifier=".cg")
+        a = tl.load(a_rows + k, mask=fits, other=0.0)
+        sums = tl.dot(x, tl.permute(a, (0, 2, 1)), sums, input_precision="ieee")
+    total = tl.sum(tl.sum(tl.reshape(sums, [2, 2, ROWS, _UNIT]), 1), 0)  # two at a time: their order is no matter
     to = inner_ptr + ((rows * MATRICES + matrix) * _PLACES + place)[:, None] * _UNIT + value[None, :]
     tl.store(to, total.to(inner_ptr.dtype.element_ty), mask=live[:, None])
 
@@ -118,7 +173,36 @@ def _multiply_inner(
     nearly_done(SOON)  # x is there: the product may begin, and waits for this kernel before it reads inner values
     for place in range(share, held, SHARES):
         _inner_values(x_ptr, a_ptr, inner_ptr, units_ptr, rows, live, matrix, first + place, place,
-                      MATRICES, K, BK, ROWS)  # fmt: skip
+                      MATRICES, K, BK, ROWS, 3)  # fmt: skip
+
+
+@triton.jit
+def write_inner(
+    number, x_ptr, a_ptr, inner_ptr, units_ptr, order_ptr, tiles_ptr, tiles, tickets_ptr,
+    MATRICES: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
+    SHARES: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, SPREAD: tl.constexpr, SOON: tl.constexpr,
+):  # fmt: skip
+    """The same by the first PROGRAMS programs of the product itself. What they do first is looked up before x is there:
+    all that then comes after it is A x."""
+    tasks, shares = tl.load(units_ptr + 1) * MATRICES, tl.minimum(tl.load(units_ptr + 2), SHARES)
+    within = tl.maximum(tasks, 1)
+    rows, live, first, held = _tile_rows(order_ptr, tiles_ptr, number % within // MATRICES, tiles, ROWS)
+    if LINES > 0:
+        share = number // within
+        _fetch(share < tl.minimum(held, shares), a_ptr, units_ptr, first + share, number % MATRICES, MATRICES, K, LINES)
+    begin_after(SOON)
+    nearly_done(SOON)
+    for task in range(number, tasks * shares, PROGRAMS):
+        if task != number:
+            rows, live, first, held = _tile_rows(order_ptr, tiles_ptr, task % tasks // MATRICES, tiles, ROWS)
+        for place in range(task // tasks, held, shares):
+            if SPREAD:
+                _spread_values(x_ptr, a_ptr, inner_ptr, units_ptr, rows, live, task % MATRICES, first + place, place,
+                               MATRICES, K, BK, ROWS, STAGES)  # fmt: skip
+            else:
+                _inner_values(x_ptr, a_ptr, inner_ptr, units_ptr, rows, live, task % MATRICES, first + place, place,
+                              MATRICES, K, BK, ROWS, STAGES)  # fmt: skip
+    tell_done(tickets_ptr)
 
 
 @triton.jit
@@ -130,6 +214,32 @@ def outer_factors(b_ptr, units_ptr, held, begin, outputs, inside, size, WIDE: tl
     at = outputs.to(tl.int64)[:, None] * _UNIT + (lane % _UNIT)[None, :]
     return tl.load(b_ptr + (unit * (size.to(tl.int64) * _UNIT))[None, :] + at,
                    mask=inside[:, None] & (number < held)[None, :], other=0.0)  # fmt: skip
+
+
+@triton.jit
+def fetch_factors(b_ptr, units_ptr, held, column, size, BN: tl.constexpr, WIDE: tl.constexpr):
+    """What `outer_factors` reads of the first units for BN outputs from `column` on, on its way to the cache."""
+    EACH: tl.constexpr = 1024 // b_ptr.dtype.element_ty.primitive_bitwidth
+    if held > 0:
+        number = tl.minimum(tl.arange(0, WIDE // _UNIT), held - 1)
+        unit = tl.load(units_ptr + _HEADER + number).to(tl.int64)
+        line = tl.minimum(column * _UNIT + tl.arange(0, BN * _UNIT // EACH) * EACH, size * _UNIT - 1)
+        at = b_ptr + (unit * (size.to(tl.int64) * _UNIT))[:, None] + line[None, :]
+        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], tl.int32, False, 1)
+
+
+@triton.jit
+def first_factors(b_ptr, units_ptr, held, outputs, inside, size, WIDE: tl.constexpr, FEW: tl.constexpr):
+    """The same of the first units, [outputs, WIDE] and [outputs, FEW]: one is read, by how many units there are."""
+    few, many = 0, held
+    if FEW < WIDE:
+        few = tl.where(held <= FEW // _UNIT, held, 0)
+        many = held - few
+    wide = outer_factors(b_ptr, units_ptr, many, 0, outputs, inside, size, WIDE)
+    narrow = wide
+    if FEW < WIDE:
+        narrow = outer_factors(b_ptr, units_ptr, few, 0, outputs, inside, size, FEW)
+    return wide, narrow
 
 
 @triton.jit
@@ -156,20 +266,25 @@ def matrix_of(outputs, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr):
 
 @triton.jit
 def added(
-    total, b, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, outputs, inside, column, size, matrix, low, high,
-    MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, WIDE: tl.constexpr,
-    WIDTH: tl.constexpr, READ: tl.constexpr, ROWS_FIRST: tl.constexpr,
+    total, b, b_few, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, outputs, inside, column, size, matrix, low,
+    high, MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, WIDE: tl.constexpr,
+    FEW: tl.constexpr, WIDTH: tl.constexpr, READ: tl.constexpr, ROWS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """`total` and what each row's adapter adds to WIDTH outputs from `column` on, before any scale: [rows, outputs], or
-    transposed. READ: `b` is what `outer_factors` found of the first units. With three matrices that of an output is
-    told by FIRST_END and SECOND_END, else it is `matrix`. `low`, `high`: the units of these rows are among those."""
+    transposed. READ: `b` is what `first_factors` found of the first units, `b_few` where there are few. With three
+    matrices that of an output is told by FIRST_END and SECOND_END, else it is `matrix`. `low`, `high`: the units of
+    these rows are among those."""
     last = matrix
     if MATRICES == 3:
         matrix = matrix_of(column, FIRST_END, SECOND_END)
         last = matrix_of(tl.minimum(column + WIDTH, size) - 1, FIRST_END, SECOND_END)
     if READ:
-        inner = _own_values(inner_ptr, rows, firsts, counts, matrix, low, MATRICES, WIDE, ROWS_FIRST)
-        total = _summed_on(total, b, inner, ROWS_FIRST)
+        if FEW < WIDE and high <= FEW // _UNIT:
+            inner = _own_values(inner_ptr, rows, firsts, counts, matrix, low, MATRICES, FEW, ROWS_FIRST)
+            total = _summed_on(total, b_few, inner, ROWS_FIRST)
+        else:
+            values = _own_values(inner_ptr, rows, firsts, counts, matrix, low, MATRICES, WIDE, ROWS_FIRST)
+            total = _summed_on(total, b, values, ROWS_FIRST)
     for each in range(matrix, last + 1):
         own = inside
         if MATRICES == 3:
@@ -185,6 +300,30 @@ def added(
 
 
 @triton.jit
+def added_both(
+    gate, up, gate_b, gate_few, up_b, up_few, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, outputs, inside, half,
+    size, high, WIDE: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
+    """The same for gate and up, whose outputs begin at `half`: inner values of both are on their way at once."""
+    if FEW < WIDE and high <= FEW // _UNIT:
+        few_gate = _own_values(inner_ptr, rows, firsts, counts, 0, 0, 2, FEW, False)
+        few_up = _own_values(inner_ptr, rows, firsts, counts, 1, 0, 2, FEW, False)
+        gate, up = _summed_on(gate, gate_few, few_gate, False), _summed_on(up, up_few, few_up, False)
+    else:
+        of_gate = _own_values(inner_ptr, rows, firsts, counts, 0, 0, 2, WIDE, False)
+        of_up = _own_values(inner_ptr, rows, firsts, counts, 1, 0, 2, WIDE, False)
+        gate, up = _summed_on(gate, gate_b, of_gate, False), _summed_on(up, up_b, of_up, False)
+    for number in tl.range(WIDE // _UNIT, high, WIDE // _UNIT, num_stages=1):
+        factors = outer_factors(b_ptr, units_ptr, high, number, outputs, inside, size, WIDE)
+        values = _own_values(inner_ptr, rows, firsts, counts, 0, number, 2, WIDE, False)
+        gate = _summed_on(gate, factors, values, False)
+        factors = outer_factors(b_ptr, units_ptr, high, number, outputs + half, inside, size, WIDE)
+        values = _own_values(inner_ptr, rows, firsts, counts, 1, number, 2, WIDE, False)
+        up = _summed_on(up, factors, values, False)
+    return gate, up
+
+
+@triton.jit
 def _summed_on(total, b, inner, ROWS_FIRST: tl.constexpr):
     if ROWS_FIRST:
         total = tl.dot(inner, b.T, total, input_precision="ieee")
@@ -197,7 +336,7 @@ class _Arguments(NamedTuple):
     """Of a product's kernel."""
 
     tensors: tuple[Tensor | None, ...] = (None,) * 5
-    sizes: tuple[int, ...] = (0,) * 4
+    sizes: tuple[int, ...] = (0,) * 6
 
 
 _NO_ADAPTERS = _Arguments()
@@ -209,9 +348,42 @@ def low_rank_arguments(own: LowRankSum | None, lanes: int, threads: int, many: b
         return _NO_ADAPTERS
     first, second = own.ends[0], own.ends[min(1, len(own.ends) - 1)]
     # many units at once, so that few steps wait for memory; no more than there are registers for
-    wide = next((w for w in (256, 128, 64, 32) if lanes * w <= LANES * threads), UNIT)
+    wide = next((w for w in (256, 128, 64, 32) if lanes * w <= chosen.lanes * threads), UNIT)
+    wide = min(wide, MANY_WIDE) if many else wide
     tensors = own.inner, own.b, own.units, own.firsts, own.counts
-    return _Arguments(tensors, (len(own.ends), first, second, min(wide, MANY_WIDE) if many else wide))
+    return _Arguments(tensors, (len(own.ends), first, second, wide, min(chosen.few or wide, wide), chosen.held))
+
+
+class InnerArguments(NamedTuple):
+    """Of the kernel of a product whose first programs write inner values."""
+
+    tensors: tuple[Tensor | None, ...] = (None,) * 4
+    tiles: int = 0
+    sizes: tuple[int, ...] = (0,) * 9  # the first: how many they are; the second: how many programs there are
+
+
+_NOT_INSIDE = InnerArguments()
+
+
+def inner_arguments(own: LowRankSum | None, rows: int, programs: int) -> InnerArguments:
+    """`programs`: of the product itself."""
+    if own is None or not is_inside(rows):
+        return _NOT_INSIDE
+    first, inputs, block = FIRST_TILES * len(own.ends), own.a.shape[-1], _block(own.a)
+    stages = min(STAGES, 1 + triton.cdiv(inputs, CHAINS * block))
+    loads = chosen.loads and early(own.a.device)
+    sizes = first, first + programs, own.tile, block, FIRST_SHARES, _lines(own.a, inputs), stages, chosen.spread, loads
+    tickets = own.tickets.of(own.place, first + programs)
+    return InnerArguments((own.a, own.order, own.tiles, tickets), own.tiles.shape[1], sizes)
+
+
+def is_inside(rows: int) -> bool:
+    """Whether a product of so many rows computes its inner values itself."""
+    return chosen.inside and rows <= FEW_ROWS
+
+
+def least_warps(own: LowRankSum | None, warps: int, large: bool) -> int:
+    return warps if own is None else max(warps, chosen.large_warps if large else chosen.warps)
 
 
 def multiply_inner(x: Tensor, own: LowRankSum) -> None:

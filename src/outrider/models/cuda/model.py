@@ -23,7 +23,7 @@ from outrider.core.sampling import warp_batch
 from outrider.core.sequence import Scope
 from outrider.models.adapters.adapter import Adapter
 from outrider.models.base import Feed, Output, Outputs, WrittenTokens
-from outrider.models.cuda import kernels
+from outrider.models.cuda import kernels, rejection
 from outrider.models.cuda.adapters import AdapterPool
 from outrider.models.cuda.attention import LONG, chunk_keys
 from outrider.models.cuda.batch import FEW_ROWS, NODES, SMALL_TILE, Batch, Field
@@ -234,11 +234,12 @@ class CudaLlama(ReadableWeights):
 
     def write(self, ids: Sequence[int], last: Sequence[int], dice: Sequence[Dice | None], temperatures: Sequence[float],
               plan: Callable[[int], int], wait: Callable[[], None], layers: Sequence[int] = (),
-              adapters: Sequence[ReadyAdapter | None] = ()) -> Iterator[WrittenTokens]:  # fmt: skip
+              adapters: Sequence[ReadyAdapter | None] = (), draws: Sequence[bool] = (),
+              ) -> Iterator[WrittenTokens]:  # fmt: skip
         """Each sequence writes some tokens after its `last` one, without the host, part after part.
 
         After each part the cache has seen all but the newest token of each. No dice: the likeliest token. `adapters`:
-        one for each; (): none has one.
+        one for each; (): none has one. `draws`: whether each draws as rejection does; (): all dice choose.
         """
         parts: deque[WrittenPart] = deque()
         writing: Writing | None = None
@@ -248,7 +249,8 @@ class CudaLlama(ReadableWeights):
                 steps = plan(unread)
                 if not steps or (writing is not None and not self._can_write(writing, unread + steps)):
                     break
-                writing = writing or self._begin_writing(ids, last, dice, temperatures, steps, layers, adapters)
+                if writing is None:
+                    writing = self._begin_writing(ids, last, dice, temperatures, steps, layers, adapters, draws)
                 parts.append(self._write_part(writing, steps))
             if not parts:
                 return
@@ -262,7 +264,7 @@ class CudaLlama(ReadableWeights):
     @torch.inference_mode()
     def _begin_writing(self, ids: Sequence[int], last: Sequence[int], dice: Sequence[Dice | None],
                        temperatures: Sequence[float], steps: int, layers: Sequence[int],
-                       adapters: Sequence[ReadyAdapter | None]) -> Writing:  # fmt: skip
+                       adapters: Sequence[ReadyAdapter | None], draws: Sequence[bool]) -> Writing:  # fmt: skip
         self._move()
         begin = [self._pages.length(id) for id in ids]
         feeds = [Feed(id, (token,)) for id, token in zip(ids, last, strict=True)]
@@ -274,8 +276,12 @@ class CudaLlama(ReadableWeights):
         self._send(run, batch, adapters)
         keys = torch.tensor([_signed(one.key) if one else 0 for one in dice], device=self.device)
         heat = torch.tensor([t if one else 0.0 for one, t in zip(dice, temperatures, strict=True)], device=self.device)
+        drawn = None
+        if any(draws):
+            drawn = heat.where(torch.tensor(draws, device=self.device), 0.0)
+            heat = heat - drawn
         positions = torch.tensor([place + 1 for place in begin], device=self.device)
-        return Writing(tuple(ids), run, shape.longest, keys, heat, positions, step_of(run, len(ids)))
+        return Writing(tuple(ids), run, shape.longest, keys, heat, drawn, positions, step_of(run, len(ids)))
 
     def _can_write(self, writing: Writing, ahead: int) -> bool:
         """Whether there is memory for as many tokens after those that are read, and the pass is made for such texts."""
@@ -297,6 +303,8 @@ class CudaLlama(ReadableWeights):
                 hidden[step].copy_(run.hidden[:count])
             logits = run.logits[:count] if run.logits is not None else self._output(run, every)
             kernels.choose(logits, writing.keys, writing.positions, writing.heat, written[step])
+            if writing.drawn is not None:
+                rejection.verify(logits, writing.keys, writing.positions, writing.drawn, written[step])
             writing.newest = written[step]
         tokens, done = self._written_parts.next(written)
         return WrittenPart(tokens, hidden, first, done)

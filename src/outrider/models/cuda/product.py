@@ -26,11 +26,18 @@ from outrider.models.cuda.launch import begin_after, early, nearly_done
 from outrider.models.cuda.low_rank import (
     LowRankSum,
     added,
+    added_both,
+    fetch_factors,
+    first_factors,
+    inner_arguments,
+    is_inside,
+    least_warps,
     low_rank_arguments,
     matrix_of,
     multiply_inner,
-    outer_factors,
+    write_inner,
 )
+from outrider.models.cuda.tickets import take_ticket, wait_for_first
 
 STRIP_ROWS = 256  # up to which a strip of a matrix whose sums have several parts is read once for all rows
 SHARED = 220_000  # bytes of fast memory that one program may take: 227 KiB on Hopper, less what the compiler adds
@@ -69,14 +76,17 @@ def _scale_of(total, eps, K: tl.constexpr):
     return tl.rsqrt(total.to(tl.float32) / K + eps)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "tiles"])
 def _few(
     x_ptr, w_ptr, bias_ptr, squares_ptr, scale_ptr, out_ptr, gain_ptr, next_ptr, part_ptr, done_ptr,
-    inner_ptr, b_ptr, units_ptr, firsts_ptr, counts_ptr,
-    count, size, eps, squares_stride,
+    inner_ptr, b_ptr, units_ptr, firsts_ptr, counts_ptr, a_ptr, order_ptr, tiles_ptr, tickets_ptr,
+    count, size, eps, squares_stride, tiles,
     STRIPS: tl.constexpr, SCALED: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
     SPLIT: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
-    MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, WIDE: tl.constexpr,
+    MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr,
+    HELD: tl.constexpr,
+    INNER: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr, INNER_BK: tl.constexpr, SHARES: tl.constexpr,
+    LINES: tl.constexpr, STAGES: tl.constexpr, SPREAD: tl.constexpr, LOADS: tl.constexpr,
     SOON: tl.constexpr,
 ):  # fmt: skip
     """out [R, size] = x w^T + bias for a strip of BN outputs. GATE: silu(first half) * second half.
@@ -85,12 +95,21 @@ def _few(
     gain, and each strip's sum of its squares; the product that reads these (STRIPS > 0) multiplies with the norm's
     scale at the end.
     SPLIT programs share a strip, each a part of K; the last to be done adds the parts up, always in the same order.
-    MATRICES > 0: with what the rows' adapters add. The kernel before, which computes their inner values, lets this one
-    begin when x is there (`multiply_inner`), and is waited for where they are read. So nothing waits before x is read,
-    and x is read past the first cache, which knows nothing of other kernels' writes until then.
+    MATRICES > 0: with what the rows' adapters add. INNER > 0: the first INNER programs compute their inner values, and
+    the others wait for these where all else is done. INNER == 0: the kernel before computes them, lets this one begin
+    when x is there (`multiply_inner`), and is waited for there. So nothing waits before x is read, and what kernels
+    before wrote is read past the first cache, which knows nothing of other kernels' writes until then.
     """
     rows = tl.arange(0, ROWS)
-    strip, share = tl.program_id(0), tl.program_id(1)
+    if INNER > 0:
+        number, launch = take_ticket(tickets_ptr, PROGRAMS)
+        if number < INNER:
+            write_inner(number, x_ptr, a_ptr, inner_ptr, units_ptr, order_ptr, tiles_ptr, tiles, tickets_ptr,
+                        MATRICES, K, INNER_BK, TILE, INNER, SHARES, LINES, STAGES, SPREAD, SOON)  # fmt: skip
+            return
+        strip, share = (number - INNER) // SPLIT, (number - INNER) % SPLIT
+    else:
+        strip, share = tl.program_id(0), tl.program_id(1)
     first = strip * BN + tl.arange(0, BN)
     inner = tl.arange(0, BK)
     begin = share * PART
@@ -99,6 +118,7 @@ def _few(
     in_strip, in_rows = (first < size)[:, None], (rows < count)[None, :]
     a = tl.zeros([BN, ROWS], tl.float32)
     b = tl.zeros([BN, ROWS], tl.float32)
+    PAST: tl.constexpr = "" if MATRICES == 0 or INNER > 0 else ".cg"
     if MATRICES > 0:  # all that no kernel writes is read before there is something to wait for
         firsts = tl.load(firsts_ptr + rows, mask=rows < count, other=0)
         counts = tl.load(counts_ptr + rows, mask=rows < count, other=0)
@@ -107,18 +127,19 @@ def _few(
         own = first < size
         if MATRICES == 3:
             own &= matrix_of(first, FIRST_END, SECOND_END) == matrix_of(strip * BN, FIRST_END, SECOND_END)
-        a_outer = outer_factors(b_ptr, units_ptr, units, 0, first, own, whole, WIDE)
-        b_outer = a_outer
-        if GATE:
-            b_outer = outer_factors(b_ptr, units_ptr, units, 0, first + size, first < size, whole, WIDE)
-    if MATRICES == 0:
+        if HELD:
+            a_outer, a_few = first_factors(b_ptr, units_ptr, units, first, own, whole, WIDE, FEW)
+            if GATE:
+                b_outer, b_few = first_factors(b_ptr, units_ptr, units, first + size, first < size, whole, WIDE, FEW)
+        elif SOON:
+            fetch_factors(b_ptr, units_ptr, units, strip * BN, whole, BN, WIDE)
+            if GATE:
+                fetch_factors(b_ptr, units_ptr, units, strip * BN + size, whole, BN, WIDE)
+    if MATRICES == 0 or INNER > 0:
         begin_after(SOON)
     for k in range(begin, tl.minimum(begin + PART, K), BK):
         fits = k + inner < K
-        if MATRICES == 0:
-            x = tl.load(x_rows + k, mask=in_rows & fits[:, None], other=0.0)  # [BK, ROWS]
-        else:
-            x = tl.load(x_rows + k, mask=in_rows & fits[:, None], other=0.0, cache_modifier=".cg")
+        x = tl.load(x_rows + k, mask=in_rows & fits[:, None], other=0.0, cache_modifier=PAST)  # [BK, ROWS]
         w = tl.load(w_first + k, mask=in_strip & fits[None, :], other=0.0, eviction_policy="evict_first")
         a = tl.dot(w, x, a, input_precision="ieee")
         if GATE:
@@ -137,37 +158,48 @@ def _few(
         a = tl.zeros([BN, ROWS], tl.float32)
         for part in tl.static_range(SPLIT):
             a += tl.load(mine + part * (BN * ROWS), cache_modifier=".cg")
-    if MATRICES > 0:
-        begin_after(SOON)
-        a = added(
-            a, a_outer, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, first, first < size, strip * BN, whole, 0,
-            0, units, MATRICES, FIRST_END, SECOND_END, WIDE, BN, True, False,
-        )  # fmt: skip
+    if MATRICES > 0 and not HELD:
+        a_outer, a_few = first_factors(b_ptr, units_ptr, units, first, own, whole, WIDE, FEW)
         if GATE:
-            b = added(
-                b, b_outer, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, first + size, first < size, strip * BN,
-                whole, 1, 0, units, MATRICES, FIRST_END, SECOND_END, WIDE, BN, True, False,
-            )  # fmt: skip
+            b_outer, b_few = first_factors(b_ptr, units_ptr, units, first + size, first < size, whole, WIDE, FEW)
     if STRIPS > 0:
         total = tl.zeros([ROWS], squares_ptr.dtype.element_ty)
         for other in range(STRIPS):
-            total += tl.load(squares_ptr + other * squares_stride + rows, mask=rows < count, other=0.0)
+            total += tl.load(squares_ptr + other * squares_stride + rows, mask=rows < count, other=0.0,
+                             cache_modifier=PAST)  # fmt: skip
         scale = _scale_of(total, eps, K)[None, :]
     if SCALED:
-        scale = tl.load(scale_ptr + rows, mask=rows < count, other=0.0)[None, :]
+        scale = tl.load(scale_ptr + rows, mask=rows < count, other=0.0, cache_modifier=PAST)[None, :]
     bias = tl.zeros([BN], tl.float32)[:, None]
     if BIAS:
         bias = tl.load(bias_ptr + first, mask=first < size, other=0.0).to(tl.float32)[:, None]
+    inside = in_strip & in_rows
+    place = rows[None, :].to(tl.int64) * size + first[:, None]
+    if ADD:
+        before = tl.load(out_ptr + place, mask=inside, other=0.0, cache_modifier=PAST).to(tl.float32)
+    if MATRICES > 0:
+        if INNER > 0:
+            wait_for_first(tickets_ptr, launch, INNER, LOADS)
+        else:
+            begin_after(SOON)
+        if GATE:
+            a, b = added_both(
+                a, b, a_outer, a_few, b_outer, b_few, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, first,
+                first < size, size, whole, units, WIDE, FEW,
+            )  # fmt: skip
+        else:
+            a = added(
+                a, a_outer, a_few, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, first, first < size, strip * BN,
+                whole, 0, 0, units, MATRICES, FIRST_END, SECOND_END, WIDE, FEW, BN, True, False,
+            )  # fmt: skip
     if STRIPS > 0 or SCALED:
         a, b = _scaled(a, scale, bias), b * scale
     elif BIAS:
         a += bias
     if GATE:
         a = _gated(a, b)
-    inside = in_strip & in_rows
-    place = rows[None, :].to(tl.int64) * size + first[:, None]
     if ADD:
-        a += tl.load(out_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        a += before
     y = a.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + place, y, mask=inside)
     if ADD:
@@ -185,7 +217,8 @@ def _many(
     SCALED: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr,
     K: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr,
     GROUP: tl.constexpr, COPIED: tl.constexpr,
-    MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, WIDE: tl.constexpr,
+    MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr,
+    HELD: tl.constexpr,
     SOON: tl.constexpr,
 ):  # fmt: skip
     """The same for a tile of BM rows and BN outputs. WIDTH: of a strip of `_few`, whose sums of squares these are.
@@ -236,13 +269,13 @@ def _many(
         low, high = tl.min(tl.where(counts > 0, firsts, 1 << 30), 0), tl.max(firsts + counts, 0)
         whole = size * 2 if GATE else size
         a = added(
-            a, a, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, first, first < size, column0, whole, 0,
-            low, high, MATRICES, FIRST_END, SECOND_END, WIDE, BN, False, True,
+            a, a, a, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, first, first < size, column0, whole, 0,
+            low, high, MATRICES, FIRST_END, SECOND_END, WIDE, FEW, BN, False, True,
         )  # fmt: skip
         if GATE:
             b = added(
-                b, b, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, first + size, first < size, column0, whole, 1,
-                low, high, MATRICES, FIRST_END, SECOND_END, WIDE, BN, False, True,
+                b, b, b, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, first + size, first < size, column0, whole,
+                1, low, high, MATRICES, FIRST_END, SECOND_END, WIDE, FEW, BN, False, True,
             )  # fmt: skip
     bias = tl.zeros([BN], tl.float32)[None, :]
     if BIAS:
@@ -409,7 +442,7 @@ def linear(
 ) -> None:
     """out [rows, n] from x [rows, k]."""
     rows, size = x.shape[0], weight.shape[0] // 2 if around.gate else weight.shape[0]
-    if around.adapters is not None:
+    if around.adapters is not None and not is_inside(rows):
         multiply_inner(x, around.adapters)
     in_strips = rows <= (STRIP_ROWS if tiling(size, weight.shape[1], around.gate).split > 1 else FEW_ROWS)
     (_linear_few if in_strips else _linear_many)(x, weight, bias, out, work, around, size)
@@ -427,13 +460,17 @@ def _linear_few(
     if padded > FEW_ROWS:  # as wide blocks would leave no memory for several stages, nor registers for the sums
         part = cut.part(inner)
         block, warps = next(b for b in (128, 64, 32, 16) if part % b == 0), 8
+    warps = least_warps(around.adapters, warps, around.gate or cut.split > 1)
     stage = block * (cut.width * (2 if around.gate else 1) + padded) * x.element_size()
     low = low_rank_arguments(around.adapters, padded + cut.width * (2 if around.gate else 1), 32 * warps)
-    _few[(triton.cdiv(size, cut.width), cut.split)](
+    strips = triton.cdiv(size, cut.width)
+    within = inner_arguments(around.adapters, rows, strips * cut.split)
+    _few[(within.sizes[1],) if within.tiles else (strips, cut.split)](
         x, weight, bias, work.squares, around.scale, out, around.gain, work.next, work.part, work.done,
-        *low.tensors, rows, size, around.eps or 0.0, work.squares.stride(0),
+        *low.tensors, *within.tensors, rows, size, around.eps or 0.0, work.squares.stride(0), within.tiles,
         0 if around.eps is None else work.strips, around.scale is not None, around.gate, around.gain is not None,
-        bias is not None, cut.split, inner, cut.part(inner), block, cut.width, padded, *low.sizes, soon,
+        bias is not None, cut.split, inner, cut.part(inner), block, cut.width, padded, *low.sizes,
+        *within.sizes, soon,
         num_warps=warps, num_stages=max(1, min(cut.stages, SHARED // stage)), launch_pdl=soon,
     )  # fmt: skip
 

@@ -23,6 +23,7 @@ class Writing:
     longest: int  # tokens of a text that the pass is made for
     keys: Tensor  # [sequences] int64: of the dice
     heat: Tensor  # [sequences] temperatures; 0: the likeliest token
+    drawn: Tensor | None  # [sequences] temperatures of those that draw as rejection does, 0: of others; None: nobody
     positions: Tensor  # [sequences] int64: of the token to be written
     step: Tensor  # what a token adds to the table of the pass
     newest: Tensor | None = None  # [sequences] int64: the tokens written last
