@@ -39,6 +39,9 @@ LEAST_TOKENS = 0.01
 ASSUMED_DRAFT, ASSUMED_NODE = 0.15, 0.3
 # Share of the target's time for a token of a prompt that a drafter is assumed to take to read it.
 ASSUMED_READ = 0.3
+# Share of a pass that the target is assumed to take for a token of a prompt on a device, until it is measured. On a CPU
+# it is up to 0.28 (LOG, 2026-11-18, where head and lookup differ), so there it is waited for.
+ASSUMED_PROMPT = 0.05
 # Share of a plain token's time that drafts in rounds on a device are assumed to save, until both ways were tried.
 ASSUMED_SAVED = 0.3
 # Probability that what was found for nothing misses the next token, from which on a head is asked as if nothing had
@@ -303,18 +306,20 @@ class DraftingPolicy:
             return known
         return (ASSUMED_DRAFT if drafter.reports_acceptance else ASSUMED_NODE) * self.cost.at(seqs) / seqs
 
-    def _start(self, drafter: Drafter, seq: Sequence) -> float:
-        """Seconds until it can draft for this sequence."""
+    def _start(self, drafter: Drafter, seq: Sequence, assumed: float = 0.0) -> float:
+        """Seconds until it can draft for this sequence. `assumed`: what the target takes for a token of a prompt, until
+        that is measured."""
         unread = drafter.unread(seq)
         if unread < START:
             return 0.0
-        each = self.record(drafter).read or ASSUMED_READ * self._prompt
+        each = self.record(drafter).read or ASSUMED_READ * (self._prompt or assumed)
         return unread * each if self.cost.known and each else math.inf  # one pass later it is known what a prompt takes
 
     def reading_repays(self, drafters: Seq[Drafter], seqs: Seq[Sequence], work: Hashable) -> bool:
         """Whether what these drafters have not read is worth reading, where they draft for such a batch in rounds on a
         device. `work`: as of `trial`."""
-        start = sum(self._start(drafter, seq) for drafter in drafters for seq in seqs)
+        prompt = ASSUMED_PROMPT * self.cost.at(1)
+        start = sum(self._start(drafter, seq, prompt) for drafter in drafters for seq in seqs)
         if not start:
             return True
         saved = self.trial.saved(len(seqs), work)
