@@ -27,12 +27,12 @@ QUICKER = 0.2
 # The weight of a pass while passes of known numbers of rows all take that much longer, or shorter, than expected: then
 # it is the machine, hardly the rows. And the passes after which a number of rows is known.
 CHANGING, FIRST_PASSES = 0.2, 3
-# Passes over which the average of one number of rows runs. The machine's own speed is followed apart (`PACE`); with 20
-# the simulator's trace of slow and fast passes by turns took 1.11 of the best fixed choice, with 10 it takes 1.03.
+# Passes over which the average of one number of rows runs. The machine's own speed is followed apart (`PACE`): with 10
+# an average took more of a slow spell for itself (LOG, 2026-11-18, where head and lookup differ).
 AVERAGED = 20
 # Share of a pass's deviation that counts as the speed of the whole machine at the moment: numbers of rows that were not
 # run for a while change with it, or they would stay as dear as they were when others used the machine (LOG,
-# 2026-11-17, why auto was slower than the head). About seven passes follow a change. Chosen on the simulator's traces.
+# 2026-11-17, why auto was slower than the head). About four passes follow a change. Chosen on the simulator's traces.
 PACE = 0.3
 # Rows of the passes that are measured when a model is loaded, seconds after which no further round of them begins, and
 # rounds, of which the shortest pass of a size counts: a first request then knows what rows cost. A round takes 40 ms
