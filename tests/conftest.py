@@ -30,6 +30,10 @@ if not torch.cuda.is_available():
         import triton
 
         triton.knobs.runtime.interpret = True
+
+        import interpreted
+
+        interpreted.hasten()
     del os.environ["TRITON_INTERPRET"]  # what the tests start is not to inherit it
 
 TEMPLATE = (
@@ -43,10 +47,12 @@ CONTEXT = 1024
 SLOW_FILES = (
     "conformance/test_real",
     "server/test_ray",
-    "server/test_stay_up",
     "drafters/test_rounds",
+    "models/test_native",
+    "conformance/test_law",
+    "train/test_train",
     "drafters/test_model_rounds",
-    "models/test_cuda_adapters",
+    "server/test_stay_up",
 )
 SLOW = ("vllm", *(f"tests/{name}.py" for name in SLOW_FILES))
 ON_VLLM = re.compile(r"test_vllm_|[\[-]vllm(-drafting)?[\]-]")  # node ids of tests that are marked so

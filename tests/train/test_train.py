@@ -1,6 +1,9 @@
 """`outrider train` from end to end on a CPU: it learns, it ends cleanly, and it goes on exactly where it was."""
 
+import contextlib
+import functools
 import hashlib
+import io
 import json
 import os
 import resource
@@ -51,10 +54,23 @@ def provenance(out):
     return json.loads((out / "provenance.json").read_text())
 
 
+@pytest.fixture(scope="module")
+def learned(calm_folder, prompt_file, tmp_path_factory):
+    """A head of each kind that has learned, made once: its folder, and what was shown."""
+
+    @functools.cache
+    def head(kind):
+        out, shown = tmp_path_factory.mktemp("learned") / "head", io.StringIO()
+        with contextlib.redirect_stdout(shown):
+            assert train(kind, calm_folder, out, "--tokens", 2000, "--epochs", 10, "--prompts", prompt_file) == 0
+        return out, shown.getvalue()
+
+    return head
+
+
 @pytest.mark.parametrize("kind", ["eagle", "block", "medusa"])
-def test_a_head_learns(kind, calm_folder, prompt_file, tmp_path, capsys):
-    out = tmp_path / "head"
-    assert train(kind, calm_folder, out, "--tokens", 2000, "--epochs", 10, "--prompts", prompt_file) == 0
+def test_a_head_learns(kind, learned, calm_folder):
+    out, shown = learned(kind)
     losses = [line["loss"] for line in log(out)]
     assert sum(losses[-5:]) / 5 < 0.9 * losses[0]
     said = provenance(out)
@@ -65,9 +81,8 @@ def test_a_head_learns(kind, calm_folder, prompt_file, tmp_path, capsys):
     assert max(held[len(held) // 2 :]) > held[0] + 0.1
     assert log(out)[said["figures"]["best_step"] - 1]["held_hit1"] > log(out)[4]["held_hit1"]
     assert said["steps"] == said["planned_steps"] == len(losses)
-    assert str(tmp_path) not in json.dumps(said)  # no paths of this machine
+    assert str(out.parent) not in json.dumps(said)  # no paths of this machine
     assert f"train {kind} --model calm --out head" in said["command"]
-    shown = capsys.readouterr().out
     assert f"{first:.2f}" in shown
     assert f"{first:.2f}" in (out / f"{results.TABLE}.md").read_text()
     with LLM(str(calm_folder), draft=f"{kind}:head={out}", pace=False) as llm:
@@ -118,19 +133,18 @@ def test_a_head_for_an_adapter(kind, adapter, calm_folder, prompt_file, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["eagle", "block", "medusa"])
-def test_a_trained_head_goes_on_learning(kind, calm_folder, prompt_file, tmp_path, capsys):
+def test_a_trained_head_goes_on_learning(kind, learned, calm_folder, prompt_file, tmp_path, capsys):
     """It begins as good as it was, not as the target's own layers are, and stays the head that it is."""
-    few = ("--tokens", 2000, "--prompts", prompt_file)
-    assert train(kind, calm_folder, tmp_path / "first", *few, "--epochs", 10) == 0
-    more = (*few, "--epochs", 1, "--data", tmp_path / "first", "--begin", tmp_path / "first")
+    few, (before, _) = ("--tokens", 2000, "--prompts", prompt_file), learned(kind)
+    more = (*few, "--epochs", 1, "--data", before, "--begin", before)
     assert train(kind, calm_folder, tmp_path / "second", *more, how=FEW) == 0
-    first, second = (log(tmp_path / name) for name in ("first", "second"))
+    first, second = log(before), log(tmp_path / "second")
     fresh, end, begin = (sum(line["hit1"] for line in lines) / 5 for lines in (first[:5], first[-5:], second[:5]))
     assert begin > (fresh + end) / 2
     said = provenance(tmp_path / "second")
-    assert (said["job"]["rate"], said["job"]["begin"]) == (BEGUN_RATE, "first")
-    assert str(tmp_path) not in json.dumps(said)
-    heads_ = [safetensors.torch.load_file(tmp_path / name / "model.safetensors") for name in ("first", "second")]
+    assert (said["job"]["rate"], said["job"]["begin"]) == (BEGUN_RATE, "head")
+    assert not any(str(path) in json.dumps(said) for path in (tmp_path, before.parent))
+    heads_ = [safetensors.torch.load_file(out / "model.safetensors") for out in (before, tmp_path / "second")]
     shapes = [{name: tensor.shape for name, tensor in head.items()} for head in heads_]
     assert shapes[0] == shapes[1]
     assert train(kind, calm_folder, tmp_path / "other", *more, "--draft-vocab", 64, how=FEW) == 2
