@@ -189,6 +189,7 @@ class Silent:
     """Stands for a drafter that does not say how likely its nodes are."""
 
     reports_acceptance = is_free = False
+    layers = ()
 
     def unread(self, seq):
         return 0
@@ -452,6 +453,12 @@ class TestFirstTexts:
     def test_what_was_read_is_charged(self):
         policy, drafter = self.policy(0)
         assert [self.asked(policy, drafter, 40) for _ in range(3)] == [True, False, False]
+
+    def test_a_head_does_not_wait(self):
+        """It takes in states that are there; without that the first request of a process was half over before it."""
+        policy, drafter = self.policy(0)
+        drafter.layers = (1,)
+        assert [self.asked(policy, drafter, 60) for _ in range(3)] == [True] * 3
 
     def test_a_known_one_reads_what_repays(self):
         policy, drafter = self.policy(PROVEN)

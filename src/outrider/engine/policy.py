@@ -251,8 +251,9 @@ class DraftingPolicy:
         return asked
 
     def _may_start(self, drafter: Drafter, seq: Sequence) -> bool:
-        """Whether a drafter of which little is known may read a text to show what it is worth."""
-        if self.record(drafter).outcomes >= PROVEN:
+        """Whether a drafter of which little is known may read a text to show what it is worth. A head may: it takes in
+        states that the target computed anyway."""
+        if drafter.layers or self.record(drafter).outcomes >= PROVEN:
             return True
         lived = self._lived + sum(seq.stats.seconds.values()) + self._tokens_left(seq) * self.cost.at(1)
         return self._starts + self._start(drafter, seq) <= STARTS * lived
