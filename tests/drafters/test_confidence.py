@@ -9,6 +9,7 @@ from outrider.drafters.confidence import (
     AGREED,
     DIFFERED,
     LONGEST,
+    JointCalibration,
     MatchCalibration,
     StatedCalibration,
     judged_chain,
@@ -79,6 +80,31 @@ class TestStated:
         for _ in range(400):
             calibration.learn(0.5, True)
         assert 0.9 < calibration.probability(0.5) < 1.0
+
+
+class TestJoint:
+    """Two drafters guess at the same place."""
+
+    def test_before_any_was_seen_the_weights_tell(self):
+        assert JointCalibration((0.0, 1.0, 0.0)).probability(0.73, 0.2) == pytest.approx(0.73)
+        assert JointCalibration((0.0, 1.0, -1.0)).probability(0.5, 0.8) == pytest.approx(0.2)
+        assert 0.9 < JointCalibration((9.0, 9.0, 9.0)).probability(1.0, 1.0) < 1.0  # never certain
+
+    def test_it_learns_how_much_each_of_the_two_says(self):
+        """A guess holds as often as the other says it does not, whatever its own drafter says."""
+        calibration, random_ = JointCalibration((0.0, 1.0, 0.0)), random.Random(2)
+        for _ in range(4000):
+            own, other = random_.uniform(0.1, 0.9), random_.uniform(0.1, 0.9)
+            calibration.learn(own, other, random_.random() < 1.0 - other)
+        for own in (0.2, 0.8):
+            for other in (0.2, 0.5, 0.8):
+                assert calibration.probability(own, other) == pytest.approx(1.0 - other, abs=0.1)
+
+    def test_twenty_guesses_are_enough_to_see_that_one_is_never_right(self):
+        calibration = JointCalibration((0.0, 1.0, 0.0))
+        for _ in range(20):
+            calibration.learn(0.7, 0.5, False)
+        assert calibration.probability(0.7, 0.5) < 0.5
 
 
 class TestNumbers:

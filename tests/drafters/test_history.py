@@ -322,8 +322,12 @@ class TestRequests:
             if others:
                 store.add("", B, 0)
             made = History(History.Options(own=own), BuildContext(target(), None, histories=store))
-            [draft] = made.propose([sequence(0, prompt)], [4])
-            assert bool(draft) == (own or others), (own, others)
+            seq = sequence(0, prompt)
+            assert made.serves(seq)  # it has to see the prompt once
+            [draft] = made.propose([seq], [4])
+            assert bool(draft) == made.serves(seq) == (own or others), (own, others)
+            store.add("", B, 0)
+            assert made.serves(seq)
 
     def test_what_was_evicted_is_not_drafted(self):
         store = HistoryStore(64)

@@ -1,5 +1,6 @@
 """What a pass costs, learned from passes."""
 
+import random
 from itertools import pairwise
 
 import pytest
@@ -72,6 +73,47 @@ def test_sizes_that_were_not_run_for_a_while_follow_the_machine():
         cost.learn(2, 2 * 0.006)
     for rows, seconds in before.items():
         assert 1.4 * seconds < cost.at(rows) < 2.1 * seconds
+
+
+def test_what_the_speed_of_the_machine_explains_is_no_cost_of_rows():
+    """Plain and drafted answers by turns, and spells in which all passes take longer: on a CPU the average of one row
+    had followed a slow spell, and a second row was believed to cost 2 ms instead of 7 (LOG, 2026-11-17, midnight)."""
+    truth, random_, cost = {1: 25.4, 2: 32.4, 3: 41.8, 4: 47.0, 6: 60.0, 8: 75.0}, random.Random(1), PassCost()
+    for _ in range(20):
+        for rows, ms in truth.items():
+            cost.learn(rows, ms)
+    errors = []
+    for answer in range(40):
+        slow = random_.choice([1.0, 1.3])
+        for _ in range(64):
+            rows = random_.choice([1, 1, 2, 2, 3, 4]) if answer % 2 else 1
+            cost.learn(rows, truth[rows] * slow * (1.0 + abs(random_.gauss(0.0, 0.03))))
+            errors.append(cost.next_row(1) / cost.at(1) / ((32.4 - 25.4) / 25.4) - 1.0)
+    assert max(map(abs, errors)) < 0.18
+    assert sum(error**2 for error in errors) / len(errors) < 0.055**2
+
+
+def test_a_number_of_rows_that_is_first_run_while_the_machine_changes_is_not_taken_for_cheap():
+    cost = PassCost()
+    for _ in range(40):
+        for rows in (1, 2):
+            cost.learn(rows, 3 * (0.004 + 0.001 * rows))
+    for rows in (2, 3, 4, 2, 3, 4):  # nobody else uses it any more
+        cost.learn(rows, 0.004 + 0.001 * rows)
+    assert cost.next_row(2) / cost.at(2) > 0.1  # a sixth, in truth
+    for _ in range(20):
+        for rows in (1, 2, 3, 4):
+            cost.learn(rows, 0.004 + 0.001 * rows)
+    assert cost.next_row(2) == pytest.approx(0.001, rel=0.15)
+
+
+def test_rows_that_became_dearer_are_noticed_whatever_was_known():
+    cost = learned(0.010, 0.0001, times=100)
+    for _ in range(100):
+        for rows in (1, 2, 4, 8):
+            cost.learn(rows, 0.006 + 0.004 * rows)
+    assert cost.next_row(1) == pytest.approx(0.004, rel=0.15)
+    assert cost.at(8) == pytest.approx(0.038, rel=0.1)
 
 
 def test_a_model_is_measured_when_it_is_loaded(monkeypatch):

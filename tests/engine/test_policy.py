@@ -7,7 +7,15 @@ from outrider.core.draft import Draft
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.core.stats import estimated_speedup
-from outrider.engine.policy import EXPLORATION, FIRST_FREE, DraftingPolicy, DraftOutcome, PassPlan, PassSize
+from outrider.engine.policy import (
+    EXPLORATION,
+    FIRST_FREE,
+    PROVEN,
+    DraftingPolicy,
+    DraftOutcome,
+    PassPlan,
+    PassSize,
+)
 from outrider.engine.throughput import FIRST_PASSES
 
 
@@ -181,6 +189,7 @@ class Silent:
     """Stands for a drafter that does not say how likely its nodes are."""
 
     reports_acceptance = is_free = False
+    layers = ()
 
     def unread(self, seq):
         return 0
@@ -246,6 +255,10 @@ class TestReading:
 
     def test_nothing_is_read_before_a_pass_was_measured(self):
         assert not self.repays(DraftingPolicy(), 100)
+
+    def test_what_a_prompt_takes_on_a_device_is_assumed_until_it_is_measured(self):
+        """64 tokens save 0.3 ms each; a token is read in 0.3 of 0.05 ms."""
+        assert [self.repays(learned(0.001, 0.0), prompt) for prompt in (1000, 2000)] == [True, False]
 
 
 class TestWhoIsAsked:
@@ -354,7 +367,8 @@ class TestFree:
         for _ in range(passes):
             if policy.asks_free(seqs):
                 count += 1
-                policy.learn_free(seqs, [[chain(saving)]] * seqs, PassSize(seqs, seqs), seconds)
+                size = PassSize(seqs, seqs)
+                policy.learn_free(seqs, policy.expected([[chain(saving)]] * seqs, size), size, seconds)
         return count
 
     def test_where_they_pay_they_are_always_asked(self):
@@ -416,6 +430,48 @@ class TestStart:
         assert policy.wanted(drafter, [sequence(500, 20)], [3], [1.0], ALONE) == [3]
 
 
+class TestFirstTexts:
+    """What a drafter reads before it is known what it is worth stays a small share of the time of all requests."""
+
+    def policy(self, outcomes):
+        drafter, policy, draft = Reader(), learned(0.004, 0.001), Draft.chain([1, 2, 3])
+        policy.learn_prompt(100, 0.1)  # 1 ms a token; the drafter is assumed to take 0.3
+        for _ in range(outcomes):
+            policy.learn([DraftOutcome(drafter, draft, 1.0, 3)], [1, 2, 3, 9], 3)
+        return policy, drafter
+
+    def asked(self, policy, drafter, prompt):
+        return policy.wanted(drafter, [sequence(prompt)], [3], [1.0], ALONE)[0] > 0
+
+    def test_an_unknown_drafter_waits_until_there_was_enough_time(self):
+        """64 tokens of 5 ms: 43 tokens may be read, at first."""
+        policy, drafter = self.policy(0)
+        assert not self.asked(policy, drafter, 60)
+        policy.end(sequence(written=64, seconds=0.5))
+        assert self.asked(policy, drafter, 60)
+
+    def test_what_was_read_is_charged(self):
+        policy, drafter = self.policy(0)
+        assert [self.asked(policy, drafter, 40) for _ in range(3)] == [True, False, False]
+
+    def test_a_head_does_not_wait(self):
+        """It takes in states that are there; without that the first request of a process was half over before it."""
+        policy, drafter = self.policy(0)
+        drafter.layers = (1,)
+        assert [self.asked(policy, drafter, 60) for _ in range(3)] == [True] * 3
+
+    def test_a_known_one_reads_what_repays(self):
+        policy, drafter = self.policy(PROVEN)
+        assert [self.asked(policy, drafter, 60) for _ in range(3)] == [True] * 3
+        assert not self.asked(policy, drafter, 5000)
+
+    def test_while_it_is_not_known_what_a_prompt_takes_nothing_is_read(self):
+        policy, drafter = learned(0.004, 0.001), Reader()
+        assert not self.asked(policy, drafter, 30)
+        policy.learn_prompt(100, 0.1)
+        assert self.asked(policy, drafter, 30)
+
+
 class TestExploration:
     def test_it_never_costs_more_than_its_share_of_the_request(self):
         drafter = Head()
@@ -467,8 +523,13 @@ def head(rate, took=lambda calls: 0.001, length=5):
     return lambda clock: [Guesser(clock, "head", rate, took, length)]
 
 
-def model(rate, took=0.0015):
-    return lambda clock: [Guesser(clock, "model", rate, lambda calls: took, 5, 0.0002, reports=False)]
+def large(rows, step):
+    """A model of 1.5 billion weights in 4 bits on two cores (LOG, 2026-11-17, midnight)."""
+    return 0.0254 + 0.008 * (rows - 1) if rows < 16 else 0.007 * rows
+
+
+def model(rate, took=0.0015, read=0.0002):
+    return lambda clock: [Guesser(clock, "model", rate, lambda calls: took, 5, read, reports=False)]
 
 
 def head_and_copy(clock):
@@ -477,6 +538,7 @@ def head_and_copy(clock):
 
 
 SHORT, LONG = [(50, 200)] * 3, [(50, 600)]
+BRIEF = [(20, 200)] * 3  # prompts that an unknown draft model may read at once
 # name: cost of a pass, drafters, requests, and the most that the policy may take against the best fixed choice
 TRACES = {
     "a good head": (cpu, head(lambda p: 0.8), SHORT, 1.02),
@@ -489,10 +551,19 @@ TRACES = {
     "passes by turns slow and fast": (busy, head(lambda p: 0.5), LONG, 1.07),
     "a head that gets slow": (cpu, head(lambda p: 0.6, lambda calls: 0.001 if calls < 100 else 0.006), LONG, 1.02),
     "a cold machine": (cold, head(lambda p: 0.7, lambda calls: 0.05 if calls < 2 else 0.001), [(50, 100)], 1.05),
-    "a draft model": (cpu, model(lambda p: 0.8), SHORT, 1.02),
-    "a cheap draft model": (cpu, model(lambda p: 0.9, 0.0005), SHORT, 1.02),
-    "a bad draft model": (cpu, model(lambda p: 0.3), SHORT, 1.02),
+    "a draft model": (cpu, model(lambda p: 0.8), BRIEF, 1.02),
+    "a cheap draft model": (cpu, model(lambda p: 0.9, 0.0005), BRIEF, 1.02),
+    "a bad draft model": (cpu, model(lambda p: 0.3), BRIEF, 1.02),
     "a draft model and a long prompt": (cpu, model(lambda p: 0.8), [(3000, 60)] * 3, 1.005),
+    "one short request and a draft model that does not pay": (
+        large,
+        model(lambda p: 0.57, 0.008, 0.002),
+        [(40, 64)],
+        1.01,
+    ),
+    "several such requests": (large, model(lambda p: 0.57, 0.008, 0.002), [(40, 64)] * 4, 1.025),
+    "the first prompt is long": (large, model(lambda p: 0.9, 0.008, 0.002), [(300, 64)], 1.005),
+    "a draft model that pays in the end": (large, model(lambda p: 0.9, 0.005, 0.002), [(40, 64)] * 8, 1.07),
     "a head and a copy": (cpu, head_and_copy, [(50, 400)] * 2, 0.95),
     "a GPU": (gpu, head(lambda p: 0.7, lambda calls: 0.0004), [(50, 400)] * 2, 1.02),
     "a GPU and a bad head": (gpu, head(lambda p: 0.05, lambda calls: 0.0004), [(50, 400)] * 2, 1.02),

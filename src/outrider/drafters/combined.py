@@ -8,22 +8,38 @@ for none: a tree that holds a guess beside a draw only where they differ would h
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from outrider.core.draft import EMPTY, ROOT, Draft, judged_tree
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Drafter, Step
-from outrider.drafters.confidence import StatedCalibration
+from outrider.drafters.confidence import JointCalibration
 from outrider.drafters.rounds.base import RoundGuesser
 
 # Probability of a node whose drafter does not say: as believed before any was seen (`engine/policy.py`).
 ASSUMED = 0.7
 HOPELESS = 0.02  # probability: a node that is reached less often than this is worth no row, however cheap
-# How a guess stands to those of the other members: the same, likelier than another, less likely than another.
-AGREED, LIKELIER, OTHER = range(3)
-Note = tuple[int, str, float]  # one of these, the member, and the probability before calibration
+# How a guess stands to those of the other members: the same; another than that of a member alike; a model's beside that
+# of a lookup, which hardly matters to it; that of a lookup where a model differs, which is seldom right.
+AGREED, ALIKE, MODEL, COPY = range(4)
+# What is believed of them before any was seen (`JointCalibration`), as fitted to the EAGLE head and lookup on 46 texts
+# (LOG, 2026-11-18, where head and lookup differ); of members that are alike a guess.
+PRIORS = ((0.6, 0.8, 0.35), (-0.5, 0.9, -0.3), (-0.2, 1.0, -0.15), (-1.7, 0.6, -0.35))
+Note = tuple[int, str, float, float]  # one of these, the member, its own probability and the other's
 Places = list[tuple[int, int]]  # nodes of the members' drafts that are one node of the tree: member, node
 JudgedGuess = tuple[int, Places, float, Note | None]  # a token, who guesses it, its probability, and how that was found
+
+
+@dataclass(frozen=True)
+class JointGuess:
+    """One token after a node of the tree."""
+
+    places: Places
+    stated: dict[int, float]  # by member that guesses it: how likely
+
+    @property
+    def best(self) -> float:
+        return max(self.stated.values())
 
 
 class Combined(Drafter):
@@ -37,7 +53,9 @@ class Combined(Drafter):
         self.reads_prediction = any(member.reads_prediction for member in members)
         self.reads_grammar = all(member.reads_grammar for member in members)
         self.has_weights = any(member.has_weights for member in members)
-        self._calibrations: dict[tuple[int, str], StatedCalibration] = {}
+        # by name: whether it repeats what it has seen; else a model or a grammar tells
+        self._copies = {member.name: member.is_free and not member.reads_grammar for member in members}
+        self._calibrations: dict[tuple[int, str], JointCalibration] = {}
         # by sequence: the tree of this step, and the tokens that were committed before it
         self._trees: dict[int, tuple[Draft, list[Note | None], int]] = {}
 
@@ -95,15 +113,18 @@ class Combined(Drafter):
             return
         for node, kept in judged_tree(tree.tokens, tree.parents, step.seq.tokens[length:]):
             if (note := notes[node]) is not None:
-                self._calibration(note).learn(note[2], kept)
+                self._calibration(note).learn(*note[2:], kept)
 
     def forget(self, id: int) -> None:
         for member in self._members:
             member.forget(id)
         self._trees.pop(id, None)
 
-    def _calibration(self, note: Note) -> StatedCalibration:
-        return self._calibrations.setdefault(note[:2], StatedCalibration())
+    def _calibration(self, note: Note) -> JointCalibration:
+        found = self._calibrations.get(note[:2])
+        if found is None:
+            found = self._calibrations[note[:2]] = JointCalibration(PRIORS[note[0]])
+        return found
 
     def _merged(self, names: Seq[str], drafts: Seq[Draft]) -> tuple[Draft, list[Note | None]]:
         """Level by level: a node of the tree stands for the nodes of the drafts that guess the same text."""
@@ -134,28 +155,34 @@ class Combined(Drafter):
             node += 1
         return Draft(tuple(tokens), tuple(parents), None, tuple(sources), tuple(acceptance)), notes
 
-    def _judged(self, names: Seq[str], guesses: dict[int, tuple[Places, float, int]]) -> list[JudgedGuess]:
+    def _judged(self, names: Seq[str], guesses: dict[int, JointGuess]) -> list[JudgedGuess]:
         """The guesses after one node, likeliest first, each with its probability beside the others."""
-        if len(guesses) == 1:
-            ((token, (own, stated, leader)),) = guesses.items()
-            if own[0][0] == own[-1][0]:
-                return [(token, own, stated, None)]
-            agreed = AGREED, names[leader], stated
-            return [(token, own, self._calibration(agreed).probability(stated), agreed)]
         judged: list[JudgedGuess] = []
-        taken: list[tuple[int, float]] = []  # who leads each guess so far, and its probability
-        leaders = {leader for _, _, leader in guesses.values()}
-        for token, (own, stated, leader) in sorted(guesses.items(), key=lambda item: -item[1][1]):
-            others = sum(probability for other, probability in taken if other != leader)
-            kind: int | None = AGREED if len({member for member, _ in own}) > 1 else OTHER if others else LIKELIER
-            if kind == LIKELIER and len(leaders) == 1:
-                kind = None  # nobody differs: siblings of one draft
-            stated *= max(0.0, 1.0 - others)
-            note = None if kind is None else (kind, names[leader], stated)
-            probability = stated if note is None else self._calibration(note).probability(stated)
-            judged.append((token, own, probability, note))
-            taken.append((leader, probability))
-        return judged
+        for token, guess in guesses.items():
+            note = self._note(names, guess, guesses)
+            probability = guess.best if note is None else self._calibration(note).probability(*note[2:])
+            judged.append((token, guess.places, probability, note))
+        return sorted(judged, key=lambda each: -each[2]) if len(judged) > 1 else judged
+
+    def _note(self, names: Seq[str], guess: JointGuess, guesses: dict[int, JointGuess]) -> Note | None:
+        """How it stands to the others; None: nobody else has guessed here."""
+        stated = guess.stated
+        if len(stated) > 1:  # what a model says of it counts more than how many tokens matched
+            first, second = sorted(stated, key=lambda member: (self._copies[names[member]], -stated[member]))[:2]
+            return AGREED, names[first], stated[first], stated[second]
+        ((member, own),) = stated.items()
+        differing = [
+            (probability, other)
+            for each in guesses.values()
+            if each is not guess
+            for other, probability in each.stated.items()
+            if other != member
+        ]
+        if not differing:
+            return None
+        probability, other = max(differing)
+        copies, against = self._copies[names[member]], self._copies[names[other]]
+        return ALIKE if copies == against else COPY if copies else MODEL, names[member], own, probability
 
 
 def _named(member: Drafter, draft: Draft) -> Draft:
@@ -177,14 +204,14 @@ def _alone(drafts: Seq[Draft], below: Seq[list[list[int]]], member: int, place: 
     return [(draft.tokens[n], [(member, n)], draft.acceptance[n] if draft.acceptance else ASSUMED, None) for n in nodes]
 
 
-def _guesses(drafts: Seq[Draft], below: Seq[list[list[int]]], places: Places) -> dict[int, tuple[Places, float, int]]:
-    """What comes after these nodes: by token, the nodes that guess it, the highest probability and whose it is."""
-    found: dict[int, tuple[Places, float, int]] = {}
+def _guesses(drafts: Seq[Draft], below: Seq[list[list[int]]], places: Places) -> dict[int, JointGuess]:
+    """What comes after these nodes, by token."""
+    found: dict[int, JointGuess] = {}
     for member, place in places:
         draft = drafts[member]
         for node in below[member][place + 1]:
-            probability = draft.acceptance[node] if draft.acceptance else ASSUMED
-            own, best, leader = found.get(draft.tokens[node], ([], -1.0, member))
-            own.append((member, node))
-            found[draft.tokens[node]] = (own, probability, member) if probability > best else (own, best, leader)
+            guess = found.setdefault(draft.tokens[node], JointGuess([], {}))
+            stated = draft.acceptance[node] if draft.acceptance else ASSUMED
+            guess.places.append((member, node))
+            guess.stated[member] = max(stated, guess.stated.get(member, 0.0))
     return found

@@ -1,11 +1,13 @@
 """Calibration: how often guesses of one kind were kept, learned as text goes by, drafted or not.
 
 A drafter states the probability that a node is kept if its parent is (`Draft.acceptance`). Lookup knows how many tokens
-matched before the guess (`MatchCalibration`); a head states a probability of its own (`StatedCalibration`).
+matched before the guess (`MatchCalibration`); a head states a probability of its own (`StatedCalibration`). Where two
+drafters guess at the same place, both probabilities count (`JointCalibration`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence as Seq
 
 LONGEST = 16  # tokens: longer matches are counted with this one; few are longer, and they are right about as often
@@ -18,6 +20,9 @@ PRIOR_WEIGHT = 8.0  # observations that the prior counts for: after about as man
 SEQUENCE_PRIOR_WEIGHT = 24.0  # the same, where the prior is the frequency over all sequences, which is worth more
 BINS = 10  # stated probabilities are counted by tenths
 LEAST, MOST = 0.001, 0.999  # no stated probability is corrected to impossible or certain
+# Of two drafters: probabilities beyond these say no more about each other, and the share of an error by which one
+# guess moves the weights (LOG, 2026-11-18, where head and lookup differ).
+SURE, JOINT_RATE = 0.98, 0.05
 
 
 class Calibration:
@@ -37,8 +42,10 @@ class Calibration:
         return (self._kept[kind] - self._stated[kind]) / (self._tries[kind] + self._weight)
 
     def count(self, kind: int, kept: bool, stated: float = 0.0) -> None:
-        for sums, value in ((self._tries, 1.0), (self._kept, float(kept)), (self._stated, stated)):
-            sums[kind] = self._fade * sums[kind] + value
+        fade = self._fade
+        self._tries[kind] = fade * self._tries[kind] + 1.0
+        self._kept[kind] = fade * self._kept[kind] + kept
+        self._stated[kind] = fade * self._stated[kind] + stated
 
 
 def match_kind(matched: int, others: int = ALONE) -> int:
@@ -78,6 +85,30 @@ class StatedCalibration(Calibration):
 
     def learn(self, stated: float, kept: bool) -> None:
         self.count(_bin(stated), kept, stated)
+
+
+class JointCalibration:
+    """Of a guess at a place where another drafter guesses, too: by the probabilities that both state. It is a logistic
+    regression, which needs few guesses to learn from: counts by two probabilities would be too many."""
+
+    def __init__(self, weights: tuple[float, float, float]) -> None:
+        """The weights that it begins with: a constant, and of the logits of its own probability and the other's."""
+        self._constant, self._own, self._other = weights
+
+    def probability(self, own: float, other: float) -> float:
+        score = self._constant + self._own * _logit(own) + self._other * _logit(other)
+        return min(max(1.0 / (1.0 + math.exp(-score)), LEAST), MOST)
+
+    def learn(self, own: float, other: float, kept: bool) -> None:
+        step = JOINT_RATE * (kept - self.probability(own, other))
+        self._constant += step
+        self._own += step * _logit(own)
+        self._other += step * _logit(other)
+
+
+def _logit(stated: float) -> float:
+    stated = min(max(stated, 1.0 - SURE), SURE)
+    return math.log(stated / (1.0 - stated))
 
 
 def _bin(stated: float) -> int:

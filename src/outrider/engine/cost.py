@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left
+from collections.abc import Mapping
 
 from outrider.core.draft import Draft
 from outrider.models.base import Feed, Model
@@ -20,15 +22,18 @@ LINE_WEIGHT = 2
 CHEAPEST_ROW = 2e-4
 # Share of an average by which one pass can move it: a pause of the machine is not the cost of a pass. Chosen by hand.
 LARGEST_CHANGE = 0.3
-# Passes of which the shortest counts: on a cold machine the first ones take many times as long as all others.
-FIRST_PASSES = 3
-# Passes over which the average of one number of rows runs. The machine's own speed is followed apart (`PACE`); with 20
-# the simulator's trace of slow and fast passes by turns took 1.11 of the best fixed choice, with 10 it takes 1.03.
-AVERAGED = 10
+# The least share of what was expected that a pass counts as: others make passes longer, never shorter.
+QUICKER = 0.2
+# The weight of a pass while passes of known numbers of rows all take that much longer, or shorter, than expected: then
+# it is the machine, hardly the rows. And the passes after which a number of rows is known.
+CHANGING, FIRST_PASSES = 0.2, 3
+# Passes over which the average of one number of rows runs. The machine's own speed is followed apart (`PACE`): with 10
+# an average took more of a slow spell for itself (LOG, 2026-11-18, where head and lookup differ).
+AVERAGED = 20
 # Share of a pass's deviation that counts as the speed of the whole machine at the moment: numbers of rows that were not
 # run for a while change with it, or they would stay as dear as they were when others used the machine (LOG,
-# 2026-11-17, why auto was slower than the head). About seven passes follow a change. Chosen on the simulator's traces.
-PACE = 0.15
+# 2026-11-17, why auto was slower than the head). About four passes follow a change. Chosen on the simulator's traces.
+PACE = 0.3
 # Rows of the passes that are measured when a model is loaded, seconds after which no further round of them begins, and
 # rounds, of which the shortest pass of a size counts: a first request then knows what rows cost. A round takes 40 ms
 # beside SmolLM2 and 0.5 s beside a model of 1.5 billion weights.
@@ -49,31 +54,49 @@ class PassCost:
     was seen seldom and looks cheap is tried, and so seen again.
     """
 
-    def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}  # average by rows, at a speed of 1
-        self._counts: dict[int, int] = {}  # passes by rows
+    def __init__(self, seconds: Mapping[int, float] | None = None) -> None:
+        """`seconds`: what passes were measured to take, by rows."""
+        self._seconds = dict(seconds or {})  # average by rows, at a speed of 1
+        self._counts = dict.fromkeys(self._seconds, MEASURED_ROUNDS)  # passes by rows
         self._curve = self._fit()  # its corners
         self._known: dict[int, float] = {}  # what was asked of the curve
         self._new = 0  # passes since the fit
         self._slowness = 1.0  # of the machine now, against its average
+        self._far = 0  # on which side of what was expected the last pass of a known number of rows was far, if at all
+        self._recent: dict[int, float] = {}  # by rows: the share of such passes in what the slowness is known from
 
     def learn(self, rows: int, seconds: float) -> None:
         count = self._counts[rows] = self._counts.get(rows, 0) + 1
-        seconds = self._steady(seconds, self._seconds.get(rows) if count > FIRST_PASSES else None)
-        old = self._seconds.setdefault(rows, seconds)
-        change = min(max(seconds - old, -LARGEST_CHANGE * old), LARGEST_CHANGE * old)
-        self._seconds[rows] = min(old, seconds) if count <= FIRST_PASSES else old + change / min(count, AVERAGED)
+        steady = seconds / self._slowness
+        expected = self._seconds.get(rows) or (self.at(rows) / self._slowness if self._far else steady)
+        ratio = min(max(steady / expected, QUICKER), 1.0 + LARGEST_CHANGE)
+        weight = self._others(rows) / min(count, AVERAGED)
+        if self._changes(count, steady / expected - 1.0):
+            weight *= CHANGING
+        self._seconds[rows] = expected * max(ratio, 1.0 - LARGEST_CHANGE) ** weight
+        self._slowness *= ratio**PACE
+        self._follow(rows)
         self._new += 1
         if self._new >= REFIT or count < REFIT:
             self._curve, self._known, self._new = self._fit(), {}, 0
 
-    def _steady(self, seconds: float, usual: float | None) -> float:
-        """What a pass would have taken at the machine's average speed. `usual`: what passes of as many rows take."""
-        steady = seconds / self._slowness
-        if usual is not None:
-            ratio = min(max(steady / usual, 1.0 - LARGEST_CHANGE), 1.0 + LARGEST_CHANGE)
-            self._slowness *= ratio**PACE
-        return steady
+    def _changes(self, count: int, deviation: float) -> bool:
+        """Whether the machine seems to have become slower or faster: passes of known numbers of rows, one after the
+        other, are far from what was expected on the same side."""
+        before = self._far
+        if count > FIRST_PASSES:
+            self._far = (deviation > LARGEST_CHANGE) - (deviation < -LARGEST_CHANGE)
+        return self._far != 0 and self._far == before
+
+    def _others(self, rows: int) -> float:
+        """The share of passes of other numbers of rows in what is known of the machine's speed now: compared with
+        itself alone, a number of rows cannot tell whether it became dearer or the machine slower."""
+        return 1.0 - self._recent.get(rows, 0.0)
+
+    def _follow(self, rows: int) -> None:
+        for other in self._recent:
+            self._recent[other] *= 1.0 - PACE
+        self._recent[rows] = self._recent.get(rows, 0.0) + PACE
 
     @property
     def known(self) -> bool:
@@ -140,7 +163,8 @@ class PassCost:
 
 def measured(model: Model, id: int = -1) -> PassCost:
     """The costs of a model that has just been loaded, by passes of a sequence of its own."""
-    cost, begin = PassCost(), time.thread_time()
+    best: dict[int, float] = {}
+    begin = time.thread_time()
     sizes = [rows for rows in MEASURED_ROWS if rows < min(model.context, model.capacity)]
     for number in range(1 + MEASURED_ROUNDS):
         if number > 1 and time.thread_time() - begin > MEASURED_SECONDS:
@@ -148,9 +172,9 @@ def measured(model: Model, id: int = -1) -> PassCost:
         for rows in sizes if number else sizes[-1:]:  # the first pass reads weights from the disk; the shortest counts
             started = time.thread_time()
             model.forward([Feed(id, [0], Draft.chain([0] * (rows - 1)))])
-            cost.learn(rows, time.thread_time() - started)
+            best[rows] = min(best.get(rows, math.inf), time.thread_time() - started)
             model.free(id)
-    return cost
+    return PassCost(best)
 
 
 def smoothed(average: float, value: float) -> float:

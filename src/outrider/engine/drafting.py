@@ -15,7 +15,7 @@ from outrider.core.grammar import permitted
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext, Drafter, JudgedSteps, Step
 from outrider.engine.judge import of_layers
-from outrider.engine.policy import DraftingPolicy, DraftOutcome, PassSize
+from outrider.engine.policy import DraftingPolicy, DraftOutcome, PassPlan, PassSize
 from outrider.engine.scheduler import FeedPlan
 from outrider.models.base import Model, Paged
 
@@ -93,8 +93,7 @@ class DrafterPool:
             return drafts
         begin = self._now()
         size = PassSize(sum(len(plan.tokens) for plan in plans), sum(plan.last for plan in plans))
-        self._ask_free(asking, size, policy)
-        self._ask_costly(asking, size, policy)
+        self._ask_all(asking, size, policy)
         merged = [self._merged(each) for each in asking]
         if policy is not None:
             merged = policy.trim(merged, size, self._now() - begin)
@@ -107,31 +106,37 @@ class DrafterPool:
         device, seconds that have passed."""
         return time.perf_counter() if self._on_device else time.thread_time()
 
-    def _ask_free(self, asking: Seq[_Asking], size: PassSize, policy: DraftingPolicy | None) -> None:
-        """The drafters that run no model, where that pays for batches of this size, or the caller told what comes."""
-        members = _by_member(asking, free=True)
-        told = any(each.seq.prediction or each.seq.matcher is not None for each in asking)
-        if not members or (policy is not None and not policy.asks_free(len(asking)) and not told):
-            return
-        begin = self._now()
-        for member, own in members:
-            self._ask(member, own, [each.budget for each in own], policy)
-        if policy is not None:
-            seconds = self._now() - begin
-            policy.learn_free(len(asking), [each.drafts for each in asking], size, seconds)
-
-    def _ask_costly(self, asking: Seq[_Asking], size: PassSize, policy: DraftingPolicy | None) -> None:
-        """The drafters whose drafts cost something, each for the sequences for which that pays."""
+    def _ask_all(self, asking: Seq[_Asking], size: PassSize, policy: DraftingPolicy | None) -> None:
+        """The drafters that run no model first: what they found tells whether others pay."""
+        asked, spent = self._ask_free(asking, policy)
         costly = _by_member(asking, free=False)
         if policy is None:
             for member, own in costly:
                 self._ask(member, own, [0 if each.drawn else each.budget for each in own], None)
-        elif costly:
-            plan = policy.expected([each.drafts for each in asking], size)
-            for member, own in sorted(costly, key=lambda item: -policy.record(item[0]).tokens):
-                chances = [0.0 if each.drawn else policy.chance(member, each.seq, each.drafts) for each in own]
-                budgets = policy.wanted(member, [e.seq for e in own], [e.budget for e in own], chances, plan)
-                self._ask(member, own, budgets, policy, chances)
+        elif asked or costly:
+            expected = policy.expected([each.drafts for each in asking], size)
+            if asked:
+                policy.learn_free(len(asking), expected, size, spent)
+            self._ask_costly(costly, expected, policy)
+
+    def _ask_free(self, asking: Seq[_Asking], policy: DraftingPolicy | None) -> tuple[bool, float]:
+        """The drafters that run no model, where that pays for batches of this size, or the caller told what comes.
+        Whether they were asked, and the seconds that it took."""
+        members = _by_member(asking, free=True)
+        told = any(each.seq.prediction or each.seq.matcher is not None for each in asking)
+        if not members or (policy is not None and not policy.asks_free(len(asking)) and not told):
+            return False, 0.0
+        begin = self._now()
+        for member, own in members:
+            self._ask(member, own, [each.budget for each in own], policy)
+        return True, self._now() - begin
+
+    def _ask_costly(self, costly: Seq[tuple[Drafter, list[_Asking]]], plan: PassPlan, policy: DraftingPolicy) -> None:
+        """The drafters whose drafts cost something, each for the sequences for which that pays."""
+        for member, own in sorted(costly, key=lambda item: -policy.record(item[0]).tokens):
+            chances = [0.0 if each.drawn else policy.chance(member, each.seq, each.drafts) for each in own]
+            budgets = policy.wanted(member, [e.seq for e in own], [e.budget for e in own], chances, plan)
+            self._ask(member, own, budgets, policy, chances)
 
     def _ask(
         self,
@@ -257,13 +262,14 @@ class DrafterPool:
     def observe(self, step: Step, layers: Seq[int], drafting: bool) -> None:
         """Let the drafters learn from the step, which has the states of all `layers`. Where nobody is drafting, only
         those that read them do."""
-        drafter = self.drafters[step.seq.draft]
+        drafter, bare = self.drafters[step.seq.draft], step if step.hidden is None else replace(step, hidden=None)
         for member in self.members(step.seq):
             if not (drafting or member.layers):
                 continue
             try:
                 hidden = of_layers(step.hidden, layers, member.layers) if member.layers else None
-                member.observe(step if hidden is step.hidden else replace(step, hidden=hidden))
+                shown = bare if hidden is None else step if hidden is step.hidden else replace(step, hidden=hidden)
+                member.observe(shown)
             except Exception as error:
                 self._leave_out(member, [step.seq], error)
         if drafting:

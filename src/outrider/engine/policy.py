@@ -39,7 +39,8 @@ LEAST_TOKENS = 0.01
 ASSUMED_DRAFT, ASSUMED_NODE = 0.15, 0.3
 # Share of the target's time for a token of a prompt that a drafter is assumed to take to read it.
 ASSUMED_READ = 0.3
-# Share of a pass that the target is assumed to take for a token of a prompt, until it is measured.
+# Share of a pass that the target is assumed to take for a token of a prompt on a device, until it is measured. On a CPU
+# it is up to 0.28 (LOG, 2026-11-18, where head and lookup differ), so there it is waited for.
 ASSUMED_PROMPT = 0.05
 # Share of a plain token's time that drafts in rounds on a device are assumed to save, until both ways were tried.
 ASSUMED_SAVED = 0.3
@@ -53,6 +54,10 @@ FIRST_DRAFTS = 4
 FIRST_FREE = 8
 # Tokens to be read from which on asking a drafter counts as its start and not as the cost of a draft.
 START = 16
+# Share of the time of all requests that may go into the first texts that drafters read, and the drafts after which what
+# they are worth is known: one short request had 0.81x because a draft model that did not pay had read its prompt (LOG,
+# 2026-11-18, where head and lookup differ).
+STARTS, PROVEN = 0.04, 8
 # Tokens that a request is assumed to write before any has ended: without it a head waited in the first request until it
 # had written as much as its prompt takes to read (LOG, 2026-11-17, why auto was slower than the head).
 ASSUMED_LENGTH = 64.0
@@ -101,7 +106,7 @@ class DrafterRecord:
         self.read = 0.0  # seconds of reading a token; 0: not measured
         self.nodes = 1.0  # of a draft that go into the pass, on average
         self.trial = False  # whether it was last asked only to see whether it pays now
-        self._outcomes = 0  # drafts that were judged, of all time
+        self.outcomes = 0  # drafts that were judged, of all time
 
     def acceptance(self, depth: int) -> float:
         """The probability that a node at this depth is kept if its parent is."""
@@ -115,7 +120,7 @@ class DrafterRecord:
     @property
     def doubt(self) -> float:
         """How much more than seen a share of kept nodes may well be, while few drafts have been judged."""
-        return OPTIMISM * 0.5 / math.sqrt(ASSUMED_TRIED + self._outcomes)
+        return OPTIMISM * 0.5 / math.sqrt(ASSUMED_TRIED + self.outcomes)
 
     def seconds(self, seqs: int) -> float | None:
         """Of asking it for one of so many sequences; None: not measured."""
@@ -124,7 +129,7 @@ class DrafterRecord:
 
     def learn(self, draft: Draft, written: Seq[int]) -> None:
         """How often its nodes are kept, by depth; a node was tried if its parent was kept."""
-        self._outcomes += 1
+        self.outcomes += 1
         fade, depths = TRIAL_FADE if self.trial else FADE, draft.depths()
         tried: dict[int, bool] = {}
         for node, kept in judged_tree(draft.tokens, draft.parents, written):
@@ -186,6 +191,7 @@ class DraftingPolicy:
         self._explored: dict[int, float] = {}  # by sequence: seconds of drafts that were not expected to pay
         self._prompt = 0.0  # seconds of the target for a token of a prompt; 0: not measured
         self._length = ASSUMED_LENGTH  # tokens that sequences write, on average
+        self._lived = self._starts = 0.0  # seconds of all sequences that ended; of first texts that drafters read
 
     def use_length(self, tokens: int) -> None:
         """Sequences of this mean length run now: each row of a pass looks at all tokens before it."""
@@ -201,9 +207,9 @@ class DraftingPolicy:
         """Whether the drafters that run no model are asked for so many sequences."""
         return self._free.setdefault(seqs.bit_length(), FreeDrafts()).pay(self.cost.at(seqs))
 
-    def learn_free(self, seqs: int, drafts: Seq[Seq[Draft]], size: PassSize, seconds: float) -> None:
-        """What asking them took, and what their drafts are expected to save over a pass without any."""
-        plan, plain = self.expected(drafts, size), self.cost.at(size.writing)
+    def learn_free(self, seqs: int, plan: PassPlan, size: PassSize, seconds: float) -> None:
+        """What asking them took, and what the pass with their drafts is expected to save over one without any."""
+        plain = self.cost.at(size.writing)
         self._free[seqs.bit_length()].learn(plan.tokens / size.writing * plain - plan.seconds, seconds)
 
     def expected(self, free: Seq[Seq[Draft]], size: PassSize) -> PassPlan:
@@ -227,6 +233,8 @@ class DraftingPolicy:
         `chances`: that each draft is needed."""
         record = self.record(drafter)
         asked, record.trial = self._paid(drafter, seqs, budgets, chances, plan), False
+        if record.outcomes < PROVEN:
+            self._starts += sum(self._start(drafter, seq) for seq, count in zip(seqs, asked, strict=True) if count)
         if not any(asked):
             asked = self._tried(drafter, seqs, budgets, chances, plan)
             record.trial = any(asked)
@@ -239,8 +247,16 @@ class DraftingPolicy:
         for seq, budget, chance in zip(seqs, budgets, chances, strict=True):
             start = self._start(drafter, seq) / self._steps_left(seq)
             length, profit = self._best(drafter, len(seqs), budget, chance, plan, 0.0 if start else record.doubt)
-            asked.append(length if profit > start else 0)
+            asked.append(length if profit > start and (not start or self._may_start(drafter, seq)) else 0)
         return asked
+
+    def _may_start(self, drafter: Drafter, seq: Sequence) -> bool:
+        """Whether a drafter of which little is known may read a text to show what it is worth. A head may: it takes in
+        states that the target computed anyway."""
+        if drafter.layers or self.record(drafter).outcomes >= PROVEN:
+            return True
+        lived = self._lived + sum(seq.stats.seconds.values()) + self._tokens_left(seq) * self.cost.at(1)
+        return self._starts + self._start(drafter, seq) <= STARTS * lived
 
     def _best(
         self, drafter: Drafter, seqs: int, most: int, chance: float, plan: PassPlan, doubt: float
@@ -291,20 +307,20 @@ class DraftingPolicy:
             return known
         return (ASSUMED_DRAFT if drafter.reports_acceptance else ASSUMED_NODE) * self.cost.at(seqs) / seqs
 
-    def _start(self, drafter: Drafter, seq: Sequence) -> float:
-        """Seconds until it can draft for this sequence."""
+    def _start(self, drafter: Drafter, seq: Sequence, assumed: float = 0.0) -> float:
+        """Seconds until it can draft for this sequence. `assumed`: what the target takes for a token of a prompt, until
+        that is measured."""
         unread = drafter.unread(seq)
         if unread < START:
             return 0.0
-        if not self.cost.known:  # what a pass takes is not in seconds yet
-            return math.inf
-        prompt = self._prompt or ASSUMED_PROMPT * self.cost.at(1)
-        return unread * (self.record(drafter).read or ASSUMED_READ * prompt)
+        each = self.record(drafter).read or ASSUMED_READ * (self._prompt or assumed)
+        return unread * each if self.cost.known and each else math.inf  # one pass later it is known what a prompt takes
 
     def reading_repays(self, drafters: Seq[Drafter], seqs: Seq[Sequence], work: Hashable) -> bool:
         """Whether what these drafters have not read is worth reading, where they draft for such a batch in rounds on a
         device. `work`: as of `trial`."""
-        start = sum(self._start(drafter, seq) for drafter in drafters for seq in seqs)
+        prompt = ASSUMED_PROMPT * self.cost.at(1)
+        start = sum(self._start(drafter, seq, prompt) for drafter in drafters for seq in seqs)
         if not start:
             return True
         saved = self.trial.saved(len(seqs), work)
@@ -354,7 +370,10 @@ class DraftingPolicy:
     # What is learned.
 
     def record(self, drafter: Drafter) -> DrafterRecord:
-        return self._records.setdefault(id(drafter), DrafterRecord())
+        found = self._records.get(id(drafter))
+        if found is None:
+            found = self._records[id(drafter)] = DrafterRecord()
+        return found
 
     def learn(self, found: Seq[DraftOutcome], written: Seq[int], kept: int) -> None:
         """What became of the drafts for one sequence. `kept`: tokens of them that were committed, of all that were
@@ -390,6 +409,7 @@ class DraftingPolicy:
     def end(self, seq: Sequence) -> None:
         """The sequence has ended."""
         self._explored.pop(seq.id, None)
+        self._lived += sum(seq.stats.seconds.values())
         self._length += (len(seq.output) - self._length) * SMOOTHING
 
     def forget(self, drafter: Hashable) -> None:

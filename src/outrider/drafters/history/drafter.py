@@ -43,6 +43,11 @@ class History(Drafter):
         self._options, self._store = options, context.histories
         self._states: dict[int, _HistoryState] = {}
 
+    def serves(self, seq: Sequence) -> bool:
+        """Not where its own prompt is the only text there is, and is not to be copied from."""
+        state = self._states.get(seq.id)
+        return state is None or state.history.index.written != state.only
+
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         return [self._propose(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
 
