@@ -55,6 +55,7 @@ def test_the_target_writes_alone_what_only_temperature_and_random_numbers_decide
     assert Sequence(0, [1], SamplingParams(top_p=0.5)).plain  # greedy: no cut can take the likeliest
     assert Sequence(0, [1], SamplingParams(temperature=1.0, seed=1)).plain
     assert Sequence(0, [1], SamplingParams(temperature=1.0), rule="coupled").plain
+    assert Sequence(0, [1], SamplingParams(temperature=1.0), rule="rejection").plain
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,4 @@ def test_the_target_writes_alone_what_only_temperature_and_random_numbers_decide
 )
 def test_it_does_not_where_anything_else_does(options):
     assert not Sequence(0, [1], SamplingParams(temperature=1.0, seed=1, **options)).plain
-
-
-def test_it_does_not_under_the_rule_of_rejection():
-    assert not Sequence(0, [1], SamplingParams(temperature=1.0), rule="rejection").plain
+    assert not Sequence(0, [1], SamplingParams(temperature=1.0, **options), rule="rejection").plain

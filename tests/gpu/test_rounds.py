@@ -25,7 +25,7 @@ SPECS = {
     "eagle:head=it": True,
     "eagle:head=it,tree=24": True,
     "ngram": True,
-    "medusa:head=three": False,  # where a request samples, the host looks
+    "medusa:head=three": False,  # where a request samples with a seed, the host looks
     "eagle:head=it,tree=16+ngram": True,
     "auto:head=it": True,
     "block:head=slots": True,
