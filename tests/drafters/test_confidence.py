@@ -8,6 +8,7 @@ from outrider.core.draft import judged_tree
 from outrider.drafters.confidence import (
     AGREED,
     DIFFERED,
+    LEAST,
     LONGEST,
     JointCalibration,
     MatchCalibration,
@@ -105,6 +106,18 @@ class TestJoint:
         for _ in range(20):
             calibration.learn(0.7, 0.5, False)
         assert calibration.probability(0.7, 0.5) < 0.5
+
+    def test_weights_do_not_grow_where_nothing_is_left_to_learn(self):
+        calibration = JointCalibration((-1.7, 0.6, -0.35))
+        for _ in range(20_000):
+            calibration.learn(0.99, 0.99, False)
+        never = calibration.probability(0.99, 0.99)
+        calibration.learn(0.99, 0.99, False)
+        assert calibration.probability(0.99, 0.99) == never == LEAST
+        for _ in range(200):
+            calibration.learn(0.99, 0.99, True)
+        assert calibration.probability(0.99, 0.99) > 0.5, "what was never right is soon believed when it is"
+        assert JointCalibration((-1e4, 0.0, 0.0)).probability(0.5, 0.5) == LEAST
 
 
 class TestNumbers:

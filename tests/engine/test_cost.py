@@ -116,6 +116,29 @@ def test_rows_that_became_dearer_are_noticed_whatever_was_known():
     assert cost.at(8) == pytest.approx(0.038, rel=0.1)
 
 
+@pytest.mark.parametrize(("slow", "spell"), [(1.6, 40), (1.6, 200), (2.0, 100)])
+def test_numbers_of_rows_that_are_not_run_follow_the_others_through_slow_spells(slow, spell):
+    """A server runs for days: what each spell leaves must not add up."""
+    dice, times = random.Random(1), {1: 25.4, 2: 32.4, 3: 41.8, 8: 75.0}
+    cost = PassCost(times)
+    for step in range(20_000):
+        rows = dice.choice([1, 1, 2, 2, 3])
+        cost.learn(rows, times[rows] * (slow if step // spell % 2 else 1.0) * (1.0 + abs(dice.gauss(0.0, 0.03))))
+    assert cost.at(8) / cost.at(1) == pytest.approx(75.0 / 25.4, rel=0.05)
+
+
+def test_fewer_rows_than_any_that_was_run_cost_something_however_steep_it_is_there():
+    cost = PassCost()
+    for _ in range(12):
+        cost.learn(16, 1.0e-3)
+        cost.learn(17, 1.2e-3)
+    assert cost.at(4) >= 0.2e-3
+    cost.learn(16, 1.5e-3)
+    for _ in range(3_100):
+        cost.learn(4, 0.9e-3)
+    assert 0.0 < cost.added(4, 1) < 1.0
+
+
 def test_a_model_is_measured_when_it_is_loaded(monkeypatch):
     class Slow:
         context, capacity = 5, 1 << 20

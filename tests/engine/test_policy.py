@@ -459,6 +459,7 @@ class TestFirstTexts:
         policy, drafter = self.policy(0)
         drafter.layers = (1,)
         assert [self.asked(policy, drafter, 60) for _ in range(3)] == [True] * 3
+        assert self.asked(policy, Reader(), 40), "what heads take in is not charged to models that read"
 
     def test_a_known_one_reads_what_repays(self):
         policy, drafter = self.policy(PROVEN)

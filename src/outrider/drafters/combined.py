@@ -1,8 +1,9 @@
 """Several drafters together: what they guess is one tree, in which guesses that agree stand once.
 
-Where members agree or differ, how likely each is right is learned: of the guess that both have, of the likelier one of
-two that differ, and of the other one (`confidence.py`). Draws come alone, because a law can be stated for all nodes or
-for none: a tree that holds a guess beside a draw only where they differ would have been chosen by the draw.
+Where members agree or differ, how likely each is right is learned from the probabilities that both state: of the guess
+that both have, of a model's beside a copy, of a copy beside a model's (`JointCalibration`). Draws come alone, because a
+law can be stated for all nodes or for none: a tree that holds a guess beside a draw only where they differ would have
+been chosen by the draw.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ LEAST, MOST = 0.001, 0.999  # no stated probability is corrected to impossible o
 # Of two drafters: probabilities beyond these say no more about each other, and the share of an error by which one
 # guess moves the weights (LOG, 2026-11-18, where head and lookup differ).
 SURE, JOINT_RATE = 0.98, 0.05
+SETTLED = 30.0  # logit beyond which a probability is LEAST or MOST, whatever its exponential is
 
 
 class Calibration:
@@ -97,10 +98,15 @@ class JointCalibration:
 
     def probability(self, own: float, other: float) -> float:
         score = self._constant + self._own * _logit(own) + self._other * _logit(other)
+        if abs(score) > SETTLED:
+            return MOST if score > 0.0 else LEAST
         return min(max(1.0 / (1.0 + math.exp(-score)), LEAST), MOST)
 
     def learn(self, own: float, other: float, kept: bool) -> None:
-        step = JOINT_RATE * (kept - self.probability(own, other))
+        found = self.probability(own, other)
+        if found == (MOST if kept else LEAST):
+            return  # nothing more to learn; weights would grow for ever
+        step = JOINT_RATE * (kept - found)
         self._constant += step
         self._own += step * _logit(own)
         self._other += step * _logit(other)

@@ -34,6 +34,8 @@ AVERAGED = 20
 # run for a while change with it, or they would stay as dear as they were when others used the machine (LOG,
 # 2026-11-17, why auto was slower than the head). About four passes follow a change. Chosen on the simulator's traces.
 PACE = 0.3
+# Share in what the slowness is known from below which a number of rows counts as not run of late.
+LATELY = 0.01
 # Rows of the passes that are measured when a model is loaded, seconds after which no further round of them begins, and
 # rounds, of which the shortest pass of a size counts: a first request then knows what rows cost. A round takes 40 ms
 # beside SmolLM2 and 0.5 s beside a model of 1.5 billion weights.
@@ -64,6 +66,7 @@ class PassCost:
         self._slowness = 1.0  # of the machine now, against its average
         self._far = 0  # on which side of what was expected the last pass of a known number of rows was far, if at all
         self._recent: dict[int, float] = {}  # by rows: the share of such passes in what the slowness is known from
+        self._fitted = dict(self._seconds)  # the averages when the curve was fitted
 
     def learn(self, rows: int, seconds: float) -> None:
         count = self._counts[rows] = self._counts.get(rows, 0) + 1
@@ -78,7 +81,19 @@ class PassCost:
         self._follow(rows)
         self._new += 1
         if self._new >= REFIT or count < REFIT:
+            if count > FIRST_PASSES:
+                self._settle()
             self._curve, self._known, self._new = self._fit(), {}, 0
+
+    def _settle(self) -> None:
+        """What all averages of late have in common is the machine's: numbers of rows that were not run follow it. Else
+        what slow spells leave in the averages and the slowness grows apart for ever, one small, one large."""
+        changes = [math.log(self._seconds[rows] / self._fitted[rows]) for rows in self._recent if rows in self._fitted]
+        common = math.exp(sum(changes) / max(len(changes), 1))
+        for rows in self._recent:
+            self._seconds[rows] /= common
+        self._slowness *= common
+        self._fitted = dict(self._seconds)
 
     def _changes(self, count: int, deviation: float) -> bool:
         """Whether the machine seems to have become slower or faster: passes of known numbers of rows, one after the
@@ -94,8 +109,8 @@ class PassCost:
         return 1.0 - self._recent.get(rows, 0.0)
 
     def _follow(self, rows: int) -> None:
-        for other in self._recent:
-            self._recent[other] *= 1.0 - PACE
+        faded = {other: share * (1.0 - PACE) for other, share in self._recent.items()}
+        self._recent = {other: share for other, share in faded.items() if share > LATELY}
         self._recent[rows] = self._recent.get(rows, 0.0) + PACE
 
     @property
@@ -117,7 +132,8 @@ class PassCost:
             curve = self._curve
             place = bisect_left(curve, rows, key=lambda corner: corner[0])
             (left, low), (right, high) = curve[min(max(place, 1), len(curve) - 1) - 1 :][:2]
-            self._known[rows] = low + (high - low) / (right - left) * (rows - left)
+            least = low * rows / left if 0 < rows < left else 0.0  # rows are not free, however steep the curve begins
+            self._known[rows] = max(low + (high - low) / (right - left) * (rows - left), least)
         return self._known[rows] * self._slowness
 
     def next_row(self, rows: int) -> float:

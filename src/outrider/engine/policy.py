@@ -233,7 +233,7 @@ class DraftingPolicy:
         `chances`: that each draft is needed."""
         record = self.record(drafter)
         asked, record.trial = self._paid(drafter, seqs, budgets, chances, plan), False
-        if record.outcomes < PROVEN:
+        if record.outcomes < PROVEN and not drafter.layers:
             self._starts += sum(self._start(drafter, seq) for seq, count in zip(seqs, asked, strict=True) if count)
         if not any(asked):
             asked = self._tried(drafter, seqs, budgets, chances, plan)

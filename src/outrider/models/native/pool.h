@@ -61,7 +61,10 @@ class Pool {
     // that become smaller towards the end, of at least `grain`: what it asks memory for beyond a piece is its next piece. Who is done
     // takes from the ends of the others' runs. The threads ask for what lies `ahead` when nothing is left to do.
     template <class Work>
-    void run(int64_t count, int64_t grain, const Work& work, const Ahead& ahead = {}) {
+    void run(int64_t count, int64_t grain, const Work& work) { run(count, grain, work, Ahead{}); }
+
+    template <class Work>
+    void run(int64_t count, int64_t grain, const Work& work, const Ahead& ahead) {
         if (workers_.empty() || count <= grain) {
             if (count > 0) work(int64_t{0}, count, int64_t{0});
             return;
