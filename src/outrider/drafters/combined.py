@@ -54,8 +54,8 @@ class Combined(Drafter):
         self.reads_prediction = any(member.reads_prediction for member in members)
         self.reads_grammar = all(member.reads_grammar for member in members)
         self.has_weights = any(member.has_weights for member in members)
-        # by name: whether it repeats what it has seen; else a model or a grammar tells
-        self._copies = {member.name: member.is_free and not member.reads_grammar for member in members}
+        # names of those that repeat what they have seen; of the others a model or a grammar tells
+        self._copying = frozenset(each.name for each in members if each.is_free and not each.reads_grammar)
         self._calibrations: dict[tuple[int, str], JointCalibration] = {}
         # by sequence: the tree of this step, and the tokens that were committed before it
         self._trees: dict[int, tuple[Draft, list[Note | None], int]] = {}
@@ -169,7 +169,7 @@ class Combined(Drafter):
         """How it stands to the others; None: nobody else has guessed here."""
         stated = guess.stated
         if len(stated) > 1:  # what a model says of it counts more than how many tokens matched
-            first, second = sorted(stated, key=lambda member: (self._copies[names[member]], -stated[member]))[:2]
+            first, second = sorted(stated, key=lambda member: (names[member] in self._copying, -stated[member]))[:2]
             return AGREED, names[first], stated[first], stated[second]
         ((member, own),) = stated.items()
         differing = [
@@ -182,7 +182,7 @@ class Combined(Drafter):
         if not differing:
             return None
         probability, other = max(differing)
-        copies, against = self._copies[names[member]], self._copies[names[other]]
+        copies, against = names[member] in self._copying, names[other] in self._copying
         return ALIKE if copies == against else COPY if copies else MODEL, names[member], own, probability
 
 

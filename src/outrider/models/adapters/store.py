@@ -74,7 +74,7 @@ class AdapterStore:
             self._drop_stale()
             placed = self._make_place(size)
         if placed:
-            self._insert(self._adapted(adapter, key, size), [key], users=0)
+            self._settled(adapter, key, size, [key], users=0)
         return self.info(name)
 
     def unregister(self, name: str) -> None:
@@ -143,7 +143,7 @@ class AdapterStore:
                 return self._used_once_more(found)
             if not placed:
                 return None
-        return self._insert(self._adapted(adapter, key, size), [own.key for own in sources], users=1)
+        return self._settled(adapter, key, size, [own.key for own in sources], users=1)
 
     def release(self, ready: ReadyAdapter) -> None:
         """One user less."""
@@ -195,27 +195,30 @@ class AdapterStore:
                 "raise adapter_memory"
             )
 
-    def _adapted(self, adapter: Adapter, key: str, size: int) -> ReadyAdapter:
-        """Made ready in the place that `_make_place` has reserved."""
+    def _settled(self, adapter: Adapter, key: str, size: int, parts: Sequence[str], users: int) -> ReadyAdapter:
+        """Made ready, and in memory from now on, in the place that `_make_place` has reserved."""
+        ready = None
         try:
-            return self._target().adapt(adapter, key)
+            ready = self._target().adapt(adapter, key)
         finally:
-            with self._changed:
+            with self._changed:  # what was reserved becomes what is taken at once: else others would take the place
                 self._reserved -= size
                 self._making -= 1
+                found = None if ready is None else self._insert(ready, parts, users)
                 self._changed.notify_all()
+        assert found is not None
+        return found
 
     def _insert(self, ready: ReadyAdapter, parts: Sequence[str], users: int) -> ReadyAdapter:
-        with self._changed:
-            found = self._resident.get(ready.key)
-            if found is None:
-                found = self._resident[ready.key] = _Resident(ready, frozenset(parts))
-            else:  # another thread was faster
-                self._target().release(ready)
-            found.users += users
-            self._resident.move_to_end(found.ready.key)
-            self._drop_stale()
-            return found.ready
+        found = self._resident.get(ready.key)
+        if found is None:
+            found = self._resident[ready.key] = _Resident(ready, frozenset(parts))
+        else:  # another thread was faster
+            self._target().release(ready)
+        found.users += users
+        self._resident.move_to_end(found.ready.key)
+        self._drop_stale()
+        return found.ready
 
     def _wait_for_place(self, key: str, size: int, stop: Callable[[], bool]) -> bool:
         """Whether a place was reserved; not where it is wanted no more, or the adapter has come by another way."""
