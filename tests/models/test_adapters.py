@@ -449,6 +449,31 @@ class TestStore:
         assert store.used <= 3 * size
         assert self.loaded(store) == [0, 1, 9]  # 10 was the longest unused, then 11
 
+    def test_a_place_is_never_given_to_two(self, own, many, monkeypatch):
+        """One place, four threads: an adapter that is ready takes the place that was kept for it before others look."""
+        store, size = self.store(own, many, 1)
+        most, insert = [], store._insert
+
+        def late(*args, **more):
+            time.sleep(0.002)  # whoever can come in between does
+            return insert(*args, **more)
+
+        monkeypatch.setattr(store, "_insert", late)
+
+        def ask(first):
+            for number in range(20):
+                ready = store.load(str((number + 3 * first) % len(many)))
+                most.append(store.used)
+                store.release(ready)
+
+        threads = [threading.Thread(target=ask, args=(first,)) for first in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(most) == 80
+        assert max(most) <= size
+
     def test_what_is_in_use_stays(self, own, many):
         store, _ = self.store(own, many, 2)
         held = [store.load("0"), store.load("1")]
