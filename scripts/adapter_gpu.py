@@ -1,15 +1,14 @@
 """What adapters cost on a GPU, and that a text is the same alone and in company.
 
 PYTHONPATH=src python scripts/adapter_gpu.py --model FOLDER --prompts turns.jsonl > adapters.jsonl
-PYTHONPATH=src python scripts/adapter_gpu.py --shape 8b --cut inside_loads,kernel > passes.jsonl
+PYTHONPATH=src python scripts/adapter_gpu.py --shape 8b > passes.jsonl
 
 Random adapters of one rank on all seven matrices of every layer. `pass`: a pass of so many rows, each of a sequence of
 its own, with adapters in turns and with none; medians of CUDA events. `chat`: batches of prompts x tokens with none and
 with the adapters, in turns, prompts in the cache; the ratio of a round is tokens/s with adapters over tokens/s with
 none. `texts`: each sequence of the batch alone against itself in it, greedy; then the batch with drafters. `loading`:
-an adapter that comes and leaves while the graphs stay. `--cut`: of `models/cuda/low_rank.py`; several are measured one
-after the other. `--shape 8b`: only passes, of a model of Llama 3 8B's sizes with random weights. JSON lines. Needs
-torch, triton, transformers and safetensors.
+an adapter that comes and leaves while the graphs stay. `--shape 8b`: only passes, of a model of Llama 3 8B's sizes with
+random weights. JSON lines. Needs torch, triton, transformers and safetensors.
 `--device cpu` leaves out the passes: it shows that the rest of the script runs.
 """
 
@@ -32,7 +31,6 @@ from outrider import LLM, SamplingParams
 from outrider.core.draft import Draft
 from outrider.models.adapters.adapter import Adapter, LowRank
 from outrider.models.base import Feed
-from outrider.models.cuda import low_rank
 from outrider.models.cuda.model import CudaLlama
 from outrider.models.linear import Dense
 from outrider.models.llama import LlamaConfig, Weights
@@ -154,9 +152,9 @@ def random_model(shape: str) -> CudaLlama:
     return CudaLlama(config, weights, 8 << 30)
 
 
-def shape_passes(given: argparse.Namespace, cuts: list[str]) -> None:
-    """Passes of random weights in turns: with none, and with adapters in each cut. The values of all adapters are the
-    same, but they lie in units of their own."""
+def shape_passes(given: argparse.Namespace) -> None:
+    """Passes of random weights in turns: with none, and with adapters, whose values are all the same, but which lie in
+    units of their own."""
     model = random_model(given.shape)
     rank, pairs = given.rank, {}
     for name, (outputs, inputs) in model.adapter_base.shapes.items():
@@ -169,26 +167,24 @@ def shape_passes(given: argparse.Namespace, cuts: list[str]) -> None:
     text = [(7 * place) % 1000 + 5 for place in range(CONTEXT)]
     for rows in (given.batch, 1):
         ids, found = range(rows), {}
-        for cut in ["none", *cuts]:
-            own = [None] if cut == "none" else ready
-            low_rank.chosen = low_rank.CUTS[cuts[0] if cut == "none" else cut]
-            model._passes._passes.clear()  # graphs of another cut
+        for count in (0, given.adapters):
+            own = ready[:count] or [None]
             for token in text:  # as many rows as are timed: no other kernels are compiled
                 model.forward([Feed(id, [token], adapter=own[id % len(own)]) for id in ids])
             milliseconds(model, [Feed(id, [8], adapter=own[id % len(own)]) for id in ids])
             assert model._last is not None
-            found[cut] = model._last[0]
+            found[count] = model._last[0]
             for id in ids:
                 model.free(id)
-        took: dict[str, list[float]] = {cut: [] for cut in found}
+        took: dict[int, list[float]] = {count: [] for count in found}
         for _ in range(TURNS):
-            for cut, run in found.items():
-                took[cut].append(timed(partial(model._passes.run, run, model._compute)))
-        none = statistics.median(took["none"])
-        for cut, each in took.items():
+            for count, run in found.items():
+                took[count].append(timed(partial(model._passes.run, run, model._compute)))
+        none = statistics.median(took[0])
+        for count, each in took.items():
             middle = statistics.median(each)
-            say("shape", shape=given.shape, rows=rows, cut=cut, milliseconds=middle, range=[min(each), max(each)],
-                ratio=none / middle, asked=0.85)  # fmt: skip
+            say("shape", shape=given.shape, rows=rows, adapters=count, milliseconds=middle,
+                range=[min(each), max(each)], ratio=none / middle, asked=0.85)  # fmt: skip
 
 
 class Batch:
@@ -264,7 +260,6 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--model")
     made.add_argument("--shape", choices=SHAPES, help="in place of a model: its sizes, random weights")
-    made.add_argument("--cut", default=next(n for n, cut in low_rank.CUTS.items() if cut is low_rank.chosen))
     made.add_argument("--prompts", help="a .jsonl file in Spec-Bench form; default: short ones of our own")
     made.add_argument("--batch", type=int, default=64)
     made.add_argument("--adapters", type=int, default=16)
@@ -288,13 +283,9 @@ def main() -> int:
     given = parser().parse_args()
     if (given.model is None) == (given.shape is None):
         parser().error("give --model or --shape")
-    cuts = given.cut.split(",")
     if given.shape:
-        shape_passes(given, cuts)
-        return 0
-    for cut in cuts:
-        low_rank.chosen = low_rank.CUTS[cut]
-        say("cut", cut=cut)
+        shape_passes(given)
+    else:
         whole(given)
     return 0
 

@@ -1,15 +1,13 @@
 """What adapters add to the products of a layer on a GPU, and whether a row's bits depend on its company.
 
     PYTHONPATH=src python scripts/low_rank_cost.py [--shapes smollm2,8b] [--rows 1,16,64,256,2048]
-                                                   [--cuts inside_loads,kernel]
 
 Random weights of enough layers that no cache holds them; adapters of rank 16 on all matrices, rows in turns. The four
 products of a layer after each other, all layers as one CUDA graph, each kernel set up while the one before ends, as in
-a pass. `layer`: microseconds of a layer, median and range of 7 turns with 0, 1, 4 and 16 adapters, cuts in turns;
-`added`: less the same rows with none. `bits`: rows that differ from themselves alone; `error`: the largest difference
-from float32, as a part of the largest output. `--cuts`: those of `models/cuda/low_rank.py`, default all. JSON lines;
-needs torch and triton. Kernels are compiled by processes beside each other first. Without a GPU (TRITON_INTERPRET=1)
-only `bits`, of a tiny shape in float32.
+a pass. `layer`: microseconds of a layer, median and range of 7 turns with 0, 1, 4 and 16 adapters; `added`: less the
+same rows with none. `bits`: rows that differ from themselves alone; `error`: the largest difference from float32, as a
+part of the largest output. JSON lines; needs torch and triton. Kernels are compiled by processes beside each other
+first. Without a GPU (TRITON_INTERPRET=1) only `bits`, of a tiny shape in float32.
 """
 
 from __future__ import annotations
@@ -31,7 +29,8 @@ from outrider.models.cuda.tickets import Tickets
 UNITS, RANK_UNITS, EPS = 64, 1, 1e-5
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # interpreted: only what is equal, on the smallest shape
 BF16 = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-COUNTS = (1, 4, 16)
+COUNTS = (0, 1, 4, 16)
+COMPARED = {1, 7, 64}  # rows that `compare` has kernels for: Triton tells 1, multiples of 16 and others apart
 SHAPES = {  # hidden, inner, ends of queries, keys and values, layers
     "smollm2": (576, 1536, (576, 768, 960), 10),
     "8b": (4096, 14336, (4096, 5120, 6144), 1),
@@ -180,10 +179,6 @@ def microseconds(graph: Any, layers: int, again: int) -> float:
     return 1e3 * begin.elapsed_time(end) / again / layers
 
 
-def use(cut: str) -> None:
-    low_rank.chosen = low_rank.CUTS[cut]
-
-
 def owners_of(rows: int, adapters: int) -> list[int]:
     return [1 + row % adapters if adapters else 0 for row in range(rows)]
 
@@ -195,24 +190,19 @@ def inputs(model: Model, rows: int) -> tuple[Tensor, Tensor]:
     return x[0, :rows].contiguous(), x[1, :rows].contiguous()
 
 
-def time_all(shape: str, model: Model, all_rows: list[int], cuts: list[str]) -> None:
+def time_all(shape: str, model: Model, all_rows: list[int]) -> None:
     layers, again = len(model.layers), 20 if shape == "smollm2" else 10
     for rows in all_rows:
-        passes = {("none", 0): Pass(model, owners_of(rows, 0), *inputs(model, rows))}
-        graphs = {key: graph_of(one.run) for key, one in passes.items()}
-        for cut in cuts:
-            use(cut)
-            for count in (each for each in COUNTS if each <= rows):
-                passes[cut, count] = Pass(model, owners_of(rows, count), *inputs(model, rows))
-                graphs[cut, count] = graph_of(passes[cut, count].run)
-        found: dict[tuple[str, int], list[float]] = {key: [] for key in graphs}
+        passes = {count: Pass(model, owners_of(rows, count), *inputs(model, rows)) for count in COUNTS if count <= rows}
+        graphs = {count: graph_of(one.run) for count, one in passes.items()}
+        found: dict[int, list[float]] = {count: [] for count in graphs}
         for _ in range(7):
-            for key, graph in graphs.items():
-                found[key].append(microseconds(graph, layers, again))
-        none = statistics.median(found["none", 0])
-        for (cut, count), each in found.items():
+            for count, graph in graphs.items():
+                found[count].append(microseconds(graph, layers, again))
+        none = statistics.median(found[0])
+        for count, each in found.items():
             middle = statistics.median(each)
-            say("layer", shape=shape, rows=rows, cut=cut, adapters=count, microseconds=round(middle, 2),
+            say("layer", shape=shape, rows=rows, adapters=count, microseconds=round(middle, 2),
                 range=[round(min(each), 2), round(max(each), 2)], added=round(middle - none, 2))  # fmt: skip
 
 
@@ -226,8 +216,7 @@ def outputs(model: Model, owners: list[int], rows: list[int] | None = None) -> T
     return torch.cat([one.x, one.joined, one.inner], 1).clone()
 
 
-def compare(shape: str, model: Model, cut: str) -> None:
-    use(cut)
+def compare(shape: str, model: Model) -> None:
     owners = [row % 17 for row in range(64)]  # also none
     company = outputs(model, owners)
     differ = 0
@@ -237,7 +226,7 @@ def compare(shape: str, model: Model, cut: str) -> None:
     none = outputs(model, [0] * 64)
     bare = [row for row in range(64) if not owners[row]]
     changed = int((none != company).any(1).sum())
-    say("bits", shape=shape, cut=cut, differ=differ + int((none != company)[bare].any(1).sum()),
+    say("bits", shape=shape, differ=differ + int((none != company)[bare].any(1).sum()),
         rows_changed_by_adapters=changed, of=64 - len(bare), error=error(model, owners))  # fmt: skip
 
 
@@ -267,43 +256,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="smollm2,8b")
     parser.add_argument("--rows", default="1,16,64,256,2048")
-    parser.add_argument("--cuts", default=",".join(low_rank.CUTS))
     parser.add_argument("--compile", action="store_true", help="only compile, in this process")
     given = parser.parse_args()
-    shapes, cuts = given.shapes.split(","), given.cuts.split(",")
-    rows = [int(each) for each in given.rows.split(",")]
+    shapes, rows = given.shapes.split(","), [int(each) for each in given.rows.split(",")]
     if given.compile:
         for shape in shapes:
             SHAPES[shape] = (*SHAPES[shape][:3], 1)  # type: ignore[assignment]
             model = Model(shape)
-            for cut in cuts:
-                use(cut)
-                for count in rows:
-                    for adapters in (0, 1):
-                        Pass(model, owners_of(count, adapters), *inputs(model, count)).run()
+            for count in rows:
+                for adapters in (0, 1):
+                    Pass(model, owners_of(count, adapters), *inputs(model, count)).run()
         torch.cuda.synchronize()
         return
     begin = time.perf_counter()
     if DEVICE == "cpu":
-        for cut in cuts:
-            compare("tiny", Model("tiny"), cut)
+        compare("tiny", Model("tiny"))
         return
     with torch.inference_mode():
         command = [sys.executable, __file__, "--compile", "--rows"]
         parts = [
-            subprocess.Popen([*command, str(count), "--shapes", shape, "--cuts", cut])
+            subprocess.Popen([*command, str(count), "--shapes", shape])
             for shape in shapes
-            for count in sorted({max(16, count) for count in rows})
-            for cut in cuts
+            for count in sorted({max(16, count) for count in rows} | COMPARED)
         ]
         for part in parts:
             part.wait()
         say("compiled", seconds=time.perf_counter() - begin, device=torch.cuda.get_device_name())
         for shape in shapes:
             model = Model(shape)
-            for cut in cuts:
-                compare(shape, model, cut)
-            time_all(shape, model, rows, cuts)
+            compare(shape, model)
+            time_all(shape, model, rows)
             del model
             torch.cuda.empty_cache()
     say("end", seconds=time.perf_counter() - begin)

@@ -22,6 +22,16 @@ from outrider.models.cuda.model import CudaLlama
 SHORT_CONTEXT = 64
 
 
+def draft_table(drafts, header, nodes):
+    """Drafts as kernels have them: `header` numbers that begin with how many nodes, then tokens, parents and more."""
+    table = torch.zeros(len(drafts), header + 3 * nodes, dtype=torch.int32)
+    for row, draft in zip(table, drafts, strict=True):
+        row[:header] = len(draft)
+        row[header : header + len(draft)] = torch.tensor(draft.tokens)
+        row[header + nodes : header + nodes + len(draft)] = torch.tensor(draft.parents)
+    return table
+
+
 @functools.cache
 def target():
     model = family("llama")[1]

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from looped import draft_table
 
 from outrider.core.draft import Draft
 from outrider.core.verify import coupled
@@ -37,12 +38,7 @@ def tree(nodes, seed):
 
 def found(drafts, header=DRAFT_HEADER, nodes=NODES):
     """As `join` has them; with a header of 1: as guessers have them."""
-    table = torch.zeros(len(drafts), header + 3 * nodes, dtype=torch.int32)
-    for row, draft in zip(table, drafts, strict=True):
-        row[:header] = len(draft)
-        row[header : header + len(draft)] = torch.tensor(draft.tokens)
-        row[header + nodes : header + nodes + len(draft)] = torch.tensor(draft.parents)
-    return table
+    return draft_table(drafts, header, nodes)
 
 
 def pages(sequences):

@@ -62,13 +62,6 @@ CHAIN, TREE = Draft.chain((1, 2, 3)), Draft((5, 6, 7, 8, 9), (-1, -1, 0, 0, 3))
 NONE = Draft(())
 
 
-@pytest.fixture(params=low_rank.CUTS)
-def cut(request, monkeypatch):
-    """The products cut into programs in every way."""
-    monkeypatch.setattr(low_rank, "chosen", low_rank.CUTS[request.param])
-
-
-@pytest.mark.usefixtures("cut")
 def test_rows_of_different_adapters_and_of_none_in_one_pass_equal_plain_torch():
     """Prompts, chains and trees; few rows and more than a strip is read for at once; ranks that fill no unit and
     several."""
@@ -100,7 +93,6 @@ def test_each_matrix_has_its_own_part(name):
     pair.run([(3, pair.text(70), NONE, 1)])
 
 
-@pytest.mark.usefixtures("cut")
 def test_a_pass_with_more_units_than_are_read_at_once_equals_plain_torch():
     """Strips that have outputs of two matrices, rows of a large rank between others, few rows and many."""
     pair = Pair(ranks=(256, 40, 8), units=20, heads=3, kv=1, d=12, hidden=24)

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from looped import draft_table
 from tiny import assert_follows, assert_rate
 
 from outrider.core.dice import Dice
@@ -34,23 +35,14 @@ def logits_of(rows, size, seed):
 
 def tree(nodes, logits, seed):
     """A tree in which siblings differ and some are likely."""
-    luck, tokens, parents = random.Random(seed), [], []
+    made, tokens, parents = random.Random(seed), [], []
     for node in range(nodes):
-        parent = luck.randrange(-1, node)
+        parent = made.randrange(-1, node)
         taken = {tokens[n] for n in range(node) if parents[n] == parent}
         best = logits[parent + 1].topk(8).indices.tolist()
-        tokens.append(next(t for t in [*best[luck.randrange(3) :], *range(NODES)] if t not in taken))
+        tokens.append(next(t for t in [*best[made.randrange(3) :], *range(NODES)] if t not in taken))
         parents.append(parent)
     return Draft(tuple(tokens), tuple(parents))
-
-
-def table(drafts, nodes=NODES):
-    made = torch.zeros(len(drafts), HEADER + 3 * nodes, dtype=torch.int32)
-    for row, draft in zip(made, drafts, strict=True):
-        row[:HEADER] = len(draft)
-        row[HEADER : HEADER + len(draft)] = torch.tensor(draft.tokens)
-        row[HEADER + nodes : HEADER + nodes + len(draft)] = torch.tensor(draft.parents)
-    return made
 
 
 def walked(draft, chosen):
@@ -76,7 +68,8 @@ def verdicts(drafts, logits, dice, heat, position=7, laws=None):
             if draft.probs is not None:
                 laws[place, : len(draft)] = draft.probs
     keys = torch.tensor([signed(one.key) for one in dice])
-    verify(logits.flatten(0, 1), keys, positions.flatten(), torch.tensor(heat), out, table(drafts), HEADER, laws, whose)
+    verify(logits.flatten(0, 1), keys, positions.flatten(), torch.tensor(heat), out, draft_table(drafts, HEADER, NODES),
+           HEADER, laws, whose)  # fmt: skip
     return out.view(count, each)
 
 
@@ -102,13 +95,13 @@ def test_a_verdict_on_guesses_is_that_of_the_rule(size, seed):
 def test_a_chain_is_drawn_and_judged_as_the_host_does(size, seed):
     """Its law, its tokens and its verdict; the head writes some of the tokens, in an order of its own."""
     count, depth, kept = 16 if size == 40 else 6, 4, set()
-    luck = torch.Generator().manual_seed(seed)
-    ids = torch.randperm(size, generator=luck)[: size * 9 // 10]
+    made = torch.Generator().manual_seed(seed)
+    ids = torch.randperm(size, generator=made)[: size * 9 // 10]
     places = torch.full((size,), -1, dtype=torch.int32)
     places[ids] = torch.arange(len(ids), dtype=torch.int32)
     target = logits_of(count * (1 + NODES), size, seed).view(count, 1 + NODES, size)
-    said = (target[:, :depth] + 0.5 * torch.randn(count, depth, size, generator=luck))[:, :, ids]
-    added = 0.5 * torch.randn(count, depth, len(ids), generator=luck)
+    said = (target[:, :depth] + 0.5 * torch.randn(count, depth, size, generator=made))[:, :, ids]
+    added = 0.5 * torch.randn(count, depth, len(ids), generator=made)
     seqs = [
         Sequence(n, [1] * (5 + n), SamplingParams(temperature=0.7 + 0.05 * n), dice=Dice(n + 99 * seed))
         for n in range(count)

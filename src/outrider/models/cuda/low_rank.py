@@ -34,35 +34,12 @@ SHARES = 2  # programs that share the units of an adapter
 FIRST_SHARES = 4  # the same where they are the product's own
 FIRST_TILES = 16  # programs of a product that write the inner values of one matrix
 STAGES = 6  # blocks of inputs that such a program has on their way at once, at most
+WARPS = 4  # of a product of few rows with adapters, at least
+LANES = 192  # inner values and factors of B that a thread of a product holds at once, at most
+FEW_WIDE = 64  # inner values that a product takes at once where its pass has no more: a smaller step is over sooner
 MANY_WIDE = 32  # inner values that a product of many rows takes at once: rows of a tile are mostly of one adapter
 
 _UNIT, _PLACES, _HEADER, _CHAINS = tl.constexpr(UNIT), tl.constexpr(PLACES), tl.constexpr(HEADER), tl.constexpr(CHAINS)
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How products of few rows with adapters are cut into programs. No bit depends on it."""
-
-    inside: bool  # inner values by programs of the product, which the others wait for; else by a kernel before
-    warps: int = 4  # of a product, at least
-    large_warps: int = 4  # of one that has two sums, or parts
-    lanes: int = 192  # inner values and factors of B that a thread holds at once, at most
-    few: int = 64  # inner values that a pass of no more than that takes at once; 0: as many as any pass
-    held: bool = False  # B's first factors are read before x is there, else on their way to the cache by then
-    loads: bool = True  # who waits asks by loads, else by atomic operations
-    spread: bool = False  # the sums of an inner value by a warp each, where they are the product's own
-
-
-CUTS = {
-    "kernel": Cut(False, warps=2, lanes=160, few=0, held=True),
-    "kernel_wide": Cut(False),
-    "inside": Cut(True, lanes=160, few=0, held=True, loads=False),
-    "inside_held": Cut(True, held=True),
-    "inside_loads": Cut(True),
-    "inside_spread": Cut(True, spread=True),
-    "inside_mixed": Cut(True, large_warps=8, spread=True),
-}  # timed by scripts/low_rank_cost.py
-chosen = CUTS["inside_loads"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,28 +80,6 @@ def _inner_values(
         third = _step(third, x_rows, a_rows, k + 2 * BK, each, live, K)
         fourth = _step(fourth, x_rows, a_rows, k + 3 * BK, each, live, K)
     total = (first + second) + (third + fourth)
-    to = inner_ptr + ((rows * MATRICES + matrix) * _PLACES + place)[:, None] * _UNIT + value[None, :]
-    tl.store(to, total.to(inner_ptr.dtype.element_ty), mask=live[:, None])
-
-
-@triton.jit
-def _spread_values(
-    x_ptr, a_ptr, inner_ptr, units_ptr, rows, live, matrix, number, place,
-    MATRICES: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """The same, the four sums beside each other."""
-    each, value = tl.arange(0, BK), tl.arange(0, _UNIT)
-    chain = tl.arange(0, _CHAINS)[:, None, None] * BK
-    unit = tl.load(units_ptr + _HEADER + number).to(tl.int64)
-    a_rows = a_ptr + ((unit * MATRICES + matrix) * _UNIT + value[None, :, None]) * K + chain + each[None, None, :]
-    x_rows = x_ptr + rows[None, :, None] * K + chain + each[None, None, :]
-    sums = tl.zeros([_CHAINS, ROWS, _UNIT], tl.float32)
-    for k in tl.range(0, K, _CHAINS * BK, num_stages=STAGES):
-        fits = k + chain + each[None, None, :] < K
-        x = tl.load(x_rows + k, mask=live[None, :, None] & fits, other=0.0, cache_modifier=".cg")
-        a = tl.load(a_rows + k, mask=fits, other=0.0)
-        sums = tl.dot(x, tl.permute(a, (0, 2, 1)), sums, input_precision="ieee")
-    total = tl.sum(tl.sum(tl.reshape(sums, [2, 2, ROWS, _UNIT]), 1), 0)  # two at a time: their order is no matter
     to = inner_ptr + ((rows * MATRICES + matrix) * _PLACES + place)[:, None] * _UNIT + value[None, :]
     tl.store(to, total.to(inner_ptr.dtype.element_ty), mask=live[:, None])
 
@@ -180,7 +135,7 @@ def _multiply_inner(
 def write_inner(
     number, x_ptr, a_ptr, inner_ptr, units_ptr, order_ptr, tiles_ptr, tiles, tickets_ptr,
     MATRICES: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
-    SHARES: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, SPREAD: tl.constexpr, SOON: tl.constexpr,
+    SHARES: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, SOON: tl.constexpr,
 ):  # fmt: skip
     """The same by the first PROGRAMS programs of the product itself. What they do first is looked up before x is there:
     all that then comes after it is A x."""
@@ -196,12 +151,8 @@ def write_inner(
         if task != number:
             rows, live, first, held = _tile_rows(order_ptr, tiles_ptr, task % tasks // MATRICES, tiles, ROWS)
         for place in range(task // tasks, held, shares):
-            if SPREAD:
-                _spread_values(x_ptr, a_ptr, inner_ptr, units_ptr, rows, live, task % MATRICES, first + place, place,
-                               MATRICES, K, BK, ROWS, STAGES)  # fmt: skip
-            else:
-                _inner_values(x_ptr, a_ptr, inner_ptr, units_ptr, rows, live, task % MATRICES, first + place, place,
-                              MATRICES, K, BK, ROWS, STAGES)  # fmt: skip
+            _inner_values(x_ptr, a_ptr, inner_ptr, units_ptr, rows, live, task % MATRICES, first + place, place,
+                          MATRICES, K, BK, ROWS, STAGES)  # fmt: skip
     tell_done(tickets_ptr)
 
 
@@ -336,7 +287,7 @@ class _Arguments(NamedTuple):
     """Of a product's kernel."""
 
     tensors: tuple[Tensor | None, ...] = (None,) * 5
-    sizes: tuple[int, ...] = (0,) * 6
+    sizes: tuple[int, ...] = (0,) * 5
 
 
 _NO_ADAPTERS = _Arguments()
@@ -348,10 +299,10 @@ def low_rank_arguments(own: LowRankSum | None, lanes: int, threads: int, many: b
         return _NO_ADAPTERS
     first, second = own.ends[0], own.ends[min(1, len(own.ends) - 1)]
     # many units at once, so that few steps wait for memory; no more than there are registers for
-    wide = next((w for w in (256, 128, 64, 32) if lanes * w <= chosen.lanes * threads), UNIT)
+    wide = next((w for w in (256, 128, 64, 32) if lanes * w <= LANES * threads), UNIT)
     wide = min(wide, MANY_WIDE) if many else wide
     tensors = own.inner, own.b, own.units, own.firsts, own.counts
-    return _Arguments(tensors, (len(own.ends), first, second, wide, min(chosen.few or wide, wide), chosen.held))
+    return _Arguments(tensors, (len(own.ends), first, second, wide, min(FEW_WIDE, wide)))
 
 
 class InnerArguments(NamedTuple):
@@ -359,7 +310,7 @@ class InnerArguments(NamedTuple):
 
     tensors: tuple[Tensor | None, ...] = (None,) * 4
     tiles: int = 0
-    sizes: tuple[int, ...] = (0,) * 9  # the first: how many they are; the second: how many programs there are
+    sizes: tuple[int, ...] = (0,) * 7  # the first: how many they are; the second: how many programs there are
 
 
 _NOT_INSIDE = InnerArguments()
@@ -371,19 +322,18 @@ def inner_arguments(own: LowRankSum | None, rows: int, programs: int) -> InnerAr
         return _NOT_INSIDE
     first, inputs, block = FIRST_TILES * len(own.ends), own.a.shape[-1], _block(own.a)
     stages = min(STAGES, 1 + triton.cdiv(inputs, CHAINS * block))
-    loads = chosen.loads and early(own.a.device)
-    sizes = first, first + programs, own.tile, block, FIRST_SHARES, _lines(own.a, inputs), stages, chosen.spread, loads
+    sizes = first, first + programs, own.tile, block, FIRST_SHARES, _lines(own.a, inputs), stages
     tickets = own.tickets.of(own.place, first + programs)
     return InnerArguments((own.a, own.order, own.tiles, tickets), own.tiles.shape[1], sizes)
 
 
 def is_inside(rows: int) -> bool:
     """Whether a product of so many rows computes its inner values itself."""
-    return chosen.inside and rows <= FEW_ROWS
+    return rows <= FEW_ROWS
 
 
-def least_warps(own: LowRankSum | None, warps: int, large: bool) -> int:
-    return warps if own is None else max(warps, chosen.large_warps if large else chosen.warps)
+def least_warps(own: LowRankSum | None, warps: int) -> int:
+    return warps if own is None else max(warps, WARPS)
 
 
 def multiply_inner(x: Tensor, own: LowRankSum) -> None:

@@ -84,10 +84,8 @@ def _few(
     STRIPS: tl.constexpr, SCALED: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
     SPLIT: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
     MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr,
-    HELD: tl.constexpr,
     INNER: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr, INNER_BK: tl.constexpr, SHARES: tl.constexpr,
-    LINES: tl.constexpr, STAGES: tl.constexpr, SPREAD: tl.constexpr, LOADS: tl.constexpr,
-    SOON: tl.constexpr,
+    LINES: tl.constexpr, STAGES: tl.constexpr, SOON: tl.constexpr,
 ):  # fmt: skip
     """out [R, size] = x w^T + bias for a strip of BN outputs. GATE: silu(first half) * second half.
 
@@ -105,7 +103,7 @@ def _few(
         number, launch = take_ticket(tickets_ptr, PROGRAMS)
         if number < INNER:
             write_inner(number, x_ptr, a_ptr, inner_ptr, units_ptr, order_ptr, tiles_ptr, tiles, tickets_ptr,
-                        MATRICES, K, INNER_BK, TILE, INNER, SHARES, LINES, STAGES, SPREAD, SOON)  # fmt: skip
+                        MATRICES, K, INNER_BK, TILE, INNER, SHARES, LINES, STAGES, SOON)  # fmt: skip
             return
         strip, share = (number - INNER) // SPLIT, (number - INNER) % SPLIT
     else:
@@ -127,11 +125,7 @@ def _few(
         own = first < size
         if MATRICES == 3:
             own &= matrix_of(first, FIRST_END, SECOND_END) == matrix_of(strip * BN, FIRST_END, SECOND_END)
-        if HELD:
-            a_outer, a_few = first_factors(b_ptr, units_ptr, units, first, own, whole, WIDE, FEW)
-            if GATE:
-                b_outer, b_few = first_factors(b_ptr, units_ptr, units, first + size, first < size, whole, WIDE, FEW)
-        elif SOON:
+        if SOON:
             fetch_factors(b_ptr, units_ptr, units, strip * BN, whole, BN, WIDE)
             if GATE:
                 fetch_factors(b_ptr, units_ptr, units, strip * BN + size, whole, BN, WIDE)
@@ -158,7 +152,7 @@ def _few(
         a = tl.zeros([BN, ROWS], tl.float32)
         for part in tl.static_range(SPLIT):
             a += tl.load(mine + part * (BN * ROWS), cache_modifier=".cg")
-    if MATRICES > 0 and not HELD:
+    if MATRICES > 0:
         a_outer, a_few = first_factors(b_ptr, units_ptr, units, first, own, whole, WIDE, FEW)
         if GATE:
             b_outer, b_few = first_factors(b_ptr, units_ptr, units, first + size, first < size, whole, WIDE, FEW)
@@ -179,7 +173,7 @@ def _few(
         before = tl.load(out_ptr + place, mask=inside, other=0.0, cache_modifier=PAST).to(tl.float32)
     if MATRICES > 0:
         if INNER > 0:
-            wait_for_first(tickets_ptr, launch, INNER, LOADS)
+            wait_for_first(tickets_ptr, launch, INNER, SOON)
         else:
             begin_after(SOON)
         if GATE:
@@ -218,7 +212,6 @@ def _many(
     K: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr,
     GROUP: tl.constexpr, COPIED: tl.constexpr,
     MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr,
-    HELD: tl.constexpr,
     SOON: tl.constexpr,
 ):  # fmt: skip
     """The same for a tile of BM rows and BN outputs. WIDTH: of a strip of `_few`, whose sums of squares these are.
@@ -460,7 +453,7 @@ def _linear_few(
     if padded > FEW_ROWS:  # as wide blocks would leave no memory for several stages, nor registers for the sums
         part = cut.part(inner)
         block, warps = next(b for b in (128, 64, 32, 16) if part % b == 0), 8
-    warps = least_warps(around.adapters, warps, around.gate or cut.split > 1)
+    warps = least_warps(around.adapters, warps)
     stage = block * (cut.width * (2 if around.gate else 1) + padded) * x.element_size()
     low = low_rank_arguments(around.adapters, padded + cut.width * (2 if around.gate else 1), 32 * warps)
     strips = triton.cdiv(size, cut.width)

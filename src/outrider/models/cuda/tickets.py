@@ -60,7 +60,8 @@ def tell_done(tickets_ptr):
 
 @triton.jit
 def wait_for_first(tickets_ptr, launch, FIRST: tl.constexpr, LOADS: tl.constexpr = False):
-    """Until the first programs of the launch are done. LOADS: every thread asks for itself."""
+    """Until the first programs of the launch are done. LOADS: every thread asks for itself, which takes no barrier; the
+    interpreter knows atomic operations alone."""
     if LOADS:
         while _loaded(tickets_ptr + _LINE) < (launch + 1) * FIRST:
             pass
