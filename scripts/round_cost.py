@@ -2,12 +2,12 @@
 round whose draft is there already, with as many nodes.
 
     PYTHONPATH=src python scripts/round_cost.py [--batches 1,4,16,64] [--rounds 96] [--repeats 5] [--specs SPEC ...]
-                                                [--kernels SPEC] [--temperature 0.8 [--seed 1]]
+                                                [--prompt 520] [--kernels SPEC] [--temperature 0.8 [--seed 1]]
 
 The target has SmolLM2-135M's sizes and random weights, the heads the sizes that `outrider train` gives them, a draft
 model is called by its number of layers of the target's size (`layer_skip` runs a third of the target's), so nothing is
-kept and every round writes one token. Texts of 520 tokens; drafters run in turns, and the median over the repeats
-counts, with the range. `--kernels block:tree=31`: also how long each kernel of such a round takes, by torch's profiler,
+kept and every round writes one token. Texts of `--prompt` tokens; drafters run in turns, and the median over the
+repeats counts, with the range. `--kernels block:tree=31`: also how long each kernel of such a round takes, by torch's profiler,
 one sequence. With a temperature drafts are verified by rejection, with a seed too by the target's noise. Needs torch
 and triton.
 """
@@ -44,7 +44,7 @@ from outrider.models.rope import Rope
 from outrider.models.stack import Layer, TorchStack
 
 HIDDEN, HEADS, KEY_HEADS, HEAD_DIM, INNER, LAYERS, VOCAB = 576, 9, 3, 64, 1536, 30, 49152
-DRAFT_VOCAB, CONTEXT, PROMPT = 32768, 2048, 520
+DRAFT_VOCAB, CONTEXT = 32768, 2048
 EPS, THETA = 1e-5, 100_000.0
 SPECS = ("eagle:tree=31", "block:tree=31", "eagle", "block", "layer_skip", "draft_model:model=4")
 PART, MEMORY = 8, 4 << 30
@@ -129,9 +129,9 @@ class ReadyGuesses:
     def guess(self, tables: RoundTables, number: int) -> None: ...
 
 
-def sequences(count: int, ids: Iterator[int], params: SamplingParams) -> list[Sequence]:
+def sequences(count: int, ids: Iterator[int], params: SamplingParams, prompt: int) -> list[Sequence]:
     made = torch.Generator().manual_seed(1)
-    texts = torch.randint(VOCAB, (count, PROMPT), generator=made).tolist()
+    texts = torch.randint(VOCAB, (count, prompt), generator=made).tolist()
     return [Sequence(next(ids), text, params, dice=Dice(1)) for text in texts]
 
 
@@ -139,7 +139,7 @@ def looped(model: CudaLlama, engine: Engine, loop: DeviceLoop, seqs: list[Sequen
     """Seconds of a round, after some that do not count."""
     for seq in seqs:
         engine.add(seq)
-    while any(model.length(seq.id) < PROMPT - 1 for seq in seqs):
+    while any(model.length(seq.id) < len(seq.tokens) - 1 for seq in seqs):
         engine.step()
     begun = written = 0
     begin = 0.0
@@ -167,6 +167,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,4,16,64")
     parser.add_argument("--rounds", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--prompt", type=int, default=520, help="tokens of each text")
     parser.add_argument("--specs", nargs="+", default=SPECS)
     parser.add_argument("--kernels", default="")
     parser.add_argument("--temperature", type=float, default=0.0, help="above 0: by rejection")
@@ -184,7 +185,9 @@ def main() -> None:
         times: dict[str, list[float]] = {spec: [] for spec in loops}
         for _ in range(given.repeats + 1):
             for spec, (drafter, loop) in loops.items():
-                times[spec].append(once(model, drafter, loop, sequences(batch, ids, params), given.rounds))
+                times[spec].append(
+                    once(model, drafter, loop, sequences(batch, ids, params, given.prompt), given.rounds)
+                )
         found = {spec: [1e3 * each for each in own[1:]] for spec, own in times.items()}
         for spec, own in found.items():
             print(
@@ -194,7 +197,7 @@ def main() -> None:
             )
     if given.kernels:
         drafter, loop = loops[given.kernels]
-        kernels(model, drafter, loop, ids, given.rounds, params)
+        kernels(model, drafter, loop, ids, given, params)
 
 
 def spread(own: list[float], rest: list[float]) -> dict[str, Any]:
@@ -224,18 +227,22 @@ def once(model: CudaLlama, drafter: Any, loop: DeviceLoop, seqs: list[Sequence],
 
 
 def kernels(
-    model: CudaLlama, drafter: Any, loop: DeviceLoop, ids: Iterator[int], rounds: int, params: SamplingParams
-) -> None:
+    model: CudaLlama, drafter: Any, loop: DeviceLoop, ids: Iterator[int], given: argparse.Namespace,
+    params: SamplingParams,
+) -> None:  # fmt: skip
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as record:
-        once(model, drafter, loop, sequences(1, ids, params), rounds)
+        once(model, drafter, loop, sequences(1, ids, params, given.prompt), given.rounds)
     total, counts = Counter[str](), Counter[str]()
     for event in record.events():
         total[event.name] += event.device_time
         counts[event.name] += 1
     for name, spent in total.most_common(25):
-        print(f"{spent / rounds:8.1f} us a round {counts[name] / rounds:6.1f} times  {name[:80]}", file=sys.stderr)
+        print(
+            f"{spent / given.rounds:8.1f} us a round {counts[name] / given.rounds:6.1f} times  {name[:80]}",
+            file=sys.stderr,
+        )
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ def test_rows_of_tokens_and_chains_see_all_that_came_before():
     assert table[Field.POSITION].tolist() == table[Field.PLACE].tolist() == [5, 6, 7, 0]
     assert table[Field.BASE].tolist() == [7, 7, 7, 1]
     assert table[Field.END].tolist() == [8, 8, 8, 1]
+    assert table[Field.HELD].tolist() == [5, 5, 5, 0]
     assert not table[Field.LOW].any()
     assert len(set(table[Field.SLOT].tolist())) == 2
     assert pages.length(1) == 8

@@ -86,7 +86,7 @@ class Cache:
         self.keys, self.values = (torch.randn(80, KV, 4, D, generator=made) for _ in range(2))
         self.made = made
 
-    def attend(self, feeds, each=None):
+    def attend(self, feeds, each=None, ahead=None):
         batch = Batch(feeds, self.pages, HEADS // KV)
         meta = torch.zeros(len(Field), batch.rows, dtype=torch.int32)
         batch.write(meta.numpy(), self.pages.padding)
@@ -95,6 +95,7 @@ class Cache:
         parts = PartSums(HEADS, D, CPU)
         run = Attention(batch.rows, len(batch.spans), batch.tile, batch.longest, self.chunk, (KV, HEADS // KV), parts)
         run.each = run.each if each is None else each
+        run.ahead = run.ahead if ahead is None else ahead
         table = torch.from_numpy(self.pages.table)
         run(q, self.keys, self.values, table, meta, out, self.window)
         return out, torch.stack([self.plain(q[row], meta[:, row].tolist(), table) for row in range(batch.rows)])
@@ -119,14 +120,16 @@ class Cache:
 TREE = Draft((1,) * 9, (-1, -1, 0, 0, 3, 4, 1, 6, 5))
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
     ("held", "each", "window"), [(0, 1, 0), (29, 0, 0), (29, 1, 20), (61, 2, 0), (131, 0, 20), (131, 1, 0), (131, 2, 0)]
 )
-def test_attention_in_one_program_and_in_many(held, each, window):
-    """Lengths that are no power of two, trees across the boundaries of chunks, a short sequence beside a long one."""
+def test_attention_in_one_program_and_in_many(held, each, window, ahead):
+    """Lengths that are no power of two, trees across the boundaries of chunks, a short sequence beside a long one; keys
+    that are read before those of the pass itself."""
     cache = Cache(32, window)
     cache.pages.extend(1, held)
-    out, plain = cache.attend([Feed(1, [1, 2], TREE), Feed(2, [1], Draft.chain((1, 2, 3)))], each)
+    out, plain = cache.attend([Feed(1, [1, 2], TREE), Feed(2, [1], Draft.chain((1, 2, 3)))], each, ahead)
     assert torch.allclose(out, plain, atol=1e-5)
 
 
@@ -144,7 +147,7 @@ def test_the_size_of_a_chunk_is_told_by_the_model_alone():
     assert attention.chunk_keys(64, torch.float32) == 32
 
 
-def weights(layers=1, vocab=60, hidden=32, inner=40, heads=4, kv=2, d=16):
+def weights(layers=1, vocab=60, hidden=32, inner=40, heads=4, kv=2, d=16, norms=True):
     made = torch.Generator().manual_seed(0)
 
     def rand(*sizes):
@@ -158,8 +161,8 @@ def weights(layers=1, vocab=60, hidden=32, inner=40, heads=4, kv=2, d=16):
             1 + rand(hidden),
             Dense(rand(2 * inner, hidden)),
             Dense(rand(hidden, inner)),
-            1 + rand(d),
-            1 + rand(d),
+            1 + rand(d) if norms else None,
+            1 + rand(d) if norms else None,
         )
 
     config = LlamaConfig(hidden, heads, kv, d, 1e-5, None, vocab_size=vocab, num_layers=layers, context=256)
@@ -168,10 +171,14 @@ def weights(layers=1, vocab=60, hidden=32, inner=40, heads=4, kv=2, d=16):
     return config, Weights(Dense(rand(vocab, hidden)), stack, 1 + rand(hidden), Dense(rand(vocab, hidden)), rope)
 
 
-@pytest.mark.parametrize("vocab", [60, 2100])
-def test_a_model_of_these_kernels_equals_plain_torch(vocab):
-    """With 2,100 tokens the sums of the output matrix alone are taken in parts."""
-    models = Llama(*weights(vocab=vocab)), CudaLlama(*weights(vocab=vocab), 1 << 20)
+@pytest.mark.parametrize(("vocab", "norms", "d"), [(60, True, 16), (60, False, 32), (2100, False, 16), (60, False, 24)])
+def test_a_model_of_these_kernels_equals_plain_torch(vocab, norms, d):
+    """With 2,100 tokens the sums of the output matrix alone are taken in parts. Without norms of queries and keys these
+    are placed by their product, if its strips fit their heads: one strip each, two, and 24 numbers that do not fit."""
+    models = (
+        Llama(*weights(vocab=vocab, norms=norms, d=d)),
+        CudaLlama(*weights(vocab=vocab, norms=norms, d=d), 1 << 20),
+    )
     rng = random.Random(1)
 
     def text(count):

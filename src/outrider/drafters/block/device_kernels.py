@@ -26,6 +26,7 @@ _BASE = tl.constexpr(int(Field.BASE))
 _END = tl.constexpr(int(Field.END))
 _LOW = tl.constexpr(int(Field.LOW))
 _HIGH = tl.constexpr(int(Field.HIGH))
+_HELD = tl.constexpr(int(Field.HELD))
 _BLOCK_ROW = tl.constexpr(int(Field.BLOCK_ROW))
 _BLOCK_COUNT = tl.constexpr(int(Field.BLOCK_COUNT))
 _BLOCK_TREE = tl.constexpr(int(Field.BLOCK_TREE))
@@ -78,7 +79,7 @@ def _place_kv(
 
 
 @triton.jit
-def _slot_rows(to, stride, token, position, place, slot, end, leads, row, count, inside):
+def _slot_rows(to, stride, token, position, place, slot, held, end, leads, row, count, inside):
     """Rows of a table as a pass reads them: all of them committed tokens, as far as it can tell."""
     zero = tl.zeros_like(row)
     tl.store(to + _TOKEN * stride, token, mask=inside)
@@ -88,6 +89,7 @@ def _slot_rows(to, stride, token, position, place, slot, end, leads, row, count,
     tl.store(to + _BASE * stride, zero + end, mask=inside)
     tl.store(to + _END * stride, zero + end, mask=inside)
     tl.store(to + _LOW * stride, zero, mask=inside)
+    tl.store(to + _HELD * stride, zero + held, mask=inside)
     tl.store(to + _HIGH * stride, zero, mask=inside)
     tl.store(to + _BLOCK_ROW * stride, tl.where(leads, row, 0), mask=inside)
     tl.store(to + _BLOCK_COUNT * stride, tl.where(leads, count, 0), mask=inside)
@@ -109,10 +111,10 @@ def _enter_block(
     row, inside, end, stride = seq * slots + place, place < slots, base + slots, count * slots
     leads, rows = (place % BLOCK == 0) & (slot != padding), tl.minimum(slots - place, BLOCK)
     tokens = tl.where(place == 0, token, unknown)
-    _slot_rows(table_ptr + row, stride, tokens, base + place, base + place, slot, end, leads, row, rows, inside)
+    _slot_rows(table_ptr + row, stride, tokens, base + place, base + place, slot, base, end, leads, row, rows, inside)
     if not CAUSAL:
         last = tl.zeros_like(place) + end - 1
-        _slot_rows(seen_ptr + row, stride, tokens, last, base + place, slot, end, leads, row, rows, inside)
+        _slot_rows(seen_ptr + row, stride, tokens, last, base + place, slot, base, end, leads, row, rows, inside)
     if STARTS:
         column = tl.arange(0, WIDE)
         x = tl.load(embedding_ptr + token.to(tl.int64) * size + column, mask=column < size, other=0.0).to(tl.float32)

@@ -20,6 +20,7 @@ from outrider.models.cuda.kernels import mix32, mix64
 from outrider.models.cuda.launch import begin_after, early, nearly_done
 from outrider.models.cuda.rejection import ChainDraws
 
+COMPARED = 32  # nodes that every node is compared with at once, where the best are chosen: more do not fit registers
 PART = 2048  # logits that one program looks through for the likeliest
 NEVER = -1e9  # the logarithm of probability 0, finite so that sums of it are no NaN
 LEAST = 1e-6  # probability to be reached below which a node is never part of a draft
@@ -55,6 +56,7 @@ _BASE = tl.constexpr(int(Field.BASE))
 _END = tl.constexpr(int(Field.END))
 _LOW = tl.constexpr(int(Field.LOW))
 _HIGH = tl.constexpr(int(Field.HIGH))
+_HELD = tl.constexpr(int(Field.HELD))
 _BLOCK_ROW = tl.constexpr(int(Field.BLOCK_ROW))
 _BLOCK_COUNT = tl.constexpr(int(Field.BLOCK_COUNT))
 _BLOCK_TREE = tl.constexpr(int(Field.BLOCK_TREE))
@@ -69,6 +71,7 @@ _TEMPERATURE = tl.constexpr(int(SequenceField.TEMPERATURE))
 _KEY_LOW = tl.constexpr(int(SequenceField.KEY_LOW))
 _KEY_HIGH = tl.constexpr(int(SequenceField.KEY_HIGH))
 _NEVER = tl.constexpr(NEVER)
+_COMPARED = tl.constexpr(COMPARED)
 _BLUR = tl.constexpr(BLUR)
 
 
@@ -79,8 +82,10 @@ def _normed(x, gain, eps, size):
 
 @triton.jit
 def _states(shown_ptr, source_ptr, gain_ptr, out_ptr, size, eps, LAYERS: tl.constexpr, NORM: tl.constexpr,
-            BLOCK: tl.constexpr):  # fmt: skip
+            BLOCK: tl.constexpr, SOON: tl.constexpr):  # fmt: skip
     """out [R, LAYERS, size]: the target's states that a row reads. NORM: each block's with a gain of its own."""
+    begin_after(SOON)
+    nearly_done(SOON)
     row, layer, column = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
     inside = column < size
     source = tl.load(source_ptr + row).to(tl.int64)
@@ -93,9 +98,11 @@ def _states(shown_ptr, source_ptr, gain_ptr, out_ptr, size, eps, LAYERS: tl.cons
 
 @triton.jit
 def _enter(token_ptr, table_ptr, state_ptr, source_ptr, embed_gain_ptr, state_gain_ptr, x_ptr, out_ptr, size, eps,
-           REPLACES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+           REPLACES: tl.constexpr, BLOCK: tl.constexpr, SOON: tl.constexpr):  # fmt: skip
     """What the first layer reads of a row, out [R, 2 size]: its token's embedding and the state before it, both normed.
     The state goes on as the residual x; REPLACES: the normed one."""
+    begin_after(SOON)
+    nearly_done(SOON)
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = column < size
     token, source = tl.load(token_ptr + row).to(tl.int64), tl.load(source_ptr + row).to(tl.int64)
@@ -111,9 +118,11 @@ def _enter(token_ptr, table_ptr, state_ptr, source_ptr, embed_gain_ptr, state_ga
 
 @triton.jit
 def _finish(x_ptr, sequences_ptr, stride, gain_ptr, state_ptr, normed_ptr, size, eps, LAST: tl.constexpr,
-            OUTPUT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+            OUTPUT: tl.constexpr, BLOCK: tl.constexpr, SOON: tl.constexpr):  # fmt: skip
     """The last norm of some rows of x, and the state that the next stage reads of them. LAST: of each sequence's last
     row; else of every row. OUTPUT: that state is the normed one."""
+    begin_after(SOON)
+    nearly_done(SOON)
     place, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = column < size
     row = place
@@ -195,37 +204,54 @@ def _only_drawn(
         tl.store(index_ptr + seq * ROWS * PARTS * WIDTH, tl.maximum(index, 0))
 
 
+@triton.jit
+def _before(score, place, others, places):
+    """[scores] how many of the others come before each: those with a higher score, equal ones with a lower place."""
+    higher = others[None, :] > score[:, None]
+    equal = (others[None, :] == score[:, None]) & (places[None, :] < place[:, None])
+    return tl.sum((higher | equal).to(tl.int32), 1)
+
+
+@triton.jit
+def _of(values, wanted, count):
+    """[wanted] the values at these places, of a vector with `count`, the numbers of its places."""
+    return tl.sum(tl.where(wanted[:, None] == count[None, :], values[None, :], 0), 1)
+
+
 @triton.jit(do_not_specialize=["stage", "offset"])
 def _grow(
     most_ptr, sum_ptr, value_ptr, index_ptr, ids_ptr, sequences_ptr, stride,
     old_ptr, old_score_ptr, new_ptr, new_score_ptr, table_stride, seen_ptr, seen_score_ptr, stage, offset,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, SEEN: tl.constexpr,
-    RP: tl.constexpr, PP: tl.constexpr, CP: tl.constexpr, JP: tl.constexpr, WP: tl.constexpr, SOON: tl.constexpr,
+    RP: tl.constexpr, PP: tl.constexpr, CP: tl.constexpr, WP: tl.constexpr, SOON: tl.constexpr,
 ):  # fmt: skip
     """The children of the ROWS nodes that a sequence ran, among all that were seen, and the table of the next stage:
-    the best WIDTH of them. `seen` [sequences, 2, SEEN]: their tokens and parents. What is found is gathered first, and
-    then read and written at once: one program waits for the memory, so that few waits are what matters."""
+    the best WIDTH of them. `seen` [sequences, 2, SEEN]: their tokens and parents. One program waits for the memory, so
+    that few waits are what matters: what no kernel writes just before is read first, and nothing is read back."""
+    seq = tl.program_id(0).to(tl.int64)
+    ran = tl.arange(0, RP)
+    live = ran < tl.where(stage > 0, ROWS, 0)  # the root was reached, and has no parent
+    old = old_ptr + seq * WIDTH + ran
+    reached = tl.load(old_score_ptr + seq * WIDTH + ran, mask=live, other=0.0)
+    parent = tl.load(old + _SEEN * table_stride, mask=live, other=-1)
+    old_low = tl.load(old + _LOW * table_stride, mask=live, other=0)
+    old_high = tl.load(old + _HIGH * table_stride, mask=live, other=0)
+    slot = tl.load(sequences_ptr + _SLOT * stride + seq)
+    base = tl.load(sequences_ptr + _LENGTH * stride + seq)
+    row, part, choice = ran[:, None], tl.arange(0, PP)[None, :], tl.arange(0, CP)[None, :]
     begin_after(SOON)
     nearly_done(SOON)
-    seq = tl.program_id(0).to(tl.int64)
-    row, part, choice = tl.arange(0, RP)[:, None], tl.arange(0, PP)[None, :], tl.arange(0, CP)[None, :]
     at = (seq * ROWS + row) * PARTS + part
     real = (row < ROWS) & (part < PARTS)
     most = tl.load(most_ptr + at, mask=real, other=float("-inf"))
-    level = tl.max(most, 1)
-    level = tl.where(level == float("-inf"), 0.0, level)
-    total = tl.sum(tl.load(sum_ptr + at, mask=real, other=0.0) * tl.exp(most - level[:, None]), 1)
-    whole = level + tl.log(total)  # of a softmax over the row
+    sums = tl.load(sum_ptr + at, mask=real, other=0.0)
     at = (seq * ROWS + row) * PARTS * WIDTH + choice
     real = (row < ROWS) & (choice < PARTS * WIDTH)
     value = tl.load(value_ptr + at, mask=real, other=float("-inf"))
     index = tl.load(index_ptr + at, mask=real, other=0)
-    ran = tl.arange(0, RP)
-    live = ran < ROWS
-    # the root was reached, and has no parent
-    reached = tl.where(stage > 0, tl.load(old_score_ptr + seq * WIDTH + ran, mask=live, other=0.0), 0.0)
-    parent = tl.where(stage > 0, tl.load(old_ptr + _SEEN * table_stride + seq * WIDTH + ran, mask=live, other=-1), -1)
-    tokens, parents, scores = seen_ptr + seq * 2 * SEEN, seen_ptr + (seq * 2 + 1) * SEEN, seen_score_ptr + seq * SEEN
+    level = tl.max(most, 1)
+    level = tl.where(level == float("-inf"), 0.0, level)
+    whole = level + tl.log(tl.sum(sums * tl.exp(most - level[:, None]), 1))  # of a softmax over the row
     place = tl.arange(0, WP)[None, :]
     picked = tl.zeros([RP, WP], tl.int32)
     reach = tl.zeros([RP, WP], tl.float32)
@@ -239,73 +265,69 @@ def _grow(
         picked = tl.where(place == turn, token[:, None], picked)
         reach = tl.where(place == turn, score[:, None], reach)
     child, real = offset + row * WIDTH + place, (row < ROWS) & (place < WIDTH)
-    tl.store(tokens + child, tl.load(ids_ptr + picked, mask=real, other=0).to(tl.int32), mask=real)
-    tl.store(parents + child, tl.broadcast_to(parent[:, None], [RP, WP]), mask=real)
-    tl.store(scores + child, reach, mask=real)
-    tl.debug_barrier()
-    child, place = tl.arange(0, JP), tl.arange(0, WP)
-    score = tl.load(scores + offset + child, mask=child < ROWS * WIDTH, other=float("-inf"))
-    best = tl.zeros([WP], tl.int32)
-    reach = tl.zeros([WP], tl.float32)
-    for turn in tl.static_range(WIDTH):
-        high = tl.max(score, 0)
-        where = tl.min(tl.where(score == high, child, JP), 0)
-        score = tl.where(child == where, float("-inf"), score)
-        best = tl.where(place == turn, where, best)
-        reach = tl.where(place == turn, high, reach)
-    slot = tl.load(sequences_ptr + _SLOT * stride + seq)
-    base = tl.load(sequences_ptr + _LENGTH * stride + seq)
-    inside, source, node = place < WIDTH, best // WIDTH, stage * WIDTH + place
-    path = old_ptr + seq * WIDTH + source
-    low = tl.where(stage > 0, tl.load(path + _LOW * table_stride, mask=inside, other=0), 0)
-    high_half = tl.where(stage > 0, tl.load(path + _HIGH * table_stride, mask=inside, other=0), 0)
+    tokens = tl.load(ids_ptr + picked, mask=real, other=0).to(tl.int32)
+    tl.store(seen_ptr + seq * 2 * SEEN + child, tokens, mask=real)
+    tl.store(seen_ptr + (seq * 2 + 1) * SEEN + child, tl.broadcast_to(parent[:, None], [RP, WP]), mask=real)
+    tl.store(seen_score_ptr + seq * SEEN + child, reach, mask=real)
+    # the best of all children are the rows of the next stage
+    score = tl.reshape(tl.where(real, reach, float("-inf")), [RP * WP])
+    every, place = tl.arange(0, RP * WP), tl.arange(0, WP)
+    rank = _before(score, every, score, every)
+    best = _of(every, place, rank)
+    source, inside, node = best // WP, place < WIDTH, stage * WIDTH + place
+    low, high_half = _of(old_low, source, ran), _of(old_high, source, ran)
     bit = 1 << (node % 32)
     low |= tl.where(node < 32, bit, 0)
     high_half |= tl.where(node < 32, 0, bit)
     to, zero = new_ptr + seq * WIDTH + place, tl.zeros([WP], tl.int32)
-    tl.store(to + _TOKEN * table_stride, tl.load(tokens + offset + best, mask=inside, other=0), mask=inside)
+    tl.store(to + _TOKEN * table_stride, _of(tl.reshape(tokens, [RP * WP]), place, rank), mask=inside)
     tl.store(to + _POSITION * table_stride, zero + base + stage, mask=inside)
     tl.store(to + _PLACE * table_stride, base + node, mask=inside)
     tl.store(to + _ROW_SLOT * table_stride, zero + slot, mask=inside)
     tl.store(to + _BASE * table_stride, zero + base, mask=inside)
     tl.store(to + _END * table_stride, zero + base + (stage + 1) * WIDTH, mask=inside)
+    tl.store(to + _HELD * table_stride, zero + base + stage, mask=inside)
     tl.store(to + _LOW * table_stride, low, mask=inside)
     tl.store(to + _HIGH * table_stride, high_half, mask=inside)
     tl.store(to + _BLOCK_ROW * table_stride, (seq * WIDTH + place).to(tl.int32), mask=inside)
     tl.store(to + _BLOCK_COUNT * table_stride, zero + 1, mask=inside)
     tl.store(to + _BLOCK_TREE * table_stride, zero + 1, mask=inside)
     tl.store(to + _SOURCE * table_stride, (seq * ROWS + source).to(tl.int32), mask=inside)
-    tl.store(to + _SEEN * table_stride, offset + best, mask=inside)
-    tl.store(new_score_ptr + seq * WIDTH + place, reach, mask=inside)
+    tl.store(to + _SEEN * table_stride, offset + source * WIDTH + best % WP, mask=inside)
+    tl.store(new_score_ptr + seq * WIDTH + place, _of(score, place, rank), mask=inside)
 
 
 @triton.jit
 def _collect(seen_ptr, seen_score_ptr, sequences_ptr, stride, rank_ptr, out_ptr, least,
-             SEEN: tl.constexpr, SP: tl.constexpr, MOST: tl.constexpr):  # fmt: skip
+             SEEN: tl.constexpr, SP: tl.constexpr, MOST: tl.constexpr, SOON: tl.constexpr):  # fmt: skip
     """The draft of each sequence, out [sequences, 1 + 3 MOST]: how many nodes, then their tokens, parents and
     probabilities (as bits): the best of all that were seen, parents first."""
     seq, node = tl.program_id(0).to(tl.int64), tl.arange(0, SP)
     inside = node < SEEN
+    size = tl.minimum(tl.load(sequences_ptr + _SIZE * stride + seq), MOST)
+    begin_after(SOON)
+    nearly_done(SOON)
     reached = tl.load(seen_score_ptr + seq * SEEN + node, mask=inside, other=float("-inf"))
+    parent = tl.load(seen_ptr + (seq * 2 + 1) * SEEN + node, mask=inside, other=-1)
+    token = tl.load(seen_ptr + seq * 2 * SEEN + node, mask=inside, other=0)
     score = tl.where(reached >= least, reached, float("-inf"))
-    chosen = tl.zeros([SP], tl.int32)
-    for _ in range(tl.minimum(tl.load(sequences_ptr + _SIZE * stride + seq), MOST)):
-        high = tl.max(score, 0)
-        best = tl.where(high > float("-inf"), tl.min(tl.where(score == high, node, SP), 0), SP)  # SP: none is left
-        chosen = tl.where(node == best, 1, chosen)
-        score = tl.where(node == best, float("-inf"), score)
-    rank = tl.cumsum(chosen, 0) - 1
+    order = tl.zeros([SP], tl.int32)
+    for start in range(0, SEEN, _COMPARED):
+        others = start + tl.arange(0, _COMPARED)
+        order += _before(
+            score, node, tl.load(seen_score_ptr + seq * SEEN + others, mask=others < SEEN, other=float("-inf")), others
+        )
+    kept = (order < size) & (score > float("-inf"))
+    rank = tl.cumsum(kept.to(tl.int32), 0) - 1
     tl.store(rank_ptr + seq * SEEN + node, rank, mask=inside)
     tl.debug_barrier()
-    kept = chosen == 1
-    parent = tl.load(seen_ptr + (seq * 2 + 1) * SEEN + node, mask=kept, other=-1)
-    above = parent >= 0
+    above = kept & (parent >= 0)
     place = tl.load(rank_ptr + seq * SEEN + parent, mask=above, other=-1)
     before = tl.load(seen_score_ptr + seq * SEEN + parent, mask=above, other=0.0)
     probability = tl.exp(tl.minimum(reached - before, 0.0))
     out = out_ptr + seq * (1 + 3 * MOST)
-    tl.store(out, tl.sum(chosen, 0))
-    tl.store(out + 1 + rank, tl.load(seen_ptr + seq * 2 * SEEN + node, mask=kept, other=0), mask=kept)
+    tl.store(out, tl.sum(kept.to(tl.int32), 0))
+    tl.store(out + 1 + rank, token, mask=kept)
     tl.store(out + 1 + MOST + rank, place, mask=kept)
     tl.store(out + 1 + 2 * MOST + rank, probability.to(tl.int32, bitcast=True), mask=kept)
 
@@ -313,9 +335,11 @@ def _collect(seen_ptr, seen_score_ptr, sequences_ptr, stride, rank_ptr, out_ptr,
 def states(shown: Tensor, source: Tensor, gains: Tensor | None, out: Tensor, eps: float) -> None:
     """out [rows, layers * hidden] of shown [any, layers, hidden]."""
     layers, size = shown.shape[1:]
+    soon = early(out.device)
     _states[(len(out), layers)](
-        shown, source, gains, out, size, eps, layers, gains is not None, triton.next_power_of_2(size), num_warps=4
-    )
+        shown, source, gains, out, size, eps, layers, gains is not None, triton.next_power_of_2(size), soon,
+        num_warps=4, launch_pdl=soon,
+    )  # fmt: skip
 
 
 def enter(
@@ -323,21 +347,21 @@ def enter(
     x: Tensor, out: Tensor, eps: float, replaces: bool,
 ) -> None:  # fmt: skip
     """`gains`: of the embedding's norm and of the state's."""
-    rows, size = x.shape
+    (rows, size), soon = x.shape, early(x.device)
     _enter[(rows,)](
-        tokens, embedding, state, source, *gains, x, out, size, eps, replaces, triton.next_power_of_2(size),
-        num_warps=4,
+        tokens, embedding, state, source, *gains, x, out, size, eps, replaces, triton.next_power_of_2(size), soon,
+        num_warps=4, launch_pdl=soon,
     )  # fmt: skip
 
 
 def finish(x: Tensor, gain: Tensor, state: Tensor, normed: Tensor, eps: float, output: bool,
            sequences: Tensor | None = None) -> None:  # fmt: skip
     """`sequences`: take each one's last row of x; None: every row."""
-    rows, size = state.shape
+    (rows, size), soon = state.shape, early(x.device)
     stride = 0 if sequences is None else sequences.stride(0)
     _finish[(rows,)](
         x, sequences, stride, gain, state, normed, size, eps, sequences is not None, output,
-        triton.next_power_of_2(size), num_warps=4,
+        triton.next_power_of_2(size), soon, num_warps=4, launch_pdl=soon,
     )  # fmt: skip
 
 
@@ -377,7 +401,8 @@ class Growth:
         _likeliest[(len(logits), parts)](
             logits, slots, 0 if slots is None else slots.stride(1), 0 if slots is None else slots.shape[1],
             self._ids, sequences, sequences.stride(0), self._most_of, self._sum_of, self._values, self._indices,
-            size, sharpness, stage, slots is not None, rows, width, parts, PART, soon, num_warps=4, launch_pdl=soon,
+            size, sharpness, stage, slots is not None, rows, width, parts, PART, soon, num_warps=4,
+            launch_pdl=soon,
         )  # fmt: skip
         if chains is not None:
             self._draw(stage, logits, slots, chains)
@@ -387,8 +412,7 @@ class Growth:
             self._most_of, self._sum_of, self._values, self._indices, self._ids, sequences, sequences.stride(0),
             self.tables[before], self._scores[before], self.tables[stage], self._scores[stage], self.tables.stride(1),
             self._seen, self._seen_scores, stage, offset, rows, width, parts, self._count,
-            power(rows), power(parts), power(parts * width), power(rows * width), power(width), soon, num_warps=4,
-            launch_pdl=soon,
+            power(rows), power(parts), power(parts * width), power(width), soon, num_warps=4, launch_pdl=soon,
         )  # fmt: skip
 
     def _draw(self, stage: int, logits: Tensor, slots: Tensor | None, chains: ChainDraws) -> None:
@@ -405,7 +429,9 @@ class Growth:
         )  # fmt: skip
 
     def collect(self, sequences: Tensor, stop: float) -> None:
+        soon = early(sequences.device)
         _collect[(self.sequences,)](
             self._seen, self._seen_scores, sequences, sequences.stride(0), self._ranks, self.found,
-            math.log(max(stop, LEAST)), self._count, triton.next_power_of_2(self._count), self._most, num_warps=4,
+            math.log(max(stop, LEAST)), self._count, triton.next_power_of_2(self._count), self._most, soon,
+            num_warps=8, launch_pdl=soon,
         )  # fmt: skip

@@ -76,7 +76,7 @@ class DeviceRunner(DeviceHeadRunner[EagleGroup]):
         named = {
             Field.TOKEN: tokens, Field.POSITION: base + trails.shape[1], Field.PLACE: base + node, Field.SLOT: slot,
             Field.BASE: base, Field.END: base + drafted + count, Field.LOW: path, Field.HIGH: path >> 32,
-            Field.BLOCK_ROW: every, StageField.SOURCE: every,
+            Field.HELD: base + trails.shape[1], Field.BLOCK_ROW: every, StageField.SOURCE: every,
         }  # fmt: skip
         table = torch.zeros(STAGE_FIELDS, rows, dtype=torch.int32, device=device)
         for field, values in named.items():
@@ -100,7 +100,7 @@ class DeviceRunner(DeviceHeadRunner[EagleGroup]):
         """Drafted rows; the states that their children read."""
         x = self._run(table, table[StageField.SOURCE], state, attention, work)
         weights, eps = self._weights, self.config.norm_eps
-        linear(work.next[: len(x)], weights.output, None, logits, work, Around(eps=eps))
+        linear(work.next[: len(x)], weights.output, None, logits, work, Around(eps=eps, again=True))
         if not self.config.norm_output:
             return x
         normed = torch.empty_like(x)
@@ -134,4 +134,4 @@ class DeviceRunner(DeviceHeadRunner[EagleGroup]):
         device_kernels.finish(
             x, weights.norm, group.state, group.normed, config.norm_eps, config.norm_output, sequences
         )
-        linear(group.normed, weights.output, None, group.logits, work)
+        linear(group.normed, weights.output, None, group.logits, work, Around(again=True))

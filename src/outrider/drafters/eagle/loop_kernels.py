@@ -10,6 +10,7 @@ from torch import Tensor
 from outrider.drafters.eagle.device_kernels import SequenceField
 from outrider.drafters.rounds.kernels import POWER, RoundField
 from outrider.models.cuda.batch import Field
+from outrider.models.cuda.launch import begin_after, early, nearly_done
 
 _TOKEN = tl.constexpr(int(Field.TOKEN))
 _POSITION = tl.constexpr(int(Field.POSITION))
@@ -19,6 +20,7 @@ _BASE = tl.constexpr(int(Field.BASE))
 _END = tl.constexpr(int(Field.END))
 _LOW = tl.constexpr(int(Field.LOW))
 _HIGH = tl.constexpr(int(Field.HIGH))
+_HELD = tl.constexpr(int(Field.HELD))
 _BLOCK_ROW = tl.constexpr(int(Field.BLOCK_ROW))
 _BLOCK_COUNT = tl.constexpr(int(Field.BLOCK_COUNT))
 _BLOCK_TREE = tl.constexpr(int(Field.BLOCK_TREE))
@@ -33,10 +35,12 @@ _TEXT_LENGTH = tl.constexpr(int(RoundField.LENGTH))
 @triton.jit(do_not_specialize=["count", "padding", "wide", "nodes"])
 def _enter_kept(
     kept_ptr, texts_ptr, sequences_ptr, table_ptr, count, padding, wide, nodes,
-    BLOCK: tl.constexpr, WP: tl.constexpr,
+    BLOCK: tl.constexpr, WP: tl.constexpr, SOON: tl.constexpr,
 ):  # fmt: skip
     """The head's table, `wide` rows of each sequence: the tokens that were kept, each with the row of the target's pass
     whose state it follows."""
+    begin_after(SOON)
+    nearly_done(SOON)
     seq, place = tl.program_id(0), tl.arange(0, WP)
     stride = count * wide
     record = kept_ptr + seq * (1 + 2 * wide)
@@ -51,6 +55,7 @@ def _enter_kept(
     tl.store(to + _ROW_SLOT * stride, tl.where(live, slot, padding), mask=inside)
     tl.store(to + _BASE * stride, tl.where(live, held + taken, 0), mask=inside)
     tl.store(to + _END * stride, tl.where(live, held + taken, 0), mask=inside)
+    tl.store(to + _HELD * stride, tl.where(live, held, 0), mask=inside)
     tl.store(to + _LOW * stride, tl.zeros([WP], tl.int32), mask=inside)
     tl.store(to + _HIGH * stride, tl.zeros([WP], tl.int32), mask=inside)
     leads = live & (place % BLOCK == 0)
@@ -69,5 +74,7 @@ def enter_kept(
 ) -> None:
     """`kept` [sequences, 1 + 2 wide]: how many tokens, the tokens, and of each the row of its sequence whose state it
     follows. `table` [len(Field) + 1, sequences * wide]. Afterwards the head holds them."""
-    count, wide = len(kept), (kept.shape[1] - 1) // 2
-    _enter_kept[(count,)](kept, texts, sequences, table, count, padding, wide, nodes, block, POWER, num_warps=1)
+    count, wide, soon = len(kept), (kept.shape[1] - 1) // 2, early(kept.device)
+    _enter_kept[(count,)](
+        kept, texts, sequences, table, count, padding, wide, nodes, block, POWER, soon, num_warps=1, launch_pdl=soon
+    )

@@ -32,6 +32,7 @@ from outrider.models.cuda.model import PAGE, SLOTS, CudaLlama
 from outrider.models.cuda.pages import DeviceTable, PageTable
 from outrider.models.cuda.product import Around, Workspace, linear
 from outrider.models.cuda.rejection import ChainDraws
+from outrider.models.cuda.rotary import HeadPlaces
 
 TOGETHER = 64  # sequences whose drafts grow at once; more take turns, so that the memory for logits stays small
 FEWEST = 4  # rows of a graph that takes in what was committed: as many cost as little as one
@@ -193,23 +194,19 @@ class DeviceHeadRunner(ABC, Generic[G]):
         workspace's `next`, to be normed. `seen`: the same table, with the last position that each row sees."""
         config, weights, rows = self.sizes, self.weights, len(x)
         q = self.empty(rows, config.num_heads, config.head_dim)
-        mixed, normed = torch.empty_like(q), Around(eps=config.norm_eps)
+        mixed, normed = torch.empty_like(q), Around(eps=config.norm_eps, again=True)
         for index, layer in enumerate(weights.layers):
-            joined = self.empty(rows, len(layer.qkv.weight))
-            own = read if index == 0 else None
-            linear(
-                work.next[:rows] if own is None else own, layer.qkv.weight, layer.qkv.bias, joined, work,
-                normed if own is None else Around(),
-            )  # fmt: skip
             keys, values = self.cache[index]
-            kernels.place_qkv(
-                joined, layer.norms, config.norm_eps, q, keys, values, self.page_table, table, weights.angles, rows
-            )
+            places = HeadPlaces(q, keys, values, self.page_table, table, weights.angles)
+            own, around = (work.next[:rows], normed) if read is None or index else (read, Around(again=True))
+            kernels.qkv(own, layer.qkv.weight, layer.qkv.bias, layer.norms, config.norm_eps, places, work, around)
             attention(q, keys, values, self.page_table, seen, mixed, 0)
-            linear(mixed.view(rows, -1), layer.output, None, x, work, Around(gain=layer.mlp_norm))
+            linear(mixed.view(rows, -1), layer.output, None, x, work, Around(gain=layer.mlp_norm, again=True))
             inner = self.empty(rows, layer.down.shape[1])
-            linear(work.next[:rows], layer.gate_up, None, inner, work, Around(eps=config.norm_eps, gate=True))
-            linear(inner, layer.down, None, x, work, Around(gain=layer.following))
+            linear(
+                work.next[:rows], layer.gate_up, None, inner, work, Around(eps=config.norm_eps, gate=True, again=True)
+            )
+            linear(inner, layer.down, None, x, work, Around(gain=layer.following, again=True))
 
     def commit(
         self, ids: Seq[int], tokens: Seq[Seq[int]], shown: Seq[Seq[ShownStates]], asked: Seq[DraftRequest]

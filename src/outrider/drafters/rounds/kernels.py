@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.models.cuda.batch import Field
+from outrider.models.cuda.launch import begin_after, early, nearly_done
 
 
 class RoundField(IntEnum):
@@ -40,6 +41,7 @@ _BASE = tl.constexpr(int(Field.BASE))
 _END = tl.constexpr(int(Field.END))
 _LOW = tl.constexpr(int(Field.LOW))
 _HIGH = tl.constexpr(int(Field.HIGH))
+_HELD = tl.constexpr(int(Field.HELD))
 _BLOCK_ROW = tl.constexpr(int(Field.BLOCK_ROW))
 _BLOCK_COUNT = tl.constexpr(int(Field.BLOCK_COUNT))
 _BLOCK_TREE = tl.constexpr(int(Field.BLOCK_TREE))
@@ -51,9 +53,12 @@ _HEADER = tl.constexpr(DRAFT_HEADER)
 
 
 @triton.jit(do_not_specialize=["first", "second", "nodes"])
-def _join(first_ptr, second_ptr, whose_ptr, out_ptr, first, second, nodes, DRAWN: tl.constexpr, NP: tl.constexpr):
+def _join(first_ptr, second_ptr, whose_ptr, out_ptr, first, second, nodes, DRAWN: tl.constexpr, NP: tl.constexpr,
+          SOON: tl.constexpr):  # fmt: skip
     """A draft of up to `first` nodes and a chain of up to `second` as one draft: tokens of the chain that the draft has
     on the same path stand there once, the others come after its nodes. DRAWN: `whose` says which one goes alone."""
+    begin_after(SOON)
+    nearly_done(SOON)
     seq, node = tl.program_id(0), tl.arange(0, NP)
     draft = first_ptr + seq * (1 + 3 * first)
     whose = seq * 0
@@ -88,9 +93,11 @@ def _join(first_ptr, second_ptr, whose_ptr, out_ptr, first, second, nodes, DRAWN
 @triton.jit(do_not_specialize=["count", "padding", "most", "deepest"])
 def _enter_draft(
     found_ptr, texts_ptr, table_ptr, positions_ptr, count, padding, most, deepest,
-    BLOCK: tl.constexpr, RP: tl.constexpr,
+    BLOCK: tl.constexpr, RP: tl.constexpr, SOON: tl.constexpr,
 ):  # fmt: skip
     """The target's table: the last token of each sequence and the nodes of its draft, as Batch.write has it."""
+    begin_after(SOON)
+    nearly_done(SOON)
     seq = tl.program_id(0)
     row, other = tl.arange(0, RP), tl.arange(0, RP)
     stride = count * (1 + most)
@@ -120,6 +127,7 @@ def _enter_draft(
     tl.store(to + _ROW_SLOT * stride, tl.where(live, slot, padding), mask=inside)
     tl.store(to + _BASE * stride, tl.where(live, length + 1, 0), mask=inside)
     tl.store(to + _END * stride, tl.where(live, length + 1 + nodes, 0), mask=inside)
+    tl.store(to + _HELD * stride, tl.where(live, length, 0), mask=inside)
     tl.store(to + _LOW * stride, low, mask=inside)
     tl.store(to + _HIGH * stride, high, mask=inside)
     leads = live & (row % BLOCK == 0)
@@ -133,11 +141,13 @@ def _enter_draft(
 def _judge(
     chosen_ptr, found_ptr, texts_ptr, kept_ptr, written_ptr, places, pages_ptr, pages_stride, pairs_ptr, out_ptr,
     count, padding, most, wide, rounds,
-    PAGED: tl.constexpr, NP: tl.constexpr, FP: tl.constexpr,
+    PAGED: tl.constexpr, NP: tl.constexpr, FP: tl.constexpr, SOON: tl.constexpr,
 ):  # fmt: skip
     """Walk down each draft along the tokens that the target chose. What is kept goes into `kept` and to the end of its
     text, which the guessers read, and with the draft into `out` [rounds, sequences, 1 + 2 wide + HEADER + 3 most],
     a ring that the host reads; `pairs` says what has to move in the target's cache."""
+    begin_after(SOON)
+    nearly_done(SOON)
     seq, node = tl.program_id(0), tl.arange(0, NP)
     slot = tl.load(texts_ptr + _SLOT * count + seq)
     length = tl.load(texts_ptr + _LENGTH * count + seq)
@@ -187,10 +197,12 @@ def _judge(
 @triton.jit(do_not_specialize=["places", "count", "padding", "length"])
 def _look_up(
     written_ptr, places, texts_ptr, count, padding, found_ptr, length,
-    MIN_N: tl.constexpr, MAX_N: tl.constexpr, LP: tl.constexpr, BLOCK: tl.constexpr,
+    MIN_N: tl.constexpr, MAX_N: tl.constexpr, LP: tl.constexpr, BLOCK: tl.constexpr, SOON: tl.constexpr,
 ):  # fmt: skip
     """What followed the last tokens of each text where they stood before: of the longest match of up to MAX_N tokens
     the most recent one, copied for `length` tokens; past the end it goes on with what it has copied."""
+    begin_after(SOON)
+    nearly_done(SOON)
     seq = tl.program_id(0)
     slot = tl.load(texts_ptr + _SLOT * count + seq)
     last = tl.load(texts_ptr + _LENGTH * count + seq)  # the place of the last token
@@ -221,10 +233,12 @@ def _look_up(
 @triton.jit(do_not_specialize=["places", "size", "count", "padding", "rows", "step"])
 def _enter_chain(
     found_ptr, texts_ptr, written_ptr, places, slots_ptr, table_ptr, positions_ptr, size, count, padding, rows, step,
-    BLOCK: tl.constexpr, RP: tl.constexpr,
+    BLOCK: tl.constexpr, RP: tl.constexpr, SOON: tl.constexpr,
 ):  # fmt: skip
     """The table of a draft model's pass: of each sequence the last `rows` tokens of its text and the `step` tokens of
     its chain that are there, as Batch.write has committed tokens."""
+    begin_after(SOON)
+    nearly_done(SOON)
     seq, row = tl.program_id(0), tl.arange(0, RP)
     stride = count * rows
     slot = tl.load(slots_ptr + seq)
@@ -243,6 +257,7 @@ def _enter_chain(
     tl.store(to + _ROW_SLOT * stride, tl.where(live, slot, padding), mask=inside)
     tl.store(to + _BASE * stride, tl.where(live, end, 0), mask=inside)
     tl.store(to + _END * stride, tl.where(live, end, 0), mask=inside)
+    tl.store(to + _HELD * stride, tl.where(live, tl.maximum(end - rows, 0), 0), mask=inside)
     tl.store(to + _LOW * stride, tl.zeros([RP], tl.int32), mask=inside)
     tl.store(to + _HIGH * stride, tl.zeros([RP], tl.int32), mask=inside)
     leads = live & ((row - skipped) % BLOCK == 0)
@@ -256,9 +271,10 @@ def join(first: Tensor, second: Tensor | None, out: Tensor, whose: Tensor | None
     """`first` [sequences, 1 + 3 nodes]: trees; `second`: chains; `out` [sequences, HEADER + 3 nodes]. `whose`
     [sequences]: 1 or 2 where one of them goes alone; None: nowhere."""
     sizes = [0 if each is None else (each.shape[1] - 1) // 3 for each in (first, second)]
-    nodes = (out.shape[1] - DRAFT_HEADER) // 3
+    nodes, soon = (out.shape[1] - DRAFT_HEADER) // 3, early(out.device)
     _join[(len(out),)](
-        first, out if second is None else second, whose, out, *sizes, nodes, whose is not None, POWER, num_warps=1
+        first, out if second is None else second, whose, out, *sizes, nodes, whose is not None, POWER, soon,
+        num_warps=1, launch_pdl=soon,
     )  # fmt: skip
 
 
@@ -267,9 +283,10 @@ def enter_draft(
 ) -> None:
     """`found`: drafts as `join` has them. `table` [len(Field), sequences * (1 + nodes)]; `positions`: in its text, of
     the token that each row chooses."""
-    count, nodes = len(found), (found.shape[1] - DRAFT_HEADER) // 3
+    count, nodes, soon = len(found), (found.shape[1] - DRAFT_HEADER) // 3, early(found.device)
     _enter_draft[(count,)](
-        found, texts, table, positions, count, padding, nodes, depth, block, 32 if nodes < 32 else POWER, num_warps=4
+        found, texts, table, positions, count, padding, nodes, depth, block, 32 if nodes < 32 else POWER, soon,
+        num_warps=4, launch_pdl=soon,
     )  # fmt: skip
 
 
@@ -280,18 +297,20 @@ def judge(
     """`chosen`: the target's token after each row. `written` [sequences, places]: the texts. `pages`: the target's
     page table."""
     count, nodes, wide = len(found), (found.shape[1] - DRAFT_HEADER) // 3, (kept.shape[1] - 1) // 2
+    soon = early(found.device)
     _judge[(count,)](
         chosen, found, texts, kept, written, written.stride(0), pages, pages.stride(0), pairs, out, count, padding,
-        nodes, wide, len(out), page, POWER, 4 * POWER, num_warps=1,
+        nodes, wide, len(out), page, POWER, 4 * POWER, soon, num_warps=1, launch_pdl=soon,
     )  # fmt: skip
 
 
 def look_up(written: Tensor, texts: Tensor, found: Tensor, sizes: tuple[int, int], padding: int) -> None:
     """`sizes`: of the shortest and the longest match. `found` [sequences, 1 + 3 length]; no probability is stated."""
-    count, length = len(found), (found.shape[1] - 1) // 3
+    count, length, soon = len(found), (found.shape[1] - 1) // 3, early(found.device)
     _look_up[(count,)](
-        written, written.stride(0), texts, count, padding, found, length, *sizes, POWER, SEARCHED, num_warps=4
-    )
+        written, written.stride(0), texts, count, padding, found, length, *sizes, POWER, SEARCHED, soon, num_warps=4,
+        launch_pdl=soon,
+    )  # fmt: skip
 
 
 def enter_chain(
@@ -301,8 +320,8 @@ def enter_chain(
     """`found` [sequences, 1 + 3 length]: chains of which the first `step` tokens are there. `written` [sequences,
     places]: the texts. `slots`: of each sequence, its row of the draft model's page table. `table` [len(Field), rows],
     as many rows of each sequence; `positions`: in its text, of the token that each row chooses."""
-    count = len(found)
+    count, soon = len(found), early(found.device)
     _enter_chain[(count,)](
         found, texts, written, written.stride(0), slots, table, positions, found.shape[1], count, padding,
-        table.shape[1] // count, step, block, POWER, num_warps=1,
+        table.shape[1] // count, step, block, POWER, soon, num_warps=1, launch_pdl=soon,
     )  # fmt: skip

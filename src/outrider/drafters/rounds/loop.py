@@ -40,7 +40,7 @@ MOST_ROUNDS = 16  # of a part
 IN_FLIGHT = 2  # parts: the host looks at one while the device is at the other
 WARM_ROUNDS = 2  # rounds after which a graph is captured
 # Tokens of the texts of a batch: graphs for up to as many are there from the beginning, and serve shorter ones too.
-PREPARED = (512, 1024)
+PREPARED = (256, 512, 1024)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from outrider.models.cuda.product import PROCESSORS
 
 PARTS_BYTES = 128 << 20  # memory for the sums of chunks that have programs of their own
 LARGE_WARPS = 8  # of a program with a large tile; measured on an H200 (docs/LOG.md)
-LONG = 2  # chunks: with more, one long sequence among short ones would keep the others waiting (LOG, 2026-11-17)
 
 _POSITION = tl.constexpr(int(Field.POSITION))
 _SLOT = tl.constexpr(int(Field.SLOT))
@@ -26,6 +25,7 @@ _BASE = tl.constexpr(int(Field.BASE))
 _END = tl.constexpr(int(Field.END))
 _LOW = tl.constexpr(int(Field.LOW))
 _HIGH = tl.constexpr(int(Field.HIGH))
+_HELD = tl.constexpr(int(Field.HELD))
 _BLOCK_ROW = tl.constexpr(int(Field.BLOCK_ROW))
 _BLOCK_COUNT = tl.constexpr(int(Field.BLOCK_COUNT))
 _BLOCK_TREE = tl.constexpr(int(Field.BLOCK_TREE))
@@ -61,15 +61,43 @@ def _path_places(key, base, low, high, nodes):
     return place
 
 
+@triton.jit
+def _key_places(start, end, slot, kv, base, low, high, nodes, table_ptr, table_stride,
+                KV: tl.constexpr, D: tl.constexpr, PAGED: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+    """The positions of a chunk from `start` on, and where their keys and values begin."""
+    key = start + tl.arange(0, CHUNK)
+    place = key
+    if ((low | high) != 0) & (start + CHUNK > base):
+        place = _path_places(key, base, low, high, nodes)
+    page = tl.load(table_ptr + slot * table_stride + place // PAGED, mask=key < end, other=0).to(tl.int64)
+    return key, ((page * KV + kv) * PAGED + place % PAGED) * D
+
+
+@triton.jit
+def _keys(keys_ptr, at, dim, wanted, inside):
+    """[DP, CHUNK]"""
+    return tl.load(keys_ptr + at[None, :] + dim[:, None], mask=wanted[None, :] & inside[:, None], other=0.0)
+
+
+@triton.jit
+def _values(values_ptr, at, dim, wanted, inside):
+    """[CHUNK, DP]"""
+    return tl.load(values_ptr + at[:, None] + dim[None, :], mask=wanted[:, None] & inside[None, :], other=0.0)
+
+
 @triton.jit(do_not_specialize=["stride"])
 def _attend(
     q_ptr, keys_ptr, values_ptr, table_ptr, table_stride, meta_ptr, stride, out_ptr, part_ptr, most_ptr, sum_ptr,
     chunks, scale,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, PAGED: tl.constexpr,
-    CHUNK: tl.constexpr, EACH: tl.constexpr, WINDOW: tl.constexpr, SOON: tl.constexpr,
+    CHUNK: tl.constexpr, EACH: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr,
+    SOON: tl.constexpr,
 ):  # fmt: skip
     """A block of rows of one sequence, for the heads that share a key head. EACH: chunks of one program, whose sums go
-    to `part`; 0: all of them, and their outcome goes to `out`."""
+    to `part`; 0: all of them, and their outcome goes to `out`.
+
+    AHEAD: what earlier passes wrote of its first chunk is read before this pass's own queries and keys are there.
+    """
     block, kv, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV
     count = tl.load(meta_ptr + _BLOCK_COUNT * stride + block)
@@ -80,6 +108,7 @@ def _attend(
     slot = tl.load(meta_ptr + _SLOT * stride + first).to(tl.int64)
     base = tl.load(meta_ptr + _BASE * stride + first)
     end = tl.load(meta_ptr + _END * stride + first)
+    held = tl.load(meta_ptr + _HELD * stride + first)
     begin = share * EACH * CHUNK
     if begin >= end:
         return
@@ -99,8 +128,19 @@ def _attend(
     inside = dim < D
     where = row.to(tl.int64) * (HEADS * D) + head * D
     position = tl.load(meta_ptr + _POSITION * stride + row, mask=live, other=0)[:, None]
-    begin_after(SOON)  # what was read so far no kernel writes
+    if AHEAD:
+        key, at = _key_places(
+            begin, end, slot, kv, base, low, high, nodes, table_ptr, table_stride, KV, D, PAGED, CHUNK
+        )
+        k = _keys(keys_ptr, at, dim, (key < held) & (key < end), inside)
+        v = _values(values_ptr, at, dim, (key < held) & (key < end), inside)
+    begin_after(SOON)  # what was read so far the kernel before does not write
+    nearly_done(SOON)
     q = tl.load(q_ptr + where[:, None] + dim[None, :], mask=live[:, None] & inside[None, :], other=0.0)  # [TILE, DP]
+    if AHEAD and begin + CHUNK > held:
+        new = (key >= held) & (key < end)
+        k = tl.where(new[None, :], _keys(keys_ptr, at, dim, new, inside), k)
+        v = tl.where(new[:, None], _values(values_ptr, at, dim, new, inside), v)
     UNITS: tl.constexpr = 1 << (40 if q_ptr.dtype.element_ty == tl.float32 else 22)  # of a weight, which is at most 1
     WHOLE: tl.constexpr = tl.int64 if q_ptr.dtype.element_ty == tl.float32 else tl.int32  # holds a chunk of them
     most = tl.full([TILE], float("-inf"), tl.float32)
@@ -110,17 +150,14 @@ def _attend(
     if EACH > 0:
         last = tl.minimum(begin + EACH * CHUNK, end)
     for start in range(begin, last, CHUNK):
-        key = start + tl.arange(0, CHUNK)
-        exists = key < end
-        place = key
-        if ((low | high) != 0) & (start + CHUNK > base):
-            place = _path_places(key, base, low, high, nodes)
-        page = tl.load(table_ptr + slot * table_stride + place // PAGED, mask=exists, other=0).to(tl.int64)
-        at = ((page * KV + kv) * PAGED + place % PAGED) * D
-        k = tl.load(keys_ptr + at[None, :] + dim[:, None], mask=exists[None, :] & inside[:, None], other=0.0)
-        v = tl.load(values_ptr + at[:, None] + dim[None, :], mask=exists[:, None] & inside[None, :], other=0.0)
+        if (not AHEAD) or start > begin:
+            key, at = _key_places(
+                start, end, slot, kv, base, low, high, nodes, table_ptr, table_stride, KV, D, PAGED, CHUNK
+            )
+            k = _keys(keys_ptr, at, dim, key < end, inside)
+            v = _values(values_ptr, at, dim, key < end, inside)
         score = tl.dot(q, k, input_precision="ieee") * scale  # [TILE, CHUNK]
-        seen = (key[None, :] <= position) & exists[None, :]
+        seen = (key[None, :] <= position) & (key < end)[None, :]
         if WINDOW > 0:
             seen = seen & (position - key[None, :] < WINDOW)
         score = tl.where(seen, score, float("-inf"))
@@ -136,7 +173,6 @@ def _attend(
             tl.store(part_ptr + part[:, None] * D + dim[None, :], chunk_mixed, mask=live[:, None] & inside[None, :])
             tl.store(most_ptr + part, chunk_most, mask=live)
             tl.store(sum_ptr + part, chunk_total, mask=live)
-    nearly_done(SOON)
     if EACH == 0:
         out = (mixed / total[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + where[:, None] + dim[None, :], out, mask=live[:, None] & inside[None, :])
@@ -154,6 +190,7 @@ def _combine(
     inside = live[:, None] & (dim < D)[None, :]
     count = tl.load(meta_ptr + _POSITION * stride + row) // CHUNK + 1
     begin_after(SOON)
+    nearly_done(SOON)
     most = tl.full([BH], float("-inf"), tl.float32)
     total = tl.zeros([BH], tl.float32)
     mixed = tl.zeros([BH, DP], tl.float32)
@@ -163,7 +200,6 @@ def _combine(
         chunk_total = tl.load(sum_ptr + at, mask=live, other=0.0)
         chunk_mixed = tl.load(part_ptr + at[:, None] * D + dim[None, :], mask=inside, other=0.0)
         most, total, mixed = _merged(most, total, mixed, chunk_most, chunk_total, chunk_mixed)
-    nearly_done(SOON)
     place = out_ptr + (row.to(tl.int64) * HEADS + head)[:, None] * D + dim[None, :]
     tl.store(place, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -193,8 +229,11 @@ class Attention:
         self.chunks = -(-longest // chunk)
         kv, group = shared
         full = blocks if tile <= SMALL_TILE else -(-rows * group // tile)
-        busy = full * kv >= PROCESSORS and (tile > SMALL_TILE or self.chunks <= LONG)
-        self.each = 0 if longest <= 256 or busy or rows * self.chunks > parts.count else max(1, 256 // chunk)
+        together = self.chunks == 1 or (tile > SMALL_TILE and (longest <= 256 or full * kv >= PROCESSORS))
+        self.each = 0 if together or rows * self.chunks > parts.count else max(1, 256 // chunk)
+        # reading ahead takes the registers of a whole processor, so programs must not wait for each other
+        programs = blocks * kv * (-(-self.chunks // self.each) if self.each else 1)
+        self.ahead = tile <= SMALL_TILE and programs <= PROCESSORS
 
     def __call__(
         self, q: Tensor, keys: Tensor, values: Tensor, table: Tensor, meta: Tensor, out: Tensor, window: int
@@ -205,7 +244,8 @@ class Attention:
         wide = q.dtype == torch.float32
         _attend[(self.blocks, kv, -(-self.chunks // self.each) if self.each else 1)](
             q, keys, values, table, table.stride(0), meta, meta.stride(0), out, parts.mixed, parts.most, parts.total,
-            self.chunks, d**-0.5, heads, kv, d, padded, self.tile, keys.shape[2], self.chunk, self.each, window, soon,
+            self.chunks, d**-0.5, heads, kv, d, padded, self.tile, keys.shape[2], self.chunk, self.each, window,
+            self.ahead, soon,
             num_warps=4 if wide else 8 if self.tile <= SMALL_TILE else LARGE_WARPS,
             num_stages=1 if wide or self.tile <= SMALL_TILE else 2, launch_pdl=soon,
         )  # fmt: skip

@@ -36,9 +36,10 @@ class Field(IntEnum):
     END = 5  # the places that its sequence holds after the pass
     LOW = 6  # the nodes of its path, itself included, as bits; 0: not of a tree
     HIGH = 7
-    BLOCK_ROW = 8  # of a block of rows, not of a row: the first of them
-    BLOCK_COUNT = 9  # how many; 0: none
-    BLOCK_TREE = 10  # 1: from the chunk with BASE on, only the block's first row
+    HELD = 8  # tokens of its sequence whose keys earlier passes have written
+    BLOCK_ROW = 9  # of a block of rows, not of a row: the first of them
+    BLOCK_COUNT = 10  # how many; 0: none
+    BLOCK_TREE = 11  # 1: from the chunk with BASE on, only the block's first row
 
 
 class Batch:
@@ -94,9 +95,9 @@ class Batch:
     def _write_rows(self, rows: np.ndarray) -> None:
         """As if every draft were a chain; no numpy for each sequence, of which there may be thousands."""
         rows[Field.TOKEN] = [token for feed, _, _ in self._parts for token in (*feed.tokens, *feed.draft.tokens)]
-        each = np.array(  # slot, base, end; from a row's number to its place
+        each = np.array(  # slot, base, end; tokens held before; from a row's number to its place
             [
-                (slot, held + len(feed.tokens), held + end - row, held - row)
+                (slot, held + len(feed.tokens), held + end - row, held, held - row)
                 for (feed, slot, held), row, end in zip(self._parts, self.begins, self.begins[1:], strict=False)
             ],
             dtype=np.int32,
@@ -104,8 +105,9 @@ class Batch:
         if len(each) > 1:
             each = each.repeat(np.diff(self.begins), 0)
         rows[Field.SLOT : Field.LOW] = each.T[:3]
-        rows[Field.POSITION : Field.SLOT] = each[:, 3] + np.arange(self.rows, dtype=np.int32)
-        rows[Field.LOW : Field.BLOCK_ROW] = 0
+        rows[Field.POSITION : Field.SLOT] = each[:, 4] + np.arange(self.rows, dtype=np.int32)
+        rows[Field.LOW : Field.HELD] = 0
+        rows[Field.HELD] = each[:, 3]
 
     def _write_tree(self, table: np.ndarray, draft: Draft, row: int, base: int) -> None:
         if len(draft) > NODES:

@@ -5,6 +5,8 @@ What a kernel computes for a row never depends on the other rows of the pass.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -12,18 +14,25 @@ from torch import Tensor
 
 from outrider.models.cuda.batch import FEW_ROWS, Field
 from outrider.models.cuda.launch import begin_after, early, nearly_done
-from outrider.models.cuda.product import Workspace, pair_sum
+from outrider.models.cuda.product import Around, Workspace, can_place, linear, pair_sum
+from outrider.models.cuda.rotary import HeadPlaces, destination, rotated
 
 BEST = 4096  # logits that one program looks through
 
+_TOKEN = tl.constexpr(int(Field.TOKEN))
 _POSITION = tl.constexpr(int(Field.POSITION))
+_BASE = tl.constexpr(int(Field.BASE))
+_END = tl.constexpr(int(Field.END))
+_HELD = tl.constexpr(int(Field.HELD))
 _PLACE = tl.constexpr(int(Field.PLACE))
 _SLOT = tl.constexpr(int(Field.SLOT))
 
 
 @triton.jit
-def _embed(token_ptr, table_ptr, gain_ptr, x_ptr, next_ptr, squares_ptr, size, BLOCK: tl.constexpr):
+def _embed(token_ptr, table_ptr, gain_ptr, x_ptr, next_ptr, squares_ptr, size, BLOCK: tl.constexpr, SOON: tl.constexpr):
     """Rows of the embedding into x, and what the first norm needs of them."""
+    begin_after(SOON)
+    nearly_done(SOON)
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < size
@@ -58,12 +67,13 @@ def _place_qkv(
     sin = tl.load(sin_ptr + angle, mask=inside, other=0.0)
     slot = tl.load(meta_ptr + _SLOT * stride + rows, mask=live, other=0)
     key = tl.load(meta_ptr + _PLACE * stride + rows, mask=live, other=0)
-    page = tl.load(table_ptr + slot.to(tl.int64) * table_stride + key // PAGED, mask=live, other=0).to(tl.int64)
-    begin_after(SOON)  # what was read so far no kernel writes
+    to = destination(head, part, rows, slot, key, live, q_ptr, keys_ptr, values_ptr, table_ptr, table_stride,
+                     HEADS, KV, D, PAGED)  # fmt: skip
+    begin_after(SOON)  # what was read so far the kernel before does not write
+    nearly_done(SOON)
     place = qkv_ptr + rows[None, :].to(tl.int64) * ((HEADS + 2 * KV) * D) + head * D + part[:, None]
     a = tl.load(place, mask=inside, other=0.0).to(tl.float32)  # [BP, ROWS], the first half of the head
     b = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
-    nearly_done(SOON)
     if head < HEADS + KV:
         if NORMS:
             gain_ptr = norm_k_ptr
@@ -75,13 +85,7 @@ def _place_qkv(
             scale = tl.rsqrt(total.to(tl.float32) / D + eps)[None, :]
             a *= scale * tl.load(gain_ptr + part, mask=part < HALF, other=0.0).to(tl.float32)[:, None]
             b *= scale * tl.load(gain_ptr + HALF + part, mask=part < HALF, other=0.0).to(tl.float32)[:, None]
-        a, b = tl.fma(a, cos, -(b * sin)), tl.fma(b, cos, a * sin)  # rounded as written, in every pass alike
-    if head < HEADS:
-        to = q_ptr + rows[None, :].to(tl.int64) * (HEADS * D) + head * D + part[:, None]
-    elif head < HEADS + KV:
-        to = keys_ptr + (((page * KV + head - HEADS) * PAGED + key % PAGED) * D)[None, :] + part[:, None]
-    else:
-        to = values_ptr + (((page * KV + head - HEADS - KV) * PAGED + key % PAGED) * D)[None, :] + part[:, None]
+        a, b = rotated(a, b, cos, sin)
     tl.store(to, a.to(q_ptr.dtype.element_ty), mask=inside)
     tl.store(to + HALF, b.to(q_ptr.dtype.element_ty), mask=inside)
 
@@ -132,8 +136,20 @@ def _turn(x_ptr, cos_ptr, sin_ptr, width, places, HEADS: tl.constexpr, D: tl.con
 
 
 @triton.jit
-def _best_parts(logits_ptr, most_ptr, where_ptr, size, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+def _keep(x_ptr, out_ptr, size, out_stride, BLOCK: tl.constexpr, SOON: tl.constexpr):
+    """out [R, size], whose rows lie `out_stride` apart, = x."""
+    begin_after(SOON)
+    nearly_done(SOON)
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = column < size
+    tl.store(out_ptr + row * out_stride + column, tl.load(x_ptr + row * size + column, mask=inside), mask=inside)
+
+
+@triton.jit
+def _best_parts(logits_ptr, most_ptr, where_ptr, size, BLOCK: tl.constexpr, PARTS: tl.constexpr, SOON: tl.constexpr):
     """The highest of each part of a row, and the first place that has it."""
+    begin_after(SOON)
+    nearly_done(SOON)
     row, part = tl.program_id(0), tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row.to(tl.int64) * size + column, mask=column < size, other=float("-inf"))
@@ -143,7 +159,9 @@ def _best_parts(logits_ptr, most_ptr, where_ptr, size, BLOCK: tl.constexpr, PART
 
 
 @triton.jit
-def _best_of(most_ptr, where_ptr, out_ptr, size, PARTS: tl.constexpr, ALL: tl.constexpr):
+def _best_of(most_ptr, where_ptr, out_ptr, size, PARTS: tl.constexpr, ALL: tl.constexpr, SOON: tl.constexpr):
+    begin_after(SOON)
+    nearly_done(SOON)
     row, part = tl.program_id(0), tl.arange(0, ALL)
     most = tl.load(most_ptr + row * PARTS + part, mask=part < PARTS, other=float("-inf"))
     where = tl.load(where_ptr + row * PARTS + part, mask=part < PARTS, other=size)
@@ -197,11 +215,32 @@ def _choose(logits_ptr, key_ptr, position_ptr, temperature_ptr, out_ptr, size, B
     tl.store(out_ptr + row, token.to(tl.int64))
 
 
+@triton.jit(do_not_specialize=["stride", "count"])
+def _advance(meta_ptr, stride, token_ptr, position_ptr, count, BLOCK: tl.constexpr):
+    """The table of a pass with one row of each sequence, whose next tokens are these."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < count
+    tl.store(meta_ptr + _TOKEN * stride + row, tl.load(token_ptr + row, mask=inside).to(tl.int32), mask=inside)
+    _add_one(meta_ptr + _POSITION * stride + row, inside)
+    _add_one(meta_ptr + _PLACE * stride + row, inside)
+    _add_one(meta_ptr + _BASE * stride + row, inside)
+    _add_one(meta_ptr + _END * stride + row, inside)
+    _add_one(meta_ptr + _HELD * stride + row, inside)
+    _add_one(position_ptr + row, inside)
+
+
+@triton.jit
+def _add_one(at, inside):
+    tl.store(at, tl.load(at, mask=inside) + 1, mask=inside)
+
+
 @triton.jit(do_not_specialize=["size"])
 def _move(cache_ptr, begins_ptr, pairs_ptr, size, D: tl.constexpr, DP: tl.constexpr, PAGED: tl.constexpr,
-          KV: tl.constexpr):  # fmt: skip
+          KV: tl.constexpr, SOON: tl.constexpr):  # fmt: skip
     """Keys or values of one layer, key head and sequence go from the first place of each of its pairs to the second, in
     that order: what is kept only moves towards the beginning, so nothing is overwritten before it has moved."""
+    begin_after(SOON)
+    nearly_done(SOON)
     part, head, sequence = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     dim = tl.arange(0, DP)
     inside = dim < D
@@ -216,23 +255,40 @@ def move(cache: Tensor, begins: Tensor, pairs: Tensor) -> None:
     """In cache [layers, 2, pages, key heads, PAGED, D]: pairs [n, 2] of places, counted over all pages; `begins`
     [sequences + 1]: where those of each sequence begin."""
     layers, two, pages, kv, paged, d = cache.shape
+    soon = early(cache.device)
     _move[(layers * two, kv, len(begins) - 1)](
-        cache, begins, pairs, pages * kv * paged * d, d, triton.next_power_of_2(d), paged, kv, num_warps=1
-    )
+        cache, begins, pairs, pages * kv * paged * d, d, triton.next_power_of_2(d), paged, kv, soon, num_warps=1,
+        launch_pdl=soon,
+    )  # fmt: skip
+
+
+def advance(meta: Tensor, tokens: Tensor, positions: Tensor) -> None:
+    """`tokens` [sequences] are written and will be fed next; `positions` [sequences]: of the token to be written."""
+    count = len(tokens)
+    _advance[(triton.cdiv(count, 128),)](meta, meta.stride(0), tokens, positions, count, 128, num_warps=1)
 
 
 def embed(tokens: Tensor, table: Tensor, gain: Tensor, x: Tensor, work: Workspace) -> None:
-    rows, size = x.shape
-    _embed[(rows,)](tokens, table, gain, x, work.next, work.squares, size, triton.next_power_of_2(size), num_warps=4)
+    (rows, size), soon = x.shape, early(x.device)
+    _embed[(rows,)](
+        tokens, table, gain, x, work.next, work.squares, size, triton.next_power_of_2(size), soon, num_warps=4,
+        launch_pdl=soon,
+    )  # fmt: skip
     work.strips = 1
+
+
+def keep(x: Tensor, out: Tensor) -> None:
+    """out = x, both [rows, size]."""
+    (rows, size), soon = x.shape, early(x.device)
+    _keep[(rows,)](x, out, size, out.stride(0), triton.next_power_of_2(size), soon, num_warps=4, launch_pdl=soon)
 
 
 def best(logits: Tensor, parts: tuple[Tensor, Tensor], out: Tensor) -> None:
     """argmax of each row, the first of equals; `parts` hold best_parts(vocab) numbers a row."""
     rows, size = logits.shape
-    count = best_parts(size)
-    _best_parts[(rows, count)](logits, *parts, size, BEST, count, num_warps=4)
-    _best_of[(rows,)](*parts, out, size, count, triton.next_power_of_2(count), num_warps=1)
+    count, soon = best_parts(size), early(logits.device)
+    _best_parts[(rows, count)](logits, *parts, size, BEST, count, soon, num_warps=4, launch_pdl=soon)
+    _best_of[(rows,)](*parts, out, size, count, triton.next_power_of_2(count), soon, num_warps=1, launch_pdl=soon)
 
 
 def best_parts(size: int) -> int:
@@ -244,16 +300,26 @@ def best_workspace(logits: Tensor) -> tuple[Tensor, Tensor]:
     return logits.new_empty(parts), torch.empty(parts, dtype=torch.int32, device=logits.device)
 
 
-def place_qkv(
-    joined: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float,
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, meta: Tensor, turns: tuple[Tensor, Tensor], rows: int,
-) -> None:  # fmt: skip
-    heads, kv, d = q.shape[1], keys.shape[1], keys.shape[3]
+def qkv(x: Tensor, weight: Tensor, bias: Tensor | None, norms: tuple[Tensor, Tensor] | None, eps: float,
+        places: HeadPlaces, work: Workspace, around: Around) -> None:  # fmt: skip
+    """Queries, keys and values of rows x, where the attention reads them. `norms`: of queries and keys."""
+    if norms is None and can_place(len(x), weight, places.sizes[2]):
+        linear(x, weight, bias, None, work, replace(around, places=places))
+        return
+    joined = x.new_empty(len(x), len(weight))
+    linear(x, weight, bias, joined, work, around)
+    place_qkv(joined, norms, eps, places)
+
+
+def place_qkv(joined: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, places: HeadPlaces) -> None:
+    """`joined` [rows, (heads + 2 key heads) * D]: queries, keys and values of each row."""
+    rows, (heads, kv, d, paged), meta = len(joined), places.sizes, places.meta
     norm_q, norm_k = norms or (None, None)
-    width, soon, block = triton.next_power_of_2(d // 2), early(q.device), 4 if rows <= FEW_ROWS else 16
+    width, soon, block = triton.next_power_of_2(d // 2), early(joined.device), 4 if rows <= FEW_ROWS else 16
     _place_qkv[(triton.cdiv(rows, block), heads + 2 * kv)](
-        joined, norm_q, norm_k, q, keys, values, table, table.stride(0), meta, meta.stride(0), *turns, rows, eps,
-        norms is not None, heads, kv, d, keys.shape[2], width, block, soon, num_warps=2, launch_pdl=soon,
+        joined, norm_q, norm_k, places.q, places.keys, places.values, places.pages, places.pages.stride(0), meta,
+        meta.stride(0), *places.angles, rows, eps,
+        norms is not None, heads, kv, d, paged, width, block, soon, num_warps=2, launch_pdl=soon,
     )  # fmt: skip
 
 

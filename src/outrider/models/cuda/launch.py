@@ -24,6 +24,12 @@ def nearly_done(SOON: tl.constexpr):
         gdc_launch_dependents()
 
 
+@triton.jit
+def fetch(place_ptr):
+    """What lies there, lines of 128 bytes, on its way to the cache that all processors share. Not interpreted."""
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place_ptr], tl.int32, False, 1)
+
+
 @functools.cache
 def early(device: torch.device) -> bool:
     """Whether a kernel may be set up while the one before ends, and tiles be copied by an engine: Hopper and later."""

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.models.cuda.batch import FEW_ROWS
-from outrider.models.cuda.launch import begin_after, early, nearly_done
+from outrider.models.cuda.launch import begin_after, early, fetch, nearly_done
 from outrider.models.cuda.tickets import Tickets, tell_done
 
 UNIT = 16  # inner values of a unit: what the matrix units sum at once; a smaller rank is filled up with zeros
@@ -92,7 +92,7 @@ def _fetch(wanted, a_ptr, units_ptr, number, matrix, MATRICES: tl.constexpr, K: 
         unit = tl.load(units_ptr + _HEADER + number).to(tl.int64)
         value, line = tl.arange(0, _UNIT), tl.arange(0, LINES)
         at = ((unit * MATRICES + matrix) * _UNIT + value[:, None]) * K + tl.minimum(line * EACH, K - 1)[None, :]
-        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [a_ptr + at], tl.int32, False, 1)
+        fetch(a_ptr + at)
 
 
 @triton.jit
@@ -176,7 +176,7 @@ def fetch_factors(b_ptr, units_ptr, held, column, size, BN: tl.constexpr, WIDE: 
         unit = tl.load(units_ptr + _HEADER + number).to(tl.int64)
         line = tl.minimum(column * _UNIT + tl.arange(0, BN * _UNIT // EACH) * EACH, size * _UNIT - 1)
         at = b_ptr + (unit * (size.to(tl.int64) * _UNIT))[:, None] + line[None, :]
-        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], tl.int32, False, 1)
+        fetch(at)
 
 
 @triton.jit
@@ -217,18 +217,18 @@ def matrix_of(outputs, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr):
 
 @triton.jit
 def added(
-    total, b, b_few, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, outputs, inside, column, size, matrix, low,
-    high, MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, WIDE: tl.constexpr,
-    FEW: tl.constexpr, WIDTH: tl.constexpr, READ: tl.constexpr, ROWS_FIRST: tl.constexpr,
+    total, b, b_few, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, outputs, inside, column, last_column, size,
+    matrix, low, high, MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, WIDE: tl.constexpr,
+    FEW: tl.constexpr, READ: tl.constexpr, ROWS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """`total` and what each row's adapter adds to WIDTH outputs from `column` on, before any scale: [rows, outputs], or
-    transposed. READ: `b` is what `first_factors` found of the first units, `b_few` where there are few. With three
-    matrices that of an output is told by FIRST_END and SECOND_END, else it is `matrix`. `low`, `high`: the units of
-    these rows are among those."""
+    """`total` and what each row's adapter adds to outputs from `column` to `last_column`, before any scale: [rows,
+    outputs], or transposed. READ: `b` is what `first_factors` found of the first units, `b_few` where there are few.
+    With three matrices that of an output is told by FIRST_END and SECOND_END, else it is `matrix`. `low`, `high`: the
+    units of these rows are among those."""
     last = matrix
     if MATRICES == 3:
         matrix = matrix_of(column, FIRST_END, SECOND_END)
-        last = matrix_of(tl.minimum(column + WIDTH, size) - 1, FIRST_END, SECOND_END)
+        last = matrix_of(last_column, FIRST_END, SECOND_END)
     if READ:
         if FEW < WIDE and high <= FEW // _UNIT:
             inner = _own_values(inner_ptr, rows, firsts, counts, matrix, low, MATRICES, FEW, ROWS_FIRST)

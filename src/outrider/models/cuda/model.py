@@ -25,14 +25,15 @@ from outrider.models.adapters.adapter import Adapter
 from outrider.models.base import Feed, Output, Outputs, WrittenTokens
 from outrider.models.cuda import kernels, rejection
 from outrider.models.cuda.adapters import AdapterPool
-from outrider.models.cuda.attention import LONG, chunk_keys
+from outrider.models.cuda.attention import chunk_keys
 from outrider.models.cuda.batch import FEW_ROWS, NODES, SMALL_TILE, Batch, Field
 from outrider.models.cuda.graphs import GIB, ROWS, SHORTEST, DevicePass, Passes, Shape, event, pinned, reach, shape_of
 from outrider.models.cuda.looped import LoopedPass
 from outrider.models.cuda.low_rank import LowRankSum
 from outrider.models.cuda.pages import DeviceTable, PageTable
 from outrider.models.cuda.product import Around, linear, norm_scales, widest_in_parts
-from outrider.models.cuda.writing import IN_FLIGHT, HostCopies, Writing, WrittenPart, step_of
+from outrider.models.cuda.rotary import HeadPlaces
+from outrider.models.cuda.writing import IN_FLIGHT, HostCopies, Writing, WrittenPart
 from outrider.models.linear import Dense
 from outrider.models.llama_weights import LlamaConfig, ReadableWeights, Weights
 
@@ -91,7 +92,7 @@ class CudaLlama(ReadableWeights):
     @property
     def boundaries(self) -> tuple[int, ...]:
         chunk = chunk_keys(self.config.head_dim, self.dtype)
-        return tuple(sorted({PAGE, chunk, SHORTEST, LONG * chunk, self.config.sliding_window or PAGE}))
+        return tuple(sorted({PAGE, chunk, SHORTEST, 2 * chunk, self.config.sliding_window or PAGE}))
 
     @property
     def padding(self) -> int:
@@ -274,14 +275,14 @@ class CudaLlama(ReadableWeights):
         shape = shape_of(batch, max(begin, default=0) + steps, layers, self.context, any(adapters))
         run = self._passes.of(shape)
         self._send(run, batch, adapters)
-        keys = torch.tensor([_signed(one.key) if one else 0 for one in dice], device=self.device)
+        keys = torch.tensor([_signed(one.key) if one else 0 for one in dice], device=self.device) if any(dice) else None
         heat = torch.tensor([t if one else 0.0 for one, t in zip(dice, temperatures, strict=True)], device=self.device)
         drawn = None
         if any(draws):
             drawn = heat.where(torch.tensor(draws, device=self.device), 0.0)
             heat = heat - drawn
         positions = torch.tensor([place + 1 for place in begin], device=self.device)
-        return Writing(tuple(ids), run, shape.longest, keys, heat, drawn, positions, step_of(run, len(ids)))
+        return Writing(tuple(ids), run, shape.longest, keys, heat, drawn, positions)
 
     def _can_write(self, writing: Writing, ahead: int) -> bool:
         """Whether there is memory for as many tokens after those that are read, and the pass is made for such texts."""
@@ -296,18 +297,27 @@ class CudaLlama(ReadableWeights):
         every = torch.arange(count, device=self.device)
         hidden = None if run.hidden is None else run.hidden.new_empty(steps, count, *run.hidden.shape[1:])
         for step in range(steps):
-            if writing.newest is not None:
-                writing.advance()
             self._passes.run(run, self._compute)
             if hidden is not None and run.hidden is not None:
                 hidden[step].copy_(run.hidden[:count])
-            logits = run.logits[:count] if run.logits is not None else self._output(run, every)
-            kernels.choose(logits, writing.keys, writing.positions, writing.heat, written[step])
-            if writing.drawn is not None:
-                rejection.verify(logits, writing.keys, writing.positions, writing.drawn, written[step])
-            writing.newest = written[step]
+            self._choose_next(writing, every, written[step])
+            kernels.advance(run.meta, written[step], writing.positions)
         tokens, done = self._written_parts.next(written)
         return WrittenPart(tokens, hidden, first, done)
+
+    def _choose_next(self, writing: Writing, every: Tensor, out: Tensor) -> None:
+        """The token after the last row of each sequence; `every`: these rows."""
+        run, count = writing.run, len(every)
+        if writing.keys is None and run.best is not None:
+            out.copy_(run.best[:count])
+            return
+        logits = run.logits[:count] if run.logits is not None else self._output(run, every)
+        if writing.keys is None:
+            kernels.best(logits, kernels.best_workspace(logits), out)
+            return
+        kernels.choose(logits, writing.keys, writing.positions, writing.heat, out)
+        if writing.drawn is not None:
+            rejection.verify(logits, writing.keys, writing.positions, writing.drawn, out)
 
     def looped(
         self,
@@ -400,7 +410,7 @@ class CudaLlama(ReadableWeights):
             self._layer(index, run, q, mixed)
             if index in run.layers:
                 assert run.hidden is not None
-                run.hidden[:, run.layers.index(index)].copy_(run.x)
+                kernels.keep(run.x, run.hidden[:, run.layers.index(index)])
         if run.logits is not None:
             assert run.best is not None
             head = _dense(self.weights.head)
@@ -413,27 +423,22 @@ class CudaLlama(ReadableWeights):
         layer, rows, eps, x, work = self._layers[index], run.rows, self.config.norm_eps, run.x, run.work
         following = self._layers[index + 1].attention_norm if index + 1 < self.num_layers else self.weights.norm
         qkv, output, gate_up, down = _dense(layer.qkv), _dense(layer.output), _dense(layer.gate_up), _dense(layer.down)
-        joined = torch.empty(rows, qkv.weight.shape[0], dtype=x.dtype, device=x.device)
 
         def added(field: str) -> LowRankSum | None:
             return None if run.adapters is None else run.adapters.sum(index, field)
 
-        linear(work.next[:rows], qkv.weight, qkv.bias, joined, work, Around(eps=eps, adapters=added("qkv")))
-        self._attend(index, run, joined, q, mixed)
+        keys, values = self._cache[index]
+        norms = None if layer.query_norm is None or layer.key_norm is None else (layer.query_norm, layer.key_norm)
+        places = HeadPlaces(q, keys, values, self._table.table, run.meta, self._angles)
+        around = Around(eps=eps, adapters=added("qkv"))
+        kernels.qkv(work.next[:rows], qkv.weight, qkv.bias, norms, eps, places, work, around)
+        run.attention(q, keys, values, self._table.table, run.meta, mixed, self.config.sliding_window or 0)
         after = Around(gain=layer.mlp_norm, adapters=added("output"))
         linear(mixed.view(rows, -1), output.weight, output.bias, x, work, after)
         inner = torch.empty(rows, down.weight.shape[1], dtype=x.dtype, device=x.device)
         gated = Around(eps=eps, gate=True, adapters=added("gate_up"))
         linear(work.next[:rows], gate_up.weight, None, inner, work, gated)
         linear(inner, down.weight, None, x, work, Around(gain=following, adapters=added("down")))
-
-    def _attend(self, index: int, run: DevicePass, joined: Tensor, q: Tensor, mixed: Tensor) -> None:
-        layer, (keys, values) = self._layers[index], self._cache[index]
-        norms = None if layer.query_norm is None or layer.key_norm is None else (layer.query_norm, layer.key_norm)
-        kernels.place_qkv(
-            joined, norms, self.config.norm_eps, q, keys, values, self._table.table, run.meta, self._angles, run.rows
-        )
-        run.attention(q, keys, values, self._table.table, run.meta, mixed, self.config.sliding_window or 0)
 
     def _output(self, run: DevicePass, judged: Tensor) -> Tensor:
         """[n, vocab] float32: the logits of the rows that are judged."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from outrider.models.cuda.batch import FEW_ROWS
-from outrider.models.cuda.launch import begin_after, early, nearly_done
+from outrider.models.cuda.launch import begin_after, early, fetch, nearly_done
 from outrider.models.cuda.low_rank import (
     LowRankSum,
     added,
@@ -37,11 +37,17 @@ from outrider.models.cuda.low_rank import (
     multiply_inner,
     write_inner,
 )
+from outrider.models.cuda.rotary import HeadPlaces, first_output, head_places, paired_outputs, store_pairs
 from outrider.models.cuda.tickets import take_ticket, wait_for_first
 
 STRIP_ROWS = 256  # up to which a strip of a matrix whose sums have several parts is read once for all rows
 SHARED = 220_000  # bytes of fast memory that one program may take: 227 KiB on Hopper, less what the compiler adds
 PROCESSORS = 132  # of an H200; a tile is chosen so that most of them have one
+LINE = 128  # bytes of a line of the cache that all processors share
+# Bytes of weights of a program of few rows up to which all of them are fetched before x is there, and the next kernel
+# may do the same while this one computes; of larger ones the first lines of each row (LOG, 2026-11-18, passes of few
+# rows).
+EAGER_BYTES, FIRST_LINES = 60_000, 4
 
 
 @triton.jit
@@ -76,23 +82,46 @@ def _scale_of(total, eps, K: tl.constexpr):
     return tl.rsqrt(total.to(tl.float32) / K + eps)
 
 
+@triton.jit
+def _fetch_strip(w_ptr, outputs, begin, K: tl.constexpr, PART: tl.constexpr, LINES: tl.constexpr):
+    """The first LINES lines of 128 bytes of some rows of the matrix, from `begin` on, on their way to the cache."""
+    EACH: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth
+    inner = begin + tl.minimum(tl.arange(0, LINES) * EACH, PART - 1)
+    fetch(w_ptr + outputs[:, None].to(tl.int64) * K + tl.minimum(inner, K - 1)[None, :])
+
+
+@triton.jit
+def _squares(squares_ptr, stride, rows, count, STRIPS: tl.constexpr, MOST: tl.constexpr, PAST: tl.constexpr):
+    """[MOST, rows] each strip's sum of squares; MOST: STRIPS or more, a power of two. `pair_sum` adds them up."""
+    strip = tl.arange(0, MOST)
+    wanted = (strip < STRIPS)[:, None] & (rows < count)[None, :]
+    return tl.load(squares_ptr + strip[:, None] * stride + rows[None, :], mask=wanted, other=0.0, cache_modifier=PAST)
+
+
 @triton.jit(do_not_specialize=["count", "tiles"])
 def _few(
     x_ptr, w_ptr, bias_ptr, squares_ptr, scale_ptr, out_ptr, gain_ptr, next_ptr, part_ptr, done_ptr,
     inner_ptr, b_ptr, units_ptr, firsts_ptr, counts_ptr, a_ptr, order_ptr, tiles_ptr, tickets_ptr,
+    q_ptr, keys_ptr, values_ptr, pages_ptr, pages_stride, meta_ptr, meta_stride, cos_ptr, sin_ptr,
     count, size, eps, squares_stride, tiles,
-    STRIPS: tl.constexpr, SCALED: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
-    SPLIT: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
+    STRIPS: tl.constexpr, MOST: tl.constexpr, SCALED: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
+    BIAS: tl.constexpr, SPLIT: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+    ROWS: tl.constexpr, LINES: tl.constexpr, EAGER: tl.constexpr, AHEAD: tl.constexpr, AGAIN: tl.constexpr,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGED: tl.constexpr,
     MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr,
     INNER: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr, INNER_BK: tl.constexpr, SHARES: tl.constexpr,
-    LINES: tl.constexpr, STAGES: tl.constexpr, SOON: tl.constexpr,
+    INNER_LINES: tl.constexpr, STAGES: tl.constexpr, SOON: tl.constexpr,
 ):  # fmt: skip
     """out [R, size] = x w^T + bias for a strip of BN outputs. GATE: silu(first half) * second half.
 
     A norm costs no kernel of its own: the product that writes the residual (ADD) also writes it times the next norm's
     gain, and each strip's sum of its squares; the product that reads these (STRIPS > 0) multiplies with the norm's
     scale at the end.
+    D > 0: the outputs are queries, keys and values, heads of D numbers. A strip has pairs that are rotated together,
+    and goes where the attention reads it (`rotary.py`) instead of to `out`.
     SPLIT programs share a strip, each a part of K; the last to be done adds the parts up, always in the same order.
+    LINES > 0: weights are on their way before x is there. EAGER: the next kernel may begin as soon as x is, to fetch
+    its own. AHEAD: what is needed after the sums is read before them.
     MATRICES > 0: with what the rows' adapters add. INNER > 0: the first INNER programs compute their inner values, and
     the others wait for these where all else is done. INNER == 0: the kernel before computes them, lets this one begin
     when x is there (`multiply_inner`), and is waited for there. So nothing waits before x is read, and what kernels
@@ -103,20 +132,32 @@ def _few(
         number, launch = take_ticket(tickets_ptr, PROGRAMS)
         if number < INNER:
             write_inner(number, x_ptr, a_ptr, inner_ptr, units_ptr, order_ptr, tiles_ptr, tiles, tickets_ptr,
-                        MATRICES, K, INNER_BK, TILE, INNER, SHARES, LINES, STAGES, SOON)  # fmt: skip
+                        MATRICES, K, INNER_BK, TILE, INNER, SHARES, INNER_LINES, STAGES, SOON)  # fmt: skip
             return
         strip, share = (number - INNER) // SPLIT, (number - INNER) % SPLIT
     else:
         strip, share = tl.program_id(0), tl.program_id(1)
-    first = strip * BN + tl.arange(0, BN)
+    column, last_column = strip * BN, tl.minimum(strip * BN + BN, size) - 1
+    first = column + tl.arange(0, BN)
+    if D > 0:
+        column = first_output(strip, BN, D)
+        last_column = column  # all outputs are of one head
+        first = column + paired_outputs(BN, D)
     inner = tl.arange(0, BK)
     begin = share * PART
     w_first = w_ptr + first[:, None].to(tl.int64) * K + inner[None, :]
     x_rows = x_ptr + rows[None, :].to(tl.int64) * K + inner[:, None]
     in_strip, in_rows = (first < size)[:, None], (rows < count)[None, :]
+    inside = in_strip & in_rows
+    place = rows[None, :].to(tl.int64) * size + first[:, None]
     a = tl.zeros([BN, ROWS], tl.float32)
     b = tl.zeros([BN, ROWS], tl.float32)
     PAST: tl.constexpr = "" if MATRICES == 0 or INNER > 0 else ".cg"
+    EVICTED: tl.constexpr = "" if AGAIN else "evict_first"
+    if LINES > 0:
+        _fetch_strip(w_ptr, tl.minimum(first, size - 1), begin, K, PART, LINES)
+        if GATE:
+            _fetch_strip(w_ptr, tl.minimum(first, size - 1) + size, begin, K, PART, LINES)
     if MATRICES > 0:  # all that no kernel writes is read before there is something to wait for
         firsts = tl.load(firsts_ptr + rows, mask=rows < count, other=0)
         counts = tl.load(counts_ptr + rows, mask=rows < count, other=0)
@@ -124,23 +165,40 @@ def _few(
         whole = size * 2 if GATE else size
         own = first < size
         if MATRICES == 3:
-            own &= matrix_of(first, FIRST_END, SECOND_END) == matrix_of(strip * BN, FIRST_END, SECOND_END)
+            own &= matrix_of(first, FIRST_END, SECOND_END) == matrix_of(column, FIRST_END, SECOND_END)
         if SOON:
-            fetch_factors(b_ptr, units_ptr, units, strip * BN, whole, BN, WIDE)
-            if GATE:
-                fetch_factors(b_ptr, units_ptr, units, strip * BN + size, whole, BN, WIDE)
+            if D > 0:
+                fetch_factors(b_ptr, units_ptr, units, column, whole, BN // 2, WIDE)
+                fetch_factors(b_ptr, units_ptr, units, column + D // 2, whole, BN // 2, WIDE)
+            else:
+                fetch_factors(b_ptr, units_ptr, units, column, whole, BN, WIDE)
+                if GATE:
+                    fetch_factors(b_ptr, units_ptr, units, column + size, whole, BN, WIDE)
+    if D > 0:
+        cos, sin, to = head_places(
+            strip, rows, count, q_ptr, keys_ptr, values_ptr, pages_ptr, pages_stride, meta_ptr, meta_stride, cos_ptr,
+            sin_ptr, BN, HEADS, KV, D, PAGED,
+        )  # fmt: skip
     if MATRICES == 0 or INNER > 0:
         begin_after(SOON)
+    if EAGER:
+        nearly_done(SOON)
+    if AHEAD:
+        if STRIPS > 0:
+            squares = _squares(squares_ptr, squares_stride, rows, count, STRIPS, MOST, PAST)
+        if ADD:
+            before = tl.load(out_ptr + place, mask=inside, other=0.0, cache_modifier=PAST).to(tl.float32)
     for k in range(begin, tl.minimum(begin + PART, K), BK):
         fits = k + inner < K
         x = tl.load(x_rows + k, mask=in_rows & fits[:, None], other=0.0, cache_modifier=PAST)  # [BK, ROWS]
-        w = tl.load(w_first + k, mask=in_strip & fits[None, :], other=0.0, eviction_policy="evict_first")
+        w = tl.load(w_first + k, mask=in_strip & fits[None, :], other=0.0, eviction_policy=EVICTED)
         a = tl.dot(w, x, a, input_precision="ieee")
         if GATE:
             w = tl.load(w_first + size.to(tl.int64) * K + k, mask=in_strip & fits[None, :], other=0.0,
-                        eviction_policy="evict_first")  # fmt: skip
+                        eviction_policy=EVICTED)  # fmt: skip
             b = tl.dot(w, x, b, input_precision="ieee")
-    nearly_done(SOON)
+    if not EAGER:
+        nearly_done(SOON)
     if SPLIT > 1:
         lane = tl.arange(0, BN)[:, None] * ROWS + rows[None, :]
         mine = part_ptr + (strip * SPLIT).to(tl.int64) * (BN * ROWS) + lane
@@ -156,21 +214,18 @@ def _few(
         a_outer, a_few = first_factors(b_ptr, units_ptr, units, first, own, whole, WIDE, FEW)
         if GATE:
             b_outer, b_few = first_factors(b_ptr, units_ptr, units, first + size, first < size, whole, WIDE, FEW)
+    if not AHEAD:
+        if STRIPS > 0:
+            squares = _squares(squares_ptr, squares_stride, rows, count, STRIPS, MOST, PAST)
+        if ADD:
+            before = tl.load(out_ptr + place, mask=inside, other=0.0, cache_modifier=PAST).to(tl.float32)
     if STRIPS > 0:
-        total = tl.zeros([ROWS], squares_ptr.dtype.element_ty)
-        for other in range(STRIPS):
-            total += tl.load(squares_ptr + other * squares_stride + rows, mask=rows < count, other=0.0,
-                             cache_modifier=PAST)  # fmt: skip
-        scale = _scale_of(total, eps, K)[None, :]
+        scale = _scale_of(pair_sum(squares, MOST, ROWS), eps, K)[None, :]
     if SCALED:
         scale = tl.load(scale_ptr + rows, mask=rows < count, other=0.0, cache_modifier=PAST)[None, :]
     bias = tl.zeros([BN], tl.float32)[:, None]
     if BIAS:
         bias = tl.load(bias_ptr + first, mask=first < size, other=0.0).to(tl.float32)[:, None]
-    inside = in_strip & in_rows
-    place = rows[None, :].to(tl.int64) * size + first[:, None]
-    if ADD:
-        before = tl.load(out_ptr + place, mask=inside, other=0.0, cache_modifier=PAST).to(tl.float32)
     if MATRICES > 0:
         if INNER > 0:
             wait_for_first(tickets_ptr, launch, INNER, SOON)
@@ -183,8 +238,8 @@ def _few(
             )  # fmt: skip
         else:
             a = added(
-                a, a_outer, a_few, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, first, first < size, strip * BN,
-                whole, 0, 0, units, MATRICES, FIRST_END, SECOND_END, WIDE, FEW, BN, True, False,
+                a, a_outer, a_few, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, first, first < size, column,
+                last_column, whole, 0, 0, units, MATRICES, FIRST_END, SECOND_END, WIDE, FEW, True, False,
             )  # fmt: skip
     if STRIPS > 0 or SCALED:
         a, b = _scaled(a, scale, bias), b * scale
@@ -194,8 +249,11 @@ def _few(
         a = _gated(a, b)
     if ADD:
         a += before
-    y = a.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + place, y, mask=inside)
+    if D > 0:
+        store_pairs(a, cos, sin, to, strip, in_rows, BN, ROWS, HEADS, KV, D)
+    else:
+        y = a.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + place, y, mask=inside)
     if ADD:
         gain = tl.load(gain_ptr + first, mask=first < size, other=0.0).to(tl.float32)
         y = tl.where(inside, y.to(tl.float32), 0.0)
@@ -260,15 +318,15 @@ def _many(
         firsts = tl.load(firsts_ptr + rows, mask=rows < count, other=0)
         counts = tl.load(counts_ptr + rows, mask=rows < count, other=0)
         low, high = tl.min(tl.where(counts > 0, firsts, 1 << 30), 0), tl.max(firsts + counts, 0)
-        whole = size * 2 if GATE else size
+        whole, last = size * 2 if GATE else size, tl.minimum(column0 + BN, size) - 1
         a = added(
-            a, a, a, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, first, first < size, column0, whole, 0,
-            low, high, MATRICES, FIRST_END, SECOND_END, WIDE, FEW, BN, False, True,
+            a, a, a, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, first, first < size, column0, last, whole, 0,
+            low, high, MATRICES, FIRST_END, SECOND_END, WIDE, FEW, False, True,
         )  # fmt: skip
         if GATE:
             b = added(
-                b, b, b, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, first + size, first < size, column0, whole,
-                1, low, high, MATRICES, FIRST_END, SECOND_END, WIDE, FEW, BN, False, True,
+                b, b, b, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, first + size, first < size, column0, last,
+                whole, 1, low, high, MATRICES, FIRST_END, SECOND_END, WIDE, FEW, False, True,
             )  # fmt: skip
     bias = tl.zeros([BN], tl.float32)[None, :]
     if BIAS:
@@ -307,16 +365,14 @@ def _strip_sums(x, BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _scales(squares_ptr, scale_ptr, count, squares_stride, eps, STRIPS: tl.constexpr, K: tl.constexpr,
-            ROWS: tl.constexpr, SOON: tl.constexpr):  # fmt: skip
+def _scales(squares_ptr, scale_ptr, count, squares_stride, eps, STRIPS: tl.constexpr, MOST: tl.constexpr,
+            K: tl.constexpr, ROWS: tl.constexpr, SOON: tl.constexpr):  # fmt: skip
     """scale [R] of the norm that reads the residual next."""
     begin_after(SOON)
     nearly_done(SOON)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    total = tl.zeros([ROWS], squares_ptr.dtype.element_ty)
-    for other in range(STRIPS):
-        total += tl.load(squares_ptr + other * squares_stride + rows, mask=rows < count, other=0.0)
-    tl.store(scale_ptr + rows, _scale_of(total, eps, K), mask=rows < count)
+    squares = _squares(squares_ptr, squares_stride, rows, count, STRIPS, MOST, "")
+    tl.store(scale_ptr + rows, _scale_of(pair_sum(squares, MOST, ROWS), eps, K), mask=rows < count)
 
 
 @dataclass(frozen=True)
@@ -346,9 +402,9 @@ def tiling(size: int, inner: int, gate: bool = False) -> Tiling:
     elif size >= 2048:
         width, block, split, warps, stages = 64, 256, 1 if size >= 90 * 64 else 2, 4, 4
     elif inner >= 1024:
-        width, block, split, warps, stages = 32, 128, 4, 4, 4
+        width, block, split, warps, stages = 32, 128, 4, 4, 3
     else:
-        width, block, split, warps, stages = 16, 64, 1, 2, 6
+        width, block, split, warps, stages = 16, 64, 1, 2, 10
     block = next((b for b in (256, 128, 64, 32) if b <= block and inner % b == 0), block)
     return Tiling(width, block, split, warps, stages)
 
@@ -425,46 +481,72 @@ class Around:
     eps: float | None = None  # x is the workspace's `next`, to be normed
     scale: Tensor | None = None  # [rows] float32: the same with the scales of the norm given
     adapters: LowRankSum | None = None  # of the rows: what they add
+    again: bool = False  # the matrix is read again soon, by the next stage of a draft: it should stay in the cache
+    places: HeadPlaces | None = None  # the outputs are queries, keys and values, and go there: see `can_place`
 
 
 PLAIN = Around()
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, work: Workspace, around: Around = PLAIN
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, work: Workspace, around: Around = PLAIN
 ) -> None:
-    """out [rows, n] from x [rows, k]."""
-    rows, size = x.shape[0], weight.shape[0] // 2 if around.gate else weight.shape[0]
+    """out [rows, n] from x [rows, k]. No `out`: it goes to `around.places`."""
+    rows, inner = x.shape
+    size = weight.shape[0] // 2 if around.gate else weight.shape[0]
+    if around.eps is not None and rows > FEW_ROWS:
+        around = replace(around, eps=None, scale=norm_scales(work, rows, inner, around.eps))
     if around.adapters is not None and not is_inside(rows):
         multiply_inner(x, around.adapters)
-    in_strips = rows <= (STRIP_ROWS if tiling(size, weight.shape[1], around.gate).split > 1 else FEW_ROWS)
-    (_linear_few if in_strips else _linear_many)(x, weight, bias, out, work, around, size)
+    cut = tiling(size, inner, around.gate)
+    if rows <= (STRIP_ROWS if cut.split > 1 else FEW_ROWS):
+        _linear_few(x, weight, bias, out, work, around, size)
+    else:
+        assert out is not None, "many rows are placed by a kernel of their own"
+        _linear_many(x, weight, bias, out, work, around, size)
     if around.gain is not None:
-        work.strips = triton.cdiv(size, tiling(size, weight.shape[1]).width)
+        work.strips = triton.cdiv(size, cut.width)
+
+
+def can_place(rows: int, weight: Tensor, head_dim: int) -> bool:
+    """Whether the product with this matrix places queries, keys and values of as many rows itself: few rows, and whole
+    strips in every head."""
+    return rows <= FEW_ROWS and head_dim % tiling(*weight.shape).width == 0
 
 
 def _linear_few(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, work: Workspace, around: Around, size: int
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, work: Workspace, around: Around, size: int
 ) -> None:
     rows, inner, soon = x.shape[0], weight.shape[1], early(x.device)
     cut = tiling(size, inner, around.gate)
-    padded = max(16, triton.next_power_of_2(rows))
-    block, warps = cut.inner, cut.warps
+    padded, part = max(16, triton.next_power_of_2(rows)), cut.part(inner)
+    block, warps, stages = cut.inner, cut.warps, cut.stages
     if padded > FEW_ROWS:  # as wide blocks would leave no memory for several stages, nor registers for the sums
-        part = cut.part(inner)
         block, warps = next(b for b in (128, 64, 32, 16) if part % b == 0), 8
+    elif around.gate and cut.width == 16 and padded <= 32:
+        warps, stages = 2, 10
     warps = least_warps(around.adapters, warps)
-    stage = block * (cut.width * (2 if around.gate else 1) + padded) * x.element_size()
-    low = low_rank_arguments(around.adapters, padded + cut.width * (2 if around.gate else 1), 32 * warps)
+    read = cut.width * (2 if around.gate else 1)  # rows of the matrix that a program reads
+    stage = block * (read + padded) * x.element_size()
+    low = low_rank_arguments(around.adapters, padded + read, 32 * warps)
     strips = triton.cdiv(size, cut.width)
     within = inner_arguments(around.adapters, rows, strips * cut.split)
+    bytes_read = part * x.element_size()  # of one row of the matrix
+    eager, alone = padded <= FEW_ROWS and read * bytes_read <= EAGER_BYTES, padded == 16
+    lines = triton.next_power_of_2(triton.cdiv(bytes_read, LINE)) if eager else FIRST_LINES if alone else 0
+    places, strips_before = around.places, 0 if around.eps is None else work.strips
+    placed: tuple[Tensor | int | None, ...] = (None, None, None, None, 0, None, 0, None, None)
+    if places is not None:
+        placed = (places.q, places.keys, places.values, places.pages, places.pages.stride(0), places.meta,
+                  places.meta.stride(0), *places.angles)  # fmt: skip
     _few[(within.sizes[1],) if within.tiles else (strips, cut.split)](
         x, weight, bias, work.squares, around.scale, out, around.gain, work.next, work.part, work.done,
-        *low.tensors, *within.tensors, rows, size, around.eps or 0.0, work.squares.stride(0), within.tiles,
-        0 if around.eps is None else work.strips, around.scale is not None, around.gate, around.gain is not None,
-        bias is not None, cut.split, inner, cut.part(inner), block, cut.width, padded, *low.sizes,
+        *low.tensors, *within.tensors, *placed, rows, size, around.eps or 0.0, work.squares.stride(0), within.tiles,
+        strips_before, triton.next_power_of_2(strips_before), around.scale is not None, around.gate,
+        around.gain is not None, bias is not None, cut.split, inner, part, block, cut.width, padded,
+        lines if soon else 0, eager, alone, around.again, *((0,) * 4 if places is None else places.sizes), *low.sizes,
         *within.sizes, soon,
-        num_warps=warps, num_stages=max(1, min(cut.stages, SHARED // stage)), launch_pdl=soon,
+        num_warps=warps, num_stages=max(1, min(stages, SHARED // stage)), launch_pdl=soon,
     )  # fmt: skip
 
 
@@ -477,17 +559,14 @@ def _linear_many(
                     x.dtype == torch.float32)  # fmt: skip
     part = cut.part(inner)
     block = next(b for b in (tile.inner, 64, 32, 16) if part % b == 0)
-    scale = around.scale
-    if around.eps is not None:
-        scale = norm_scales(work, rows, inner, around.eps)
     copied = _copies(x, weight, inner, block)
     low = low_rank_arguments(around.adapters, tile.rows + tile.outputs, 32 * tile.warps, True)
     _many[(triton.cdiv(rows, tile.rows) * triton.cdiv(size, tile.outputs),)](
         TensorDescriptor.from_tensor(x, [tile.rows, block]) if copied else x,
         TensorDescriptor.from_tensor(weight, [tile.outputs, block]) if copied else weight,
-        bias, work.squares, scale, out, around.gain, work.next, *low.tensors, rows, size, work.squares.stride(0),
-        scale is not None, around.gate, around.gain is not None, bias is not None, cut.split,
-        inner, part, block, tile.rows, tile.outputs, cut.width, 8, copied, *low.sizes, soon,
+        bias, work.squares, around.scale, out, around.gain, work.next, *low.tensors, rows, size,
+        work.squares.stride(0), around.scale is not None, around.gate, around.gain is not None, bias is not None,
+        cut.split, inner, part, block, tile.rows, tile.outputs, cut.width, 8, copied, *low.sizes, soon,
         num_warps=tile.warps, num_stages=tile.stages, launch_pdl=soon,
     )  # fmt: skip
 
@@ -501,8 +580,8 @@ def _copies(x: Tensor, weight: Tensor, inner: int, block: int) -> bool:
 def norm_scales(work: Workspace, rows: int, inner: int, eps: float) -> Tensor:
     """[rows] float32: the scales of the norm of the residual that was written last."""
     scale, soon = work.scale[:rows], early(work.scale.device)
-    _scales[(triton.cdiv(rows, 64),)](
-        work.squares, scale, rows, work.squares.stride(0), eps, work.strips, inner, 64, soon,
-        num_warps=2, launch_pdl=soon,
+    _scales[(triton.cdiv(rows, 16),)](
+        work.squares, scale, rows, work.squares.stride(0), eps, work.strips, triton.next_power_of_2(work.strips),
+        inner, 16, soon, num_warps=4, launch_pdl=soon,
     )  # fmt: skip
     return scale

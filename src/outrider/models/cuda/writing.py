@@ -8,7 +8,6 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from outrider.models.cuda.batch import Field
 from outrider.models.cuda.graphs import DevicePass, NoEvent, event, pinned
 
 IN_FLIGHT = 2  # parts
@@ -21,26 +20,10 @@ class Writing:
     ids: tuple[int, ...]
     run: DevicePass
     longest: int  # tokens of a text that the pass is made for
-    keys: Tensor  # [sequences] int64: of the dice
+    keys: Tensor | None  # [sequences] int64: of the dice; None: all take the likeliest token
     heat: Tensor  # [sequences] temperatures; 0: the likeliest token
     drawn: Tensor | None  # [sequences] temperatures of those that draw as rejection does, 0: of others; None: nobody
     positions: Tensor  # [sequences] int64: of the token to be written
-    step: Tensor  # what a token adds to the table of the pass
-    newest: Tensor | None = None  # [sequences] int64: the tokens written last
-
-    def advance(self) -> None:
-        """The newest tokens are fed next."""
-        assert self.newest is not None
-        self.run.meta += self.step
-        self.run.meta[Field.TOKEN, : len(self.ids)] = self.newest
-        self.positions += 1
-
-
-def step_of(run: DevicePass, count: int) -> Tensor:
-    """Each of `count` sequences is one further at its next token."""
-    step = torch.zeros_like(run.meta)
-    step[[Field.POSITION, Field.PLACE, Field.BASE, Field.END], :count] = 1
-    return step
 
 
 @dataclass(frozen=True, eq=False)
