@@ -175,13 +175,38 @@ def test_both_ways_are_tried_in_parts_and_for_no_longer_than_that_takes():
     assert len(model.written) > FIRST_PASSES // 4
 
 
+def test_each_part_of_a_step_is_measured_by_itself():
+    """The first one of a process takes far longer than the others: as a part it counts as what it is."""
+    model, policy, learned = PagedMarkov(), DraftingPolicy(), []
+    engine = Engine(model, Scripted(lambda seq, guessed: 0, 6), Limits(4), policy)
+    engine.add(Sequence(0, [1, 2], SamplingParams(60)))
+    engine.step()
+    policy.trial.drafts = lambda *batch: False
+    policy.trial.learn = lambda seqs, drafted, tokens, seconds, passes, work: learned.append((seqs, tokens, passes))
+    engine.step()
+    assert learned == [(1, 4, 4)] * (FIRST_PASSES // 4)
+
+
+@pytest.mark.parametrize("due", [False, True])
+def test_where_plain_writing_is_faster_a_prompt_is_taken_as_far_as_the_target_has_it(due):
+    """Unless drafts are to be tried again: then as far as the drafter has it, too, which could not draft otherwise."""
+    model, policy = PagedMarkov(), DraftingPolicy()
+    policy.trial.prefers_plain, policy.trial.is_due = lambda *batch: True, lambda *batch: due
+    drafter = Scripted(lambda seq, guessed: 0, 6)
+    drafter.prefix = lambda seq: 0
+    engine = Engine(model, drafter, Limits(4), policy)
+    engine.add(Sequence(0, [1, 2], SamplingParams(4)))
+    engine.step()
+    assert model.begun == ([] if due else [0])
+
+
 def test_whether_drafts_pay_is_found_out_for_each_drafter_and_adapter():
     """A head that pays for a model may cost time with an adapter; what one has shown does not decide for the other."""
     policy, asked = DraftingPolicy(), collections.defaultdict(set)
 
-    def noted(name, own, *batch):
-        asked[name].add(batch[-1])
-        return own(*batch)
+    def noted(name, own, *batch, **named):
+        asked[name].add(named.get("work", batch[-1]))
+        return own(*batch, **named)
 
     for name in ("drafts", "learn", "prefers_plain"):
         setattr(policy.trial, name, partial(noted, name, getattr(policy.trial, name)))

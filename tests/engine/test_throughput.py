@@ -126,3 +126,24 @@ def test_an_adapter_with_which_drafts_do_not_pay():
     for other in range(REMEMBERED, 2 * REMEMBERED):
         trial.drafts(1, other)
     assert not trial.prefers_plain(1, "haiku"), "it would have to be tried again"
+
+
+def test_a_slow_first_part_does_not_decide_against_drafts():
+    """What a process does once (kernels that are launched for the first time) is in the first part of its rounds."""
+    trial = ThroughputTrial()
+    for seconds in (0.2, 0.007):
+        trial.learn(1, True, 20, seconds, 8)
+    for _ in range(FIRST_PASSES // 4):
+        trial.learn(1, False, 4, 0.0022, 4)
+    assert trial.drafts(1)
+    assert not trial.is_due(1)
+
+
+def test_drafts_that_were_slower_are_due_again():
+    trial = ThroughputTrial()
+    steps(trial, 2 * FIRST_PASSES + TRY_AGAIN - 1, {True: 100.0, False: 300.0})
+    assert not trial.is_due(32)
+    steps(trial, 1, {True: 100.0, False: 300.0})
+    assert trial.is_due(32)
+    steps(trial, TRY_PASSES + 1, {True: 100.0, False: 300.0})
+    assert not trial.is_due(32)

@@ -7,6 +7,7 @@ it has not seen plus a draft. Plain decoding is the same loop with empty drafts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
+from functools import partial
 from time import perf_counter, thread_time
 
 from outrider.core.draft import EMPTY, Draft
@@ -19,7 +20,7 @@ from outrider.engine import bulk, judge
 from outrider.engine.drafting import DrafterPool
 from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import FeedPlan, Limits, Scheduler
-from outrider.engine.unattended import UnattendedSteps, share_time
+from outrider.engine.unattended import Learn, UnattendedSteps, share_time, tokens_of
 from outrider.models.base import Feed, Model, Output, Outputs, Paged, SharesPrefixes
 
 # Chunks of prompts that wait from which on they are read beside the tokens of the sequences that write already, and the
@@ -104,12 +105,9 @@ class Engine:
             return self._advance(writer, drafting=True)
         trial, settled = self.policy.trial, all(seq.output for seq in running)  # no prompt is left: it takes longer
         work = self._unattended.work(running)
-        begin, before, drafting = perf_counter(), _progress(running), trial.drafts(len(running), work)
-        ended = self._advance(writer, drafting)
-        if settled:
-            tokens, passes = (after - was for after, was in zip(_progress(running), before, strict=True))
-            trial.learn(len(running), drafting, tokens, perf_counter() - begin, max(1, passes), work)
-        return ended
+        drafting = trial.drafts(len(running), work)
+        learn = partial(trial.learn, len(running), drafting, work=work)
+        return self._advance(writer, drafting, learn if settled else None)
 
     def _repays(self, writer: Drafter, running: Seq[Sequence]) -> bool:
         """Whether what the drafter has to read before it can draft is worth it: a draft model's whole prompt."""
@@ -117,16 +115,20 @@ class Engine:
             return True
         return self.policy.reading_repays(self._pool.readers(writer), running, self._unattended.work(running))
 
-    def _advance(self, writer: Drafter | None, drafting: bool) -> list[Sequence]:
-        """`writer`: who can draft without the host now."""
+    def _advance(self, writer: Drafter | None, drafting: bool, learn: Learn | None = None) -> list[Sequence]:
+        """`writer`: who can draft without the host now. `learn`: what is written in which time, in passes or parts."""
         running, paged = self.scheduler.running, self._paged
-        if drafting and writer is not None and self._unattended.draft(writer, running):
+        if drafting and writer is not None and self._unattended.draft(writer, running, learn):
             return self.sweep()
         if paged is None or not running or not bulk.possible(running, self._pool, drafting):
-            return self._pass(self._plan(), drafting)
+            begin, seqs, before = perf_counter(), list(running), tokens_of(running)
+            ended = self._pass(self._plan(), drafting)
+            if learn is not None:
+                learn(tokens_of(seqs) - before, perf_counter() - begin, 1)
+            return ended
         if unread := bulk.unread(running, self.model.length):
             return self._read(unread)
-        self._unattended.write(running, paged, self._measures_drafting(running))
+        self._unattended.write(running, paged, self._measures_drafting(running), learn)
         return self.sweep()
 
     def _read(self, unread: Seq[Sequence]) -> list[Sequence]:
@@ -141,6 +143,7 @@ class Engine:
         """A sequence whose prompt is not run yet takes what others have run of it by now, as far as its drafter has
         read that too; all of it where nobody would draft anyway."""
         plain = self._paged is not None and self._unattended.prefers_plain(running)
+        plain = plain and not self._unattended.is_due(running)
         for seq in running:
             if plain and not seq.output:
                 seq.stats.cached += model.begin(seq.id, seq.tokens, seq.scope)
@@ -258,8 +261,3 @@ class Engine:
             if self.policy is not None:
                 self.policy.end(seq)
         return ended
-
-
-def _progress(seqs: Seq[Sequence]) -> tuple[int, int]:
-    """Tokens that they have written, and passes of the sequence that had most."""
-    return sum(len(seq.output) for seq in seqs), max(seq.stats.steps for seq in seqs)

@@ -15,10 +15,10 @@ from statistics import median
 
 # Passes of each way before one is chosen: the rounds that a device takes before the host looks (drafters/rounds).
 FIRST_PASSES = 16
-# Steps with drafts that count: drafts bring many tokens in few steps, so fewer say too little.
+# Steps with drafts that count, or parts of steps: drafts bring many tokens in few of them, so fewer say too little.
 COUNTED_STEPS = 64
-# How many times as long a pass as the lower quartile a step may count: a step that captures a graph takes far longer,
-# and is no measure of the steps to come.
+# How many times as long a pass as the lower quartile a step may count: one that captures a graph, or is the first of a
+# process, takes far longer, and is no measure of the steps to come.
 LONGEST_STEP = 1.5
 # Times as fast as plain steps that drafting has to be: measurements are noisy, and sequences that draft end apart,
 # which no step shows: at 16 sequences steps that were 3 % faster made whole requests slower (LOG, 2026-11-17).
@@ -51,6 +51,10 @@ class ThroughputTrial:
         """Whether both ways were tried, and drafting was faster."""
         return self._kind(seqs, work).prefers_drafts
 
+    def is_due(self, seqs: int, work: Hashable = None) -> bool:
+        """Whether drafting, though found to be slower, is to be tried again in the next step."""
+        return self._kind(seqs, work).is_due
+
     def saved(self, seqs: int, work: Hashable = None) -> float | None:
         """Seconds that drafting saves with each token of such a batch; None: one way was not tried yet."""
         return self._kind(seqs, work).saved
@@ -58,7 +62,7 @@ class ThroughputTrial:
     def learn(
         self, seqs: int, drafted: bool, tokens: int, seconds: float, passes: int = 1, work: Hashable = None
     ) -> None:
-        """What a step wrote, which may be several passes of the target."""
+        """What a step wrote, or a part of it, which may be several passes of the target."""
         self._kind(seqs, work).learn(drafted, tokens, seconds, passes)
 
     def _kind(self, seqs: int, work: Hashable) -> _KindOfStep:
@@ -95,6 +99,10 @@ class _KindOfStep:
     @property
     def prefers_drafts(self) -> bool:
         return self._tried and self._faster
+
+    @property
+    def is_due(self) -> bool:
+        return self.prefers_plain and self._since >= self._again
 
     @property
     def saved(self) -> float | None:

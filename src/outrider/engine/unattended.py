@@ -22,6 +22,8 @@ from outrider.models.base import Model, Paged, SharesPrefixes
 # requests that wait for memory, and whether drafting still pays, can wait for some 60 ms of a small model.
 LONGEST_STEP = 48
 
+Learn = Callable[[int, float, int], None]  # tokens, seconds, passes
+
 
 class UnattendedSteps:
     def __init__(
@@ -45,33 +47,38 @@ class UnattendedSteps:
         """Whether such a batch was found to be faster without drafts."""
         return self._policy is not None and self._policy.trial.prefers_plain(len(seqs), self.work(seqs))
 
-    def draft(self, drafter: Drafter, running: Seq[Sequence]) -> bool:
-        """Steps that the drafter and the target take together; False: they could not."""
-        wrote, seqs, share = False, list(running), _PartShare(running)
+    def is_due(self, seqs: Seq[Sequence]) -> bool:
+        """Whether drafts of such a batch are tried again now, though they were found to be slower."""
+        return self._policy is not None and self._policy.trial.is_due(len(seqs), self.work(seqs))
+
+    def draft(self, drafter: Drafter, running: Seq[Sequence], learn: Learn | None = None) -> bool:
+        """Steps that the drafter and the target take together; False: they could not. `learn`: what each part wrote."""
+        wrote, seqs, share = False, list(running), _PartShare(running, learn)
         settled = self._policy is None or self._policy.trial.prefers_drafts(len(seqs), self.work(seqs))
         for part in self._pool.write(drafter, seqs, self._wait, self._going(seqs, settled)):
             wrote = True
             for seq, steps in zip(seqs, part, strict=True):
                 if seq.finish is None:
                     self._commit(seq, steps, drafter.name)
-            share()
+            share(max(len(steps.tokens) for steps in part))
         return wrote
 
-    def write(self, running: Seq[Sequence], paged: Paged, tried: bool) -> None:
-        """Tokens that the target writes by itself. `tried`: drafts may be faster. Who reads its states is shown them,
-        unless plain writing was found to be faster anyway: states of a large batch take much memory."""
+    def write(self, running: Seq[Sequence], paged: Paged, tried: bool, learn: Learn | None = None) -> None:
+        """Tokens that the target writes by itself. `tried`: drafts may be faster. `learn`: what each part wrote. Who
+        reads its states is shown them, unless plain writing was found to be faster anyway: states of a large batch take
+        much memory."""
         begin, layers = perf_counter(), self._pool.layers(running)
         plain = self.prefers_plain(running)
         if layers and plain:
             self._pool.rest(running)
             layers = []
-        seqs, steps, first, share = list(running), 0, False, _PartShare(running)
+        seqs, steps, first, share = list(running), 0, False, _PartShare(running, learn)
         going = self._going(seqs, settled=plain or not tried)
         for written in bulk.write(seqs, self._model, paged, layers, self._wait, going):
             steps, first = steps + len(written.tokens), first or written.first
             if written.hidden is not None:
                 self._show(seqs, written.hidden, layers)
-            share()
+            share(len(written.tokens))
         if self._policy is not None and not first:
             self._policy.cost.learn(len(seqs), (perf_counter() - begin) / steps)
 
@@ -110,11 +117,20 @@ class _PartShare:
     """The time of a step that comes in parts: a sequence that ends with one of them is told its result before the step
     is over."""
 
-    def __init__(self, seqs: Seq[Sequence]) -> None:
-        self._going, self._since = list(seqs), perf_counter()
+    def __init__(self, seqs: Seq[Sequence], learn: Learn | None) -> None:
+        self._seqs, self._going, self._learn = list(seqs), list(seqs), learn
+        self._written, self._since = tokens_of(seqs), perf_counter()
 
-    def __call__(self) -> None:
-        """A part is over."""
-        now = perf_counter()
+    def __call__(self, passes: int) -> None:
+        """A part of so many passes is over."""
+        now, written = perf_counter(), tokens_of(self._seqs)
         share_time([("target", now - self._since)], self._going)
+        if self._learn is not None:
+            self._learn(written - self._written, now - self._since, passes)
         self._going, self._since = [seq for seq in self._going if seq.finish is None], now
+        self._written = written
+
+
+def tokens_of(seqs: Seq[Sequence]) -> int:
+    """Of all of them together."""
+    return sum(len(seq.tokens) for seq in seqs)

@@ -22,9 +22,9 @@ if TYPE_CHECKING:  # needs Triton, as a target on a device does
     from outrider.models.cuda.rejection import ChainDraws
 
 # (sequences up to which, rows of a pass that they and their drafts share). Kernels take 16, 32, 64 or 128 rows at once,
-# so a pass costs in steps: SmolLM2 on an H200 takes 0.75 ms for 32 rows, 1.0 for 64, 1.3 for 128 (docs/benchmarks/
-# gpu-h200). Chosen with estimates of what a head keeps (3.0, 2.6, 2.1, 1.7 tokens of 15, 7, 3 nodes, 1), not tried.
-ROW_BUDGETS = ((4, 32), (32, 64), (1 << 30, 128))
+# so a pass costs in steps: SmolLM2 on an H200 takes 0.53 ms for 16 rows, 0.60 for 32, 0.82 for 64 (LOG, 2026-11-18,
+# passes of few rows). Chosen with estimates of what a head keeps (3.0, 2.6, 2.1, 1.6 tokens of 15, 7, 3 nodes, 1).
+ROW_BUDGETS = ((16, 32), (32, 64), (1 << 30, 128))
 
 
 def node_budget(sequences: int) -> int:

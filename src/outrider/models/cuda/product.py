@@ -48,6 +48,8 @@ LINE = 128  # bytes of a line of the cache that all processors share
 # may do the same while this one computes; of larger ones the first lines of each row (LOG, 2026-11-18, passes of few
 # rows).
 EAGER_BYTES, FIRST_LINES = 60_000, 4
+# Rows up to which there are registers for what comes after the sums to be read before them, with adapters too.
+ALONE_ROWS = 16
 
 
 @triton.jit
@@ -508,10 +510,10 @@ def linear(
         work.strips = triton.cdiv(size, cut.width)
 
 
-def can_place(rows: int, weight: Tensor, head_dim: int) -> bool:
-    """Whether the product with this matrix places queries, keys and values of as many rows itself: few rows, and whole
-    strips in every head."""
-    return rows <= FEW_ROWS and head_dim % tiling(*weight.shape).width == 0
+def can_place(rows: int, weight: Tensor, head_dim: int, adapted: bool) -> bool:
+    """Whether the product with this matrix places queries, keys and values of as many rows itself: few rows, fewer with
+    adapters, and whole strips in every head."""
+    return rows <= (ALONE_ROWS if adapted else FEW_ROWS) and head_dim % tiling(*weight.shape).width == 0
 
 
 def _linear_few(
@@ -525,6 +527,8 @@ def _linear_few(
         block, warps = next(b for b in (128, 64, 32, 16) if part % b == 0), 8
     elif around.gate and cut.width == 16 and padded <= 32:
         warps, stages = 2, 10
+    if crowded := around.adapters is not None and padded > ALONE_ROWS:  # no registers are left for more stages
+        stages = min(stages, 6)
     warps = least_warps(around.adapters, warps)
     read = cut.width * (2 if around.gate else 1)  # rows of the matrix that a program reads
     stage = block * (read + padded) * x.element_size()
@@ -532,7 +536,8 @@ def _linear_few(
     strips = triton.cdiv(size, cut.width)
     within = inner_arguments(around.adapters, rows, strips * cut.split)
     bytes_read = part * x.element_size()  # of one row of the matrix
-    eager, alone = padded <= FEW_ROWS and read * bytes_read <= EAGER_BYTES, padded == 16
+    eager = padded <= FEW_ROWS and read * bytes_read <= EAGER_BYTES and not crowded
+    alone = padded <= ALONE_ROWS
     lines = triton.next_power_of_2(triton.cdiv(bytes_read, LINE)) if eager else FIRST_LINES if alone else 0
     places, strips_before = around.places, 0 if around.eps is None else work.strips
     placed: tuple[Tensor | int | None, ...] = (None, None, None, None, 0, None, 0, None, None)
