@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -114,10 +115,7 @@ def _number(value: Any, shape: str) -> str:
 
 
 def notes(report: Report) -> list[str]:
-    lines = [*gpu_report.lines(report["parts"]), *report["notes"]]
-    for line in report["lost"]:
-        where = f", {line['batch']} at once" if "batch" in line else ""
-        lines.append(f"{line['engine']} {line['mode']}{where}: {line['error']}")
+    lines = [*gpu_report.lines(report["parts"]), *report["notes"], *_lost(report["lost"])]
     for row in report["rows"]:
         name = f"{row['engine']} {row['mode']}, {row['batch']} at once"
         if row["slower_calls"] and row["engine"] == OURS and row["batch"] > 1:
@@ -125,6 +123,15 @@ def notes(report: Report) -> list[str]:
         if row["cold"]:
             lines.append(f"{name}: {row['cold']} calls without warm-up: its time was up")
     return lines
+
+
+def _lost(lines: Sequence[Report]) -> list[str]:
+    """Modes and calls that failed; the same fault of the same mode once."""
+    said = Counter[str]()
+    for line in lines:
+        where = f", {line['batch']} at once" if "batch" in line else ""
+        said[f"{line['engine']} {line['mode']}{where}: {line['error']}"] += 1
+    return [text if times == 1 else f"{text} ({times} times)" for text, times in said.items()]
 
 
 def markdown(report: Report) -> str:
