@@ -29,7 +29,7 @@ from outrider.drafters import DRAFT_MODEL
 from outrider.settings import Settings
 
 DEVICE = "On a GPU, or with --batches"
-BATCHES, PARTS = "1,4,16,64,256", ("batches", "passes", "bulk", "8b")
+BATCHES, PARTS = "1,4,16,64,256", ("batches", "passes", "bulk", "8b", "8b-oracle")
 WHOLE_CALLS = ("transformers", "vllm")  # peers that answer many prompts in one call
 SINGLE, QUICK_SINGLE = 24, 4
 # Options of the benchmark of single prompts.
