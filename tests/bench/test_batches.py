@@ -321,6 +321,12 @@ def test_the_first_request_and_the_least_prompt_are_told():
     assert (found["slower_prompts"], found["prompts"], found["slower_requests"], found["requests"]) == (0, 2, 1, 6)
 
 
+def test_what_a_call_takes_beside_writing_is_its_prompts():
+    made = [turn("none", took, round=n, batch=4, writing_s=0.5) for n, took in enumerate((0.6, 0.7, 0.9))]
+    assert rows_of(*made)["outrider", "none", 4]["reading_ms"] == pytest.approx(200.0)
+    assert rows_of(turn("none", 1.0))["outrider", "none", 1]["reading_ms"] is None
+
+
 def test_batches_have_no_least_prompt():
     row = rows_of(turn("none", 1.0, batch=4), turn("auto", 0.5, batch=4))["outrider", "auto", 4]
     assert row["one_at_a_time"] is None

@@ -80,6 +80,7 @@ def _row(turns: Sequence[Line], batch: int, mode: tuple[str, str], alone: dict[t
         "tokens_per_second": statistics.median(_by_round(own)),
         "ratio": _spread(pairs, "seconds"),
         "writing_tokens_per_second": _writing(own),
+        "reading_ms": _reading(own),
         "writing_ratio": _spread([pair for pair in pairs if "writing_s" in pair[0]], "writing_s"),
         **_least(pairs),
         "one_at_a_time": _one_at_a_time(pairs) if batch == 1 else None,
@@ -107,6 +108,12 @@ def _writing(turns: Sequence[Line]) -> float | None:
     """Tokens a second from the first token to the last."""
     known = [turn for turn in turns if turn.get("writing_s")]
     return statistics.median(_by_round(known, "writing_s")) if known else None
+
+
+def _reading(turns: Sequence[Line]) -> float | None:
+    """Milliseconds of a call beside its writing: its texts become tokens, and all its prompts are read."""
+    known = [1e3 * (turn["seconds"] - turn["writing_s"]) for turn in turns if turn.get("writing_s")]
+    return statistics.median(known) if known else None
 
 
 def _spread(pairs: Sequence[tuple[Line, Line]], seconds: str) -> Report | None:

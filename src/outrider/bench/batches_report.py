@@ -81,11 +81,11 @@ def _one_at_a_time(rows: Sequence[Report]) -> ReportTable:
 
 
 def _written(rows: Sequence[Report]) -> ReportTable:
-    columns = ("mode", "at once", "tok/s", "of our plain")
+    columns = ("mode", "at once", "tok/s", "of our plain", "the rest of a call (prompts), ms")
     body = [
         (
             f"{row['engine']} {row['mode']}", str(row["batch"]), f"{row['writing_tokens_per_second']:,.0f}",
-            "1" if row["mode"] == PLAIN else _times(row["writing_ratio"]),
+            "1" if row["mode"] == PLAIN else _times(row["writing_ratio"]), _number(row["reading_ms"], ",.1f"),
         )
         for row in rows
         if row["writing_tokens_per_second"] is not None
