@@ -2,7 +2,7 @@
 # What is claimed of a GPU, measured on a rented one in minutes (docs/benchmarks, "On a rented GPU").
 #
 #   scripts/h200_measure.sh site [FOLDER]       here: packages that the machine lacks, into .carry
-#   scripts/h200_measure.sh parts FILE FOLDER   here: a file in parts of 58 MB, to be joined there with cat
+#   scripts/h200_measure.sh parts FILE FOLDER   here: a file in parts of 33 MB, to be joined there with cat
 #   scripts/h200_measure.sh run MODEL PROMPTS OUT [STAGE...]   there: the stages, all of them unless some are named
 #
 # MODEL: a folder, or a GGUF file, which is written out as a folder in bfloat16 first. PROMPTS: JSONL in Spec-Bench's
@@ -21,6 +21,7 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python3}
 STAGES=(speed batches serve shape8b oracle8b eagle8b)
+PART=33000000 # bytes: with the working tree (22 MB) a call then carries less than 64 MiB
 PACK_EVERY=10 # seconds: a machine that is taken back loses at most as much
 
 fail() { echo "h200_measure: $*" >&2 && exit 2; }
@@ -143,7 +144,7 @@ site)
 parts)
     [ $# = 3 ] && [ -f "$2" ] || fail "parts needs a FILE that is there, and a FOLDER"
     mkdir -p "$3"
-    split -b 58000000 -d "$2" "$3/$(basename "$2")."
+    split -b $PART -d "$2" "$3/$(basename "$2")."
     ls -l "$3"
     ;;
 stage) # of `run`, which has checked and exported everything

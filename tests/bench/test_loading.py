@@ -24,6 +24,9 @@ def test_one_alone_takes_what_an_engine_takes_by_itself():
 
 def test_where_nothing_is_left_each_asks_for_the_least_and_loading_says_that_it_does_not_fit():
     assert loading.cache_bytes(20 * GIB, 5, EIGHT_BILLION) == loading.LEAST
+    assert not loading.fit(20 * GIB, 5, EIGHT_BILLION)
+    assert loading.fit(H200, 6, EIGHT_BILLION)
+    assert not loading.fit(H200, 7, EIGHT_BILLION)
 
 
 def test_a_cpu_loads_one_at_a_time_unless_told():

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 import pytest
 from serving import outrider_serve
 
-from outrider.bench import serve_report as reports
+from outrider.bench import serve as serving, serve_report as reports
 from outrider.bench.load import Load
 from outrider.bench.serve import LoadPlan, LoadResult, asked, body, parse_streams, speculative
 from outrider.bench.workloads import BenchPrompt
@@ -203,6 +204,20 @@ def test_the_library_takes_turns_with_the_server(capsys, tiny_folder, prompts, t
     assert "share of it that the server keeps" in " ".join(shown.split())
     shares = re.findall(r"^\| (\d+) \| (\S+) \| [\d,.]+ \| [\d.]+ \[", (tmp_path / "report.md").read_text(), re.M)
     assert shares == [("1", "none"), ("1", "ngram"), ("3", "none"), ("3", "ngram")]
+
+
+def test_server_and_library_load_beside_each_other(tiny_folder, tmp_path):
+    """As on a GPU."""
+    shown, own = [], {"device": "cpu"}
+    made = plan(model=str(tiny_folder), output=tmp_path, library=True, ignore_eos=True, own=own)
+    with ExitStack() as opened:
+        show = lambda what, *_: shown.append(what)  # noqa: E731
+        server, calls = serving.open_all(made, opened, show, together=True)
+        assert reachable(server.url)
+        assert list(calls) == ["none", "ngram"]
+        assert calls["ngram"].wave(["the red fox"], 1, 4, 60.0)[0] == 4
+    assert not reachable(server.url)
+    assert [what.partition(": ")[2] for what in shown] == ["a server, the library with none, the library with ngram"]
 
 
 def test_a_run_is_bounded_in_time_and_has_some_of_everything(capsys, tiny_folder, prompts, tmp_path):

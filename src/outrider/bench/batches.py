@@ -183,8 +183,10 @@ class BatchRunner:
         free, total = loading.free_memory(self._plan.device)
         reserving = sum(mode.engine == VLLM for mode in wanted)
         free -= int(reserving * DEVICE_SHARE * total) if self._plan.device != "cpu" else 0
-        share = loading.cache_bytes(free, len(wanted) - reserving, loading.weight_bytes(model))
-        return {"cache_memory": round(share / loading.GIB, 3)}
+        workers, weights = len(wanted) - reserving, loading.weight_bytes(model)
+        if self._plan.device != "cpu" and not loading.fit(free, workers, weights):
+            self._tell(f"{workers} modes may not fit into {free / loading.GIB:.0f} GiB; name fewer with --draft")
+        return {"cache_memory": round(loading.cache_bytes(free, workers, weights) / loading.GIB, 3)}
 
     def _show_loading(self, left: Sequence[WantedMode], total: int) -> None:
         if left:

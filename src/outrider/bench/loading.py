@@ -100,3 +100,8 @@ def cache_bytes(free: int, workers: int, weights: int) -> int:
     alone would take, or an equal part of what is left."""
     left = free - workers * (weights + PROCESS)
     return max(LEAST, min(int(free * ALONE), int(left * FILLED) // workers))
+
+
+def fit(free: int, workers: int, weights: int) -> bool:
+    """Whether there is memory for as many workers, as far as one can tell."""
+    return workers * (weights + PROCESS + LEAST) <= free

@@ -173,13 +173,15 @@ def run(plan: LoadPlan, show: Show, save: Save = lambda outcome: None) -> LoadRe
 
 def _measure_own(plan: LoadPlan, until: float, outcome: LoadResult, show: Show, save: Save) -> None:
     with ExitStack() as opened:
-        server, calls = _open(plan, opened, show)
+        server, calls = open_all(plan, opened, show, together=_device(plan) != "cpu")
         _measure(plan, Load(server.url, plan.key, plan.timeout), calls, until, outcome, show, save)
 
 
-def _open(plan: LoadPlan, opened: ExitStack, show: Show) -> tuple[OwnServer, dict[str, LibraryCalls]]:
-    """The server, and the library with each mode where it is asked for. On a GPU they load beside each other; on a CPU
-    engines measure what their passes cost while they load."""
+def open_all(
+    plan: LoadPlan, opened: ExitStack, show: Show, together: bool
+) -> tuple[OwnServer, dict[str, LibraryCalls]]:
+    """The server, and the library with each mode where it is asked for. `together`: they load beside each other, as on
+    a GPU; on a CPU engines measure what their passes cost while they load."""
     modes, most, log = plan.modes if plan.library else (), max(plan.streams), plan.output / "server.log"
     path = sources.resolve(plan.model)  # a name that nobody knows is told before anything starts
     own, threads = _own_settings(plan, 1 + len(modes), path), plan.threads or machine.physical_cores()
@@ -191,7 +193,7 @@ def _open(plan: LoadPlan, opened: ExitStack, show: Show) -> tuple[OwnServer, dic
         library = partial(LibraryCalls, plan.model, mode, most, plan.output, threads=threads, own=own)
         starts.append((f"the library with {mode}", library))
     made: list[OwnServer | LibraryCalls] = []
-    for group in [starts] if _device(plan) != "cpu" else [[start] for start in starts]:
+    for group in [starts] if together else [[start] for start in starts]:
         show(f"loading {plan.model}: {', '.join(name for name, _ in group)}", 0, 0)
         for _, start in group:
             made.append(start())
