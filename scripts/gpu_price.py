@@ -215,12 +215,15 @@ def products(say: Say) -> None:
         out = torch.zeros(ROWS, outputs, device=device, dtype=dtype)
         used = out[:, : outputs // 2].contiguous() if around.gate else out.clone()
         ms = {
-            "cublas": device_ms(lambda x=x, weight=weight, out=out: torch.matmul(x, weight.T, out=out)),
-            "alone": device_ms(lambda x=x, weight=weight, out=out, work=work: linear(x, weight, None, out, work)),
+            "cublas": device_ms(lambda x=x, weight=weight, out=out: torch.matmul(x, weight.T, out=out), device),
+            "alone": device_ms(
+                lambda x=x, weight=weight, out=out, work=work: linear(x, weight, None, out, work), device
+            ),
             "as_used": device_ms(
                 lambda x=x, weight=weight, used=used, work=work, around=around: linear(
                     work.next if around.eps else x, weight, None, used, work, around
-                )
+                ),
+                device,
             ),
         }
         shares = {f"share_{kind}": round(ms["cublas"] / ms[kind], 3) for kind in ("alone", "as_used")}

@@ -6,9 +6,10 @@
 # MODEL: a folder. PROMPTS: JSONL in Spec-Bench's form. OUT: a folder; report.json and report.md are written there after
 # every round. SITE: a folder with packages that this Python lacks (fastapi, uvicorn, pydantic, httpx, httptools,
 # prometheus-client), .carry/site unless given. DEVICE, STREAMS, DRAFTS, ROUNDS, LIMIT (prompts of each kind), TOKENS:
-# cuda, "1,8,32,128", "auto", 3, 4, 128 unless given. PYTHON: which one.
+# cuda, "1,8,32,128", "auto", 3, 4, 128 unless given. PYTHON: which one. On a GPU the server and the library load beside
+# each other; `--seconds 150` bounds all of it.
 set -euo pipefail
-[ $# -ge 3 ] || { sed -n '2,10p' "$0" && exit 2; }
+[ $# -ge 3 ] || { sed -n '2,11p' "$0" && exit 2; }
 here=$(cd "$(dirname "$0")/.." && pwd)
 site=${SITE-$here/.carry/site}
 export PYTHONPATH="$here/src${site:+:$site}${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1

@@ -2,14 +2,16 @@
 round whose draft is there already, with as many nodes.
 
     PYTHONPATH=src python scripts/round_cost.py [--batches 1,4,16,64] [--rounds 96] [--repeats 5] [--specs SPEC ...]
-                                                [--prompt 520] [--kernels SPEC] [--temperature 0.8 [--seed 1]]
+                                                [--shape 8b] [--prompt 520] [--kernels SPEC]
+                                                [--temperature 0.8 [--seed 1]]
 
-The target has SmolLM2-135M's sizes and random weights, the heads the sizes that `outrider train` gives them, a draft
-model is called by its number of layers of the target's size (`layer_skip` runs a third of the target's), so nothing is
-kept and every round writes one token. Texts of `--prompt` tokens; drafters run in turns, and the median over the
-repeats counts, with the range. `--kernels block:tree=31`: also how long each kernel of such a round takes, by torch's
-profiler, one sequence. With a temperature drafts are verified by rejection, with a seed too by the target's noise.
-Needs torch and triton.
+The target has SmolLM2-135M's sizes and random weights (`--shape 8b`: those of an 8B Llama), the heads the sizes that
+`outrider train` gives them, a draft model is called by its number of layers of the target's size (`layer_skip` runs a
+third of the target's), so nothing is kept and every round writes one token. Texts of `--prompt` tokens; drafters run in turns,
+and the median over the repeats counts, with the range; a line is printed as soon as it is known. Graphs are made for
+the batches that are asked for alone. `--kernels block:tree=31`: also how long each kernel of such a round takes, by
+torch's profiler, one sequence. With a temperature drafts are verified by rejection, with a seed too by the target's
+noise. Needs torch and triton. `--device cpu --shape tiny` (with TRITON_INTERPRET=1): only to see that it runs.
 """
 
 from __future__ import annotations
@@ -20,72 +22,41 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from outrider import drafters
+from outrider.bench.gpu_shapes import SHAPES, ModelShape, head_sizes, random_eagle, random_llama, read_layers
 from outrider.core.dice import Dice
 from outrider.core.params import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext
 from outrider.drafters.block.head import BlockConfig, BlockHead
-from outrider.drafters.eagle.head import EagleConfig, EagleHead
+from outrider.drafters.rounds import writer
 from outrider.drafters.rounds.base import DraftSize, LoopedRounds, RoundTables
 from outrider.drafters.rounds.loop import DeviceLoop
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Limits
 from outrider.models.cuda.model import CudaLlama
-from outrider.models.linear import Dense
-from outrider.models.llama import LlamaConfig, Weights
-from outrider.models.rope import Rope
-from outrider.models.stack import Layer, TorchStack
 
-HIDDEN, HEADS, KEY_HEADS, HEAD_DIM, INNER, LAYERS, VOCAB = 576, 9, 3, 64, 1536, 30, 49152
-DRAFT_VOCAB, CONTEXT = 32768, 2048
-EPS, THETA = 1e-5, 100_000.0
 SPECS = ("eagle:tree=31", "block:tree=31", "eagle", "block", "layer_skip", "draft_model:model=4")
-PART, MEMORY = 8, 4 << 30
+PART = 8
+# Bytes for keys and values: 64 texts of 700 tokens, and of a head's as much again as it needs of that.
+MEMORY = {"smollm2": 4 << 30, "8b": 16 << 30, "tiny": 1 << 24}
 
 
-def model_of(count: int) -> CudaLlama:
-    """`count` layers."""
-    made = torch.Generator("cuda").manual_seed(0)
-
-    def rand(*sizes: int) -> Tensor:
-        return (torch.randn(*sizes, generator=made, device="cuda") * 0.02).bfloat16()
-
-    rows = (HEADS + 2 * KEY_HEADS) * HEAD_DIM
-    layers = [
-        Layer(
-            1 + rand(HIDDEN),
-            Dense(rand(rows, HIDDEN)),
-            Dense(rand(HIDDEN, HEADS * HEAD_DIM)),
-            1 + rand(HIDDEN),
-            Dense(rand(2 * INNER, HIDDEN)),
-            Dense(rand(HIDDEN, INNER)),
-            None,
-            None,
-        )
-        for _ in range(count)
-    ]
-    config = LlamaConfig(
-        HIDDEN, HEADS, KEY_HEADS, HEAD_DIM, EPS, None, vocab_size=VOCAB, num_layers=count, context=CONTEXT
-    )
-    rope = Rope(1.0 / THETA ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM))
-    table = rand(VOCAB, HIDDEN)
-    weights = Weights(Dense(table), TorchStack(config, layers), 1 + rand(HIDDEN), Dense(table), rope)
-    return CudaLlama(config, weights, MEMORY)
-
-
-def heads() -> dict[str, Any]:
-    sizes = (HIDDEN, HEADS, KEY_HEADS, HEAD_DIM, INNER, EPS, THETA, VOCAB, DRAFT_VOCAB)
-    ids = torch.arange(DRAFT_VOCAB)
-    eagle = EagleConfig(*sizes, (1, 14, 26), context=CONTEXT, norm_inputs=True, norm_residual=True)
-    block = BlockConfig(*sizes, (1, 7, 14, 20, 26), context=CONTEXT)
-    return {"eagle": EagleHead(eagle, ids).requires_grad_(False), "block": BlockHead(block, ids).requires_grad_(False)}
+def heads(shape: ModelShape, specs: Seq[str]) -> dict[str, Any]:
+    """Those that are named."""
+    names, made = {spec.partition(":")[0] for spec in specs}, dict[str, Any]()
+    if "eagle" in names:
+        made["eagle"] = random_eagle(shape)
+    if "block" in names:
+        config = BlockConfig(*head_sizes(shape), read_layers(shape, 5), context=shape.context)
+        made["block"] = BlockHead(config, torch.arange(shape.draft_vocab)).requires_grad_(False)
+    return made
 
 
 class ReadyDraft:
@@ -112,15 +83,16 @@ class ReadyDraft:
     def end(self, *_: Any) -> None: ...
 
     def guesses(self, sequences: int, budget: int) -> ReadyGuesses:
-        return ReadyGuesses(sequences, self._other.guesses(sequences, budget).size.nodes)
+        other = self._other.guesses(sequences, budget)
+        return ReadyGuesses(sequences, other.size.nodes, other.found.device)
 
 
 class ReadyGuesses:
-    def __init__(self, sequences: int, nodes: int) -> None:
+    def __init__(self, sequences: int, nodes: int, device: torch.device) -> None:
         self.size = DraftSize(nodes, min(nodes, 8))
-        self.found = torch.zeros(sequences, 1 + 3 * nodes, dtype=torch.int32, device="cuda")
+        self.found = torch.zeros(sequences, 1 + 3 * nodes, dtype=torch.int32, device=device)
         self.found[:, 0] = nodes
-        every = torch.arange(nodes, device="cuda", dtype=torch.int32)
+        every = torch.arange(nodes, device=device, dtype=torch.int32)
         self.found[:, 1 : 1 + nodes] = 7 + every
         self.found[:, 1 + nodes : 1 + 2 * nodes] = torch.where(every < 8, every - 1, every % 7)
 
@@ -129,9 +101,9 @@ class ReadyGuesses:
     def guess(self, tables: RoundTables, number: int) -> None: ...
 
 
-def sequences(count: int, ids: Iterator[int], params: SamplingParams, prompt: int) -> list[Sequence]:
+def sequences(count: int, ids: Iterator[int], params: SamplingParams, vocab: int, length: int) -> list[Sequence]:
     made = torch.Generator().manual_seed(1)
-    texts = torch.randint(VOCAB, (count, prompt), generator=made).tolist()
+    texts = torch.randint(vocab, (count, length), generator=made).tolist()
     return [Sequence(next(ids), text, params, dice=Dice(1)) for text in texts]
 
 
@@ -168,37 +140,46 @@ def main() -> None:
     parser.add_argument("--batches", default="1,4,16,64")
     parser.add_argument("--rounds", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--prompt", type=int, default=520, help="tokens of each text")
     parser.add_argument("--specs", nargs="+", default=SPECS)
     parser.add_argument("--kernels", default="")
     parser.add_argument("--temperature", type=float, default=0.0, help="above 0: by rejection")
     parser.add_argument("--seed", type=int, help="with a temperature: under the noise of a seed, not by rejection")
+    parser.add_argument("--shape", choices=SHAPES, default="smollm2")
+    parser.add_argument("--prompt", type=int, default=520, help="tokens of a text")
+    parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
-    params = SamplingParams(1000, given.temperature, seed=given.seed)
-    model = model_of(LAYERS)
-    context = BuildContext(model, lambda name, *_: model_of(int(name)), heads=heads(), cache_bytes=1 << 29)
+    batches = [int(batch) for batch in given.batches.split(",")]
+    writer.PREPARED = tuple(sorted({1 << (batch - 1).bit_length() for batch in batches}))
+    shape, device = SHAPES[given.shape], torch.device(given.device)
+    params = SamplingParams(min(1000, shape.context - given.prompt), given.temperature, seed=given.seed)
+    model = random_llama(shape, MEMORY[given.shape], device)
+
+    def smaller(name: str, *_: Any) -> CudaLlama:
+        return random_llama(replace(shape, layers=int(name)), MEMORY[given.shape] // 4, device)
+
+    context = BuildContext(model, smaller, heads=heads(shape, given.specs), cache_bytes=MEMORY[given.shape] // 8)
     made = {spec: drafters.build(named(spec), context) for spec in given.specs}
     loops = {spec: (drafter, drafter.writer._loop) for spec, drafter in made.items()}  # type: ignore[union-attr]
     for spec, drafter in made.items():
         loops[f"{spec} ready"] = drafter, DeviceLoop(model, [ReadyDraft(drafter.guessers[0])])
     ids = iter(range(1, 1 << 30))
-    for batch in map(int, given.batches.split(",")):
+
+    def seqs(batch: int) -> list[Sequence]:
+        return sequences(batch, ids, params, shape.vocab, given.prompt)
+
+    for batch in batches:
         times: dict[str, list[float]] = {spec: [] for spec in loops}
         for _ in range(given.repeats + 1):
             for spec, (drafter, loop) in loops.items():
-                times[spec].append(
-                    once(model, drafter, loop, sequences(batch, ids, params, given.prompt), given.rounds)
-                )
+                times[spec].append(once(model, drafter, loop, seqs(batch), given.rounds))
         found = {spec: [1e3 * each for each in own[1:]] for spec, own in times.items()}
         for spec, own in found.items():
-            print(
-                json.dumps(
-                    {"batch": batch, "draft": spec, **spread(own, found[f"{spec.removesuffix(' ready')} ready"])}
-                )
-            )
+            ready = found[f"{spec.removesuffix(' ready')} ready"]
+            said = {"shape": given.shape, "batch": batch, "draft": spec, **spread(own, ready)}
+            print(json.dumps(said), flush=True)
     if given.kernels:
         drafter, loop = loops[given.kernels]
-        kernels(model, drafter, loop, ids, given, params)
+        kernels(model, drafter, loop, seqs(1), given.rounds)
 
 
 def spread(own: list[float], rest: list[float]) -> dict[str, Any]:
@@ -227,23 +208,17 @@ def once(model: CudaLlama, drafter: Any, loop: DeviceLoop, seqs: list[Sequence],
         drafter.writer = writer
 
 
-def kernels(
-    model: CudaLlama, drafter: Any, loop: DeviceLoop, ids: Iterator[int], given: argparse.Namespace,
-    params: SamplingParams,
-) -> None:  # fmt: skip
+def kernels(model: CudaLlama, drafter: Any, loop: DeviceLoop, seqs: list[Sequence], rounds: int) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as record:
-        once(model, drafter, loop, sequences(1, ids, params, given.prompt), given.rounds)
+        once(model, drafter, loop, seqs, rounds)
     total, counts = Counter[str](), Counter[str]()
     for event in record.events():
         total[event.name] += event.device_time
         counts[event.name] += 1
     for name, spent in total.most_common(25):
-        print(
-            f"{spent / given.rounds:8.1f} us a round {counts[name] / given.rounds:6.1f} times  {name[:80]}",
-            file=sys.stderr,
-        )
+        print(f"{spent / rounds:8.1f} us a round {counts[name] / rounds:6.1f} times  {name[:80]}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 import pytest
 from serving import outrider_serve
 
-from outrider.bench import serve_report as reports
+from outrider.bench import serve as serving, serve_report as reports
 from outrider.bench.load import Load
 from outrider.bench.serve import LoadPlan, LoadResult, asked, body, parse_streams, speculative
 from outrider.bench.workloads import BenchPrompt
@@ -144,6 +145,7 @@ def test_a_model_that_cannot_be_served_is_one_line(capsys, tmp_path):
         (["--streams", "1,,2"], "--streams takes whole numbers"),
         (["--streams", "99999"], "--streams takes whole numbers"),
         (["--rounds", "0"], "rounds must be at least 1"),
+        (["--seconds", "-1"], "seconds must be at least 0"),
         (["--max-tokens", "1"], "max_tokens must be at least 2"),
         (["--temperature", "-1"], "temperature must be at least 0"),
         (["--timeout", "0"], "timeout must be more than 0"),
@@ -199,6 +201,41 @@ def test_the_library_takes_turns_with_the_server(capsys, tiny_folder, prompts, t
     assert {wave["round"] for wave in report["waves"]} == {1, 2}  # the first one did not count
     assert {wave["tokens"] for wave in report["waves"]} == {2 * 6, 3 * 6}  # no end token cut an answer short
     assert report["settings"]["device"] == "cpu"
+    assert "share of it that the server keeps" in " ".join(shown.split())
+    shares = re.findall(r"^\| (\d+) \| (\S+) \| [\d,.]+ \| [\d.]+ \[", (tmp_path / "report.md").read_text(), re.M)
+    assert shares == [("1", "none"), ("1", "ngram"), ("3", "none"), ("3", "ngram")]
+
+
+def test_server_and_library_load_beside_each_other(tiny_folder, tmp_path):
+    """As on a GPU."""
+    shown, own = [], {"device": "cpu"}
+    made = plan(model=str(tiny_folder), output=tmp_path, library=True, ignore_eos=True, own=own)
+    with ExitStack() as opened:
+        show = lambda what, *_: shown.append(what)  # noqa: E731
+        server, calls = serving.open_all(made, opened, show, together=True)
+        assert reachable(server.url)
+        assert list(calls) == ["none", "ngram"]
+        assert calls["ngram"].wave(["the red fox"], 1, 4, 60.0)[0] == 4
+    assert not reachable(server.url)
+    assert [what.partition(": ")[2] for what in shown] == ["a server, the library with none, the library with ngram"]
+
+
+def test_a_run_is_bounded_in_time_and_has_some_of_everything(capsys, tiny_folder, prompts, tmp_path):
+    """The time is up while it loads: nothing is asked. Rounds go over all numbers of streams."""
+    args = ("--model", tiny_folder, "--prompts", prompts, "--streams", "1,2", "--max-tokens", 4, "--threads", 1)
+    more = ("--draft", "ngram", "--output", tmp_path)
+    code, shown, _ = outrider(capsys, "bench", "serve", *args, *more, "--seconds", 0.01)
+    assert code == 0
+    assert "0 of 6 rounds of a number of streams: the time was up" in shown
+    assert json.loads((tmp_path / "report.json").read_text())["waves"] == []
+
+
+def test_rounds_go_over_all_numbers_of_streams(capsys, server, prompts, tmp_path):
+    args = ("--url", server, "--prompts", prompts, "--streams", "2,1", "--rounds", 2, "--max-tokens", 4)
+    code, _, _ = outrider(capsys, "bench", "serve", *args, "--draft", "ngram", "--output", tmp_path)
+    assert code == 0
+    waves = json.loads((tmp_path / "report.json").read_text())["waves"]
+    assert [(wave["round"], wave["streams"]) for wave in waves[::2]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
 
 
 def test_the_share_of_the_library_is_of_one_round():

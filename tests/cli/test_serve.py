@@ -1,4 +1,7 @@
-"""`outrider serve` with options that do not go together: one line, before anything starts."""
+"""`outrider serve` with options that do not go together: one line, before anything starts. And where it can start."""
+
+import subprocess
+import sys
 
 import pytest
 
@@ -20,3 +23,17 @@ def test_what_cannot_be_served_is_one_line(outrider, monkeypatch, args, reason):
     assert done.code == 2
     assert reason in done.err.strip().splitlines()[-1]
     assert "Traceback" not in done.err
+
+
+def test_it_runs_out_of_a_folder_where_no_package_is_installed():
+    """On a rented machine only src/ is there: the version is the code's own."""
+    code = (
+        "import importlib.metadata as m\n"
+        "def none(name): raise m.PackageNotFoundError(name)\n"
+        "known = m.distribution\n"
+        "m.distribution = lambda name: none(name) if name == 'outrider' else known(name)\n"
+        "import outrider.server.context as c, outrider\n"
+        "assert c.VERSION == outrider.__version__"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

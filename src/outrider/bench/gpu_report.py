@@ -15,10 +15,13 @@ def tables(found: Found) -> list[ReportTable]:
     made = []
     if "passes" in found:
         made.append(_passes("Passes of the model by their rows", found["passes"]))
-    if "8B shape" in found:
-        made.append(_passes("Passes of an 8B shape, random weights, bfloat16", found["8B shape"]["passes"]))
-        if "oracle" in found["8B shape"]:
-            made.append(_oracle(found["8B shape"]["oracle"]))
+    shape = found.get("8B shape", {})
+    if "plain" in shape:
+        made.append(_plain(shape["plain"]))
+    if "passes" in shape:
+        made.append(_passes("Passes of an 8B shape, random weights, bfloat16", shape["passes"]))
+    if "oracle" in shape:
+        made.append(_oracle(shape["oracle"]))
     return made
 
 
@@ -44,10 +47,38 @@ def _passes(title: str, passes: Seq[Found]) -> ReportTable:
     return ReportTable(title, columns, body, 0)
 
 
-def _oracle(oracle: Found) -> ReportTable:
-    columns = ("", "speed-up", "tokens per pass", "ms of a step", "host ms", "same tokens")
+def _plain(steps: Seq[Found]) -> ReportTable:
+    columns = ("at once", "device ms", "of the copy's bandwidth", "ms of a step", "host ms", "tok/s")
     body = [
-        _cells(name, o["speed_up"], o["oracle"]["tokens_per_pass"], o["ms_of_a_step"], o["host_ms"], o["same"])
+        _cells(s["batch"], s["device_ms"], s["share"], s["ms_of_a_step"], s["host_ms"], s["tokens_per_second"])
+        for s in steps
+    ]
+    title = "Plain steps of an 8B shape: weights, keys and values read by a pass, and what a step takes beside it"
+    return ReportTable(title, columns, body, 0)
+
+
+def _oracle(oracle: Found) -> ReportTable:
+    columns = (
+        "",
+        "plain tok/s",
+        "oracle tok/s",
+        "speed-up",
+        "tokens per pass",
+        "ms of a step",
+        "host ms",
+        "same tokens",
+    )
+    body = [
+        _cells(
+            name,
+            o["plain"]["tokens_per_second"],
+            o["oracle"]["tokens_per_second"],
+            o["speed_up"],
+            o["oracle"]["tokens_per_pass"],
+            o["ms_of_a_step"],
+            o["host_ms"],
+            o["same"],
+        )
         for name, o in oracle.items()
         if name.startswith("batch")
     ]

@@ -1,4 +1,5 @@
-"""What is measured on one GPU beside whole calls: passes by their rows, oracle drafts, bulk writing."""
+"""What is measured on one GPU beside whole calls: passes by their rows, plain steps of batches, oracle drafts, bulk
+writing."""
 
 from __future__ import annotations
 
@@ -21,55 +22,24 @@ from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Feed
 from outrider.models.cuda.model import CudaLlama
-from outrider.models.linear import Dense
-from outrider.models.llama import LlamaConfig, Weights
-from outrider.models.rope import Rope
-from outrider.models.stack import Layer, TorchStack
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 STARTS = 5  # times that sequences are started to measure the host's time: a shared processor has slow moments
 TIMED_STEPS, SKIPPED_STEPS = 12, 2  # steps after each start; the first ones capture graphs and do not count
 DEVICE = torch.device("cuda")
+CALLS = 12  # passes of one size by the clock, of which the first two capture graphs
+STEPS = 96  # plain tokens of each sequence, as a run has them, in which steps are timed
+RUNS = 3  # of these that count: the median does
 
 
-def eight_billion() -> CudaLlama:
-    """Llama 3.1 8B's shape with random weights: layers that add little, and an output matrix that likes the token after
-    the last. Near ties, which random weights are full of, would depend on the rounding of a batch."""
-    hidden, inner, heads, kv_heads, head_dim, layers, vocab = 4096, 14336, 32, 8, 128, 32, 128256
-    torch.manual_seed(0)
-
-    def rand(*sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, device=DEVICE, dtype=torch.bfloat16) * 0.02
-
-    def layer() -> Layer:
-        return Layer(
-            1 + rand(hidden),
-            Dense(rand((heads + 2 * kv_heads) * head_dim, hidden)),
-            Dense(0.1 * rand(hidden, heads * head_dim)),
-            1 + rand(hidden),
-            Dense(rand(2 * inner, hidden)),
-            Dense(0.1 * rand(hidden, inner)),
-        )
-
-    config = LlamaConfig(
-        hidden, heads, kv_heads, head_dim, 1e-5, None, vocab_size=vocab, num_layers=layers, context=8192
-    )
-    rope = Rope(1.0 / 500_000 ** (torch.arange(0, head_dim, 2).float() / head_dim))
-    stack = TorchStack(config, [layer() for _ in range(layers)])
-    embedding = 50 * rand(vocab, hidden)
-    head = rand(vocab, hidden) + 0.02 * embedding.roll(1, 0)
-    weights = Weights(Dense(embedding), stack, 1 + rand(hidden), Dense(head), rope)
-    return CudaLlama(config, weights, 16 << 30)
-
-
-def passes(model: CudaLlama, copy_tb_s: float, context: int = 256) -> list[Found]:
+def passes(model: CudaLlama, copy_tb_s: float, rows_of: Seq[int] = ROWS, context: int = 256) -> list[Found]:
     """A pass of one sequence by its rows: the device's time, the wall's, and the share of the copy's bandwidth."""
     found: list[Found] = []
-    for rows in ROWS:
+    for rows in rows_of:
         model.forward([Feed(-1, [1] * context)])
         feed = Feed(-1, [2], Draft.chain([3] * (rows - 1)))
         walls = []
-        for _ in range(12):
+        for _ in range(CALLS):
             begin = time.perf_counter()
             model.forward([feed]).logits[-1, -1].item()  # type: ignore[attr-defined]
             walls.append(1e3 * (time.perf_counter() - begin))
@@ -82,6 +52,47 @@ def passes(model: CudaLlama, copy_tb_s: float, context: int = 256) -> list[Found
     return found
 
 
+def plain_steps(
+    model: CudaLlama, copy_tb_s: float, batches: Seq[int] = (1, 64), context: int = 256, tokens: int = STEPS
+) -> list[Found]:
+    """Plain decoding of one sequence and of many: the device's time for a pass, the share of the copy's bandwidth that
+    weights, keys and values take in it, and what a step takes by the clock beside the pass: the host's part."""
+    found = []
+    for batch in batches:
+        size, ms = _pass_of(model, batch, context)
+        engine, params = new_engine(model, "none", batch), SamplingParams(max_tokens=tokens, ignore_eos=True)
+        prompts = [_text(model, number, context - tokens // 2) for number in range(batch)]
+        runs = [run(engine, prompts, params)["ms_between_tokens"] for _ in range(2 + RUNS)]  # the first two capture
+        step = statistics.median(runs[2:])
+        found.append(
+            {
+                "batch": batch,
+                "device_ms": ms,
+                "share": size / ms / 1e9 / copy_tb_s,
+                "ms_of_a_step": step,
+                "host_ms": step - ms,
+                "tokens_per_second": 1e3 * batch / step,
+            }
+        )
+    return found
+
+
+def _pass_of(model: CudaLlama, batch: int, context: int) -> tuple[int, float]:
+    """Bytes that a pass of one token of each sequence reads, and the device's milliseconds for it."""
+    ids = range(batch)
+    model.forward([Feed(id, _text(model, id, context)) for id in ids])
+    model.forward([Feed(id, [2]) for id in ids])
+    ms = gpu_peaks.pass_ms(model)
+    for id in ids:
+        model.free(id)
+    return gpu_peaks.pass_bytes(model) + batch * context * model.bytes_per_token, ms
+
+
+def _text(model: CudaLlama, number: int, length: int) -> list[int]:
+    """Tokens that no other number's text begins with."""
+    return [(7 * number + place) % min(1000, model.vocab_size) for place in range(length)]
+
+
 def start_all(engine: Engine, prompts: Seq[Seq[int]], params: SamplingParams, answers: Seq[Seq[int]]) -> list[Sequence]:
     """All prompts at once, each with its first token written."""
     seqs = [
@@ -92,8 +103,13 @@ def start_all(engine: Engine, prompts: Seq[Seq[int]], params: SamplingParams, an
         engine.add(seq)
     while any(not seq.output for seq in seqs):
         engine.step()
-    torch.cuda.synchronize()
+    gpu_peaks.settle(_device(engine))
     return seqs
+
+
+def _device(engine: Engine) -> torch.device:
+    assert isinstance(engine.model, CudaLlama)
+    return engine.model.device
 
 
 def run(engine: Engine, prompts: Seq[Seq[int]], params: SamplingParams, answers: Seq[Seq[int]] = ()) -> Found:
@@ -147,11 +163,12 @@ def new_engine(model: CudaLlama, draft: str, batch: int, pace: bool = False, chu
     return Engine(model, drafters.build(draft, parts), Limits(batch, chunk), DraftingPolicy() if pace else None)
 
 
-def oracle(model: CudaLlama) -> Found:
-    """Drafts of 5 that are right 8 times of 10 and cost nothing, against plain decoding, one sequence and many."""
+def oracle(model: CudaLlama, cases: Seq[tuple[int, int]] = ((1, 256), (64, 96))) -> Found:
+    """Drafts of 5 that are right 8 times of 10 and cost nothing, against plain decoding, one sequence and many.
+    `cases`: sequences, and tokens of each."""
     found: Found = {"acceptance": 0.8, "length": 5, "expected": (1 - 0.8**6) / (1 - 0.8)}
-    for batch, tokens in ((1, 768), (64, 96)):
-        prompts = [[(7 * i + j) % 1000 for j in range(64)] for i in range(batch)]
+    for batch, tokens in cases:
+        prompts = [_text(model, number, 64) for number in range(batch)]
         params = SamplingParams(max_tokens=tokens, ignore_eos=True)
         plain, fast = new_engine(model, "none", batch), new_engine(model, "oracle:rate=0.8,length=5", batch)
         answers = run(plain, prompts, params)["answers"]
@@ -186,7 +203,7 @@ def bulk(model: CudaLlama, prompts: Seq[Seq[int]], batch: int = 2048) -> Found:
         for seq in seqs:
             seq.dice = Dice(seq.params.seed)
             engine.add(seq)
-        torch.cuda.synchronize()
+        gpu_peaks.settle(model.device)
         begin = time.perf_counter()
         while engine.busy:
             engine.step()

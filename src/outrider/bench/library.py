@@ -18,7 +18,8 @@ LOAD_TIMEOUT = 600.0  # seconds: on a GPU Triton compiles on loading
 
 
 class LibraryCalls:
-    """Our engine with one drafter in a process of its own, which is stopped between two waves."""
+    """Our engine with one drafter in a process of its own, which begins to load at once and is stopped between two
+    waves."""
 
     def __init__(
         self, model: str, draft: str, batch: int, output: Path, *, threads: int, own: Mapping[str, Any]
@@ -38,13 +39,13 @@ class LibraryCalls:
         log = output / f"library-{hashlib.sha256(draft.encode()).hexdigest()[:6]}.log"
         self._draft = draft
         self._worker = EngineProcess(sys.executable, TABLE[OURS].path, config, threads, log, calls=True)
+
+    def wait(self) -> None:
+        """Until it has loaded."""
         try:
             self._worker.ready(LOAD_TIMEOUT)
-        except BaseException as error:
-            self.close()
-            if isinstance(error, WorkerError):
-                raise OutriderError(f"the library with {draft}: {error}") from None
-            raise
+        except WorkerError as error:
+            raise OutriderError(f"the library with {self._draft}: {error}") from None
 
     def wave(self, texts: Sequence[str], at_once: int, max_tokens: int, timeout: float) -> tuple[int, float]:
         """Tokens and seconds of all texts, `at_once` in a call. All have the same number of tokens, so that no place in

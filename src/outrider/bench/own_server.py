@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from outrider.core.errors import OutriderError
@@ -24,7 +23,8 @@ KEYS = ("OUTRIDER_API_KEY", "OUTRIDER_TENANT_KEYS")  # in the environment: they 
 
 
 class OwnServer:
-    """`outrider serve` for `streams` streams at once; everything it prints goes into the log."""
+    """`outrider serve` for `streams` streams at once, which begins to load at once; everything it prints goes into the
+    log."""
 
     def __init__(
         self, model: str, draft: str, streams: int, threads: int, log: Path, own: Mapping[str, Any] | None = None
@@ -43,18 +43,9 @@ class OwnServer:
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=env, start_new_session=True
             )
 
-    def __enter__(self) -> OwnServer:
-        try:
-            self.url = self._wait()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def wait(self) -> None:
+        """Until its model is loaded, and it listens at `url`."""
+        self.url = self._wait()
 
     def close(self) -> None:
         """SIGTERM, then SIGKILL if it has not ended in time."""

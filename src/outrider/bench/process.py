@@ -45,7 +45,17 @@ class EngineProcess:
 
     def ready(self, timeout: float) -> dict[str, Any]:
         """Wait until it has loaded; its load time and versions."""
-        answer = self._answer(timeout)
+        return self._loaded(self._answer(timeout))
+
+    def ready_by_now(self) -> dict[str, Any] | None:
+        """The same without waiting; None: it still loads."""
+        try:
+            line = self._lines.get_nowait()
+        except queue.Empty:
+            return None
+        return self._loaded(self._parsed(line))
+
+    def _loaded(self, answer: dict[str, Any]) -> dict[str, Any]:
         self._signal(signal.SIGSTOP)
         if "missing" in answer:
             self.close()
@@ -94,6 +104,9 @@ class EngineProcess:
         except queue.Empty:
             self.close()
             raise WorkerError(f"no answer within {timeout:g} s; stopped") from None
+        return self._parsed(line)
+
+    def _parsed(self, line: bytes) -> dict[str, Any]:
         if not line:
             raise WorkerError(self._why())
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
@@ -11,14 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outrider import drafters
-from outrider.bench import machine, workloads
+from outrider import build, drafters
+from outrider.bench import loading, machine, workloads
 from outrider.bench.library import LibraryCalls
 from outrider.bench.load import Answer, Load
 from outrider.bench.own_server import OwnServer
 from outrider.bench.plan import check_writable, checked_draft
 from outrider.bench.workloads import BenchPrompt
 from outrider.core.errors import OutriderError
+from outrider.models import sources
+from outrider.settings import Settings
 
 PLAIN = "none"
 WARM_UP_TOKENS = 16  # enough for every mode to draft at least once
@@ -45,6 +48,7 @@ class LoadSettings:
     ignore_eos: bool = False  # every answer has max_tokens tokens
     warm_up: bool = False  # a first round of everything that does not count
     library: bool = False  # the same calls without a server, in turns with it
+    seconds: float = 0.0  # no wave begins later, loading included; 0: all do
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +58,7 @@ class LoadPlan(LoadSettings):
     prompts: tuple[BenchPrompt, ...]
 
     def __post_init__(self) -> None:
-        for name, least in (("rounds", 1), ("max_tokens", 2), ("threads", 0), ("temperature", 0)):
+        for name, least in (("rounds", 1), ("max_tokens", 2), ("threads", 0), ("temperature", 0), ("seconds", 0)):
             if not getattr(self, name) >= least:
                 raise OutriderError(f"{name} must be at least {least}, not {getattr(self, name)}")
         if not self.timeout > 0:
@@ -104,6 +108,7 @@ class LoadResult:
     runs: list[StreamMeasurement] = field(default_factory=list)
     library: list[Wave] = field(default_factory=list)  # the same without a server
     interrupted: bool = False
+    cut: str = ""  # how much there is of it, where the time was up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,41 +158,86 @@ def speculative(mode: str) -> dict[str, Any]:
 
 
 def run(plan: LoadPlan, show: Show, save: Save = lambda outcome: None) -> LoadResult:
-    """Run the plan; `save` is called after every round. Ctrl-C ends it early and keeps the waves that were complete."""
-    outcome = LoadResult()
+    """Run the plan; `save` is called after every round of a number of streams. Ctrl-C ends it early and keeps the waves
+    that were complete."""
+    outcome, until = LoadResult(), time.monotonic() + plan.seconds
     try:
         if plan.url:
-            _measure(plan, Load(plan.url, plan.key, plan.timeout), {}, outcome, show, save)
+            _measure(plan, Load(plan.url, plan.key, plan.timeout), {}, until, outcome, show, save)
         else:
-            _measure_own(plan, outcome, show, save)
+            _measure_own(plan, until, outcome, show, save)
     except KeyboardInterrupt:
         outcome.interrupted = True
     return outcome
 
 
-def _measure_own(plan: LoadPlan, outcome: LoadResult, show: Show, save: Save) -> None:
-    show(f"starting a server with {plan.model}", 0, 0)
-    draft, log = plan.drafts[0] if plan.drafts else PLAIN, plan.output / "server.log"
+def _measure_own(plan: LoadPlan, until: float, outcome: LoadResult, show: Show, save: Save) -> None:
     with ExitStack() as opened:
-        server = opened.enter_context(OwnServer(plan.model, draft, max(plan.streams), plan.threads, log, plan.own))
-        calls: dict[str, LibraryCalls] = {}
-        for mode in plan.modes if plan.library else ():
-            show(f"loading {plan.model} with {mode}, without a server", 0, 0)
-            threads = plan.threads or machine.physical_cores()
-            calls[mode] = LibraryCalls(plan.model, mode, max(plan.streams), plan.output, threads=threads, own=plan.own)
-            opened.callback(calls[mode].close)
-        _measure(plan, Load(server.url, plan.key, plan.timeout), calls, outcome, show, save)
+        server, calls = open_all(plan, opened, show, together=_device(plan) != "cpu")
+        _measure(plan, Load(server.url, plan.key, plan.timeout), calls, until, outcome, show, save)
+
+
+def open_all(
+    plan: LoadPlan, opened: ExitStack, show: Show, together: bool
+) -> tuple[OwnServer, dict[str, LibraryCalls]]:
+    """The server, and the library with each mode where it is asked for. `together`: they load beside each other, as on
+    a GPU; on a CPU engines measure what their passes cost while they load."""
+    modes, most, log = plan.modes if plan.library else (), max(plan.streams), plan.output / "server.log"
+    path = sources.resolve(plan.model)  # a name that nobody knows is told before anything starts
+    own, threads = _own_settings(plan, 1 + len(modes), path), plan.threads or machine.physical_cores()
+    draft = plan.drafts[0] if plan.drafts else PLAIN
+    starts: list[tuple[str, Callable[[], OwnServer | LibraryCalls]]] = [
+        ("a server", partial(OwnServer, plan.model, draft, most, plan.threads, log, own))
+    ]
+    for mode in modes:
+        library = partial(LibraryCalls, plan.model, mode, most, plan.output, threads=threads, own=own)
+        starts.append((f"the library with {mode}", library))
+    made: list[OwnServer | LibraryCalls] = []
+    for group in [starts] if together else [[start] for start in starts]:
+        show(f"loading {plan.model}: {', '.join(name for name, _ in group)}", 0, 0)
+        for _, start in group:
+            made.append(start())
+            opened.callback(made[-1].close)
+        for each in made[-len(group) :]:
+            each.wait()
+    servers = [each for each in made if isinstance(each, OwnServer)]
+    libraries = [each for each in made if isinstance(each, LibraryCalls)]
+    return servers[0], dict(zip(modes, libraries, strict=True))
+
+
+def _device(plan: LoadPlan) -> str:
+    return build.device(plan.own.get("device", Settings().device)).type
+
+
+def _own_settings(plan: LoadPlan, workers: int, path: Path) -> dict[str, Any]:
+    """With each one's share of the memory, unless it is chosen or one has it to itself."""
+    if workers == 1 or "cache_memory" in plan.own:
+        return plan.own
+    free, _ = loading.free_memory(_device(plan))
+    share = loading.cache_bytes(free, workers, loading.weight_bytes(path))
+    return {**plan.own, "cache_memory": round(share / loading.GIB, 3)}
 
 
 def _measure(
-    plan: LoadPlan, load: Load, calls: Mapping[str, LibraryCalls], outcome: LoadResult, show: Show, save: Save
+    plan: LoadPlan,
+    load: Load,
+    calls: Mapping[str, LibraryCalls],
+    until: float,
+    outcome: LoadResult,
+    show: Show,
+    save: Save,
 ) -> None:
+    """Round by round, so that a run that is cut off has some of everything."""
     load.get("/v1/models")
     _warm_up(plan, load, show)
     order, done = random.Random(plan.seed), itertools.count(1)
     rounds = range(0 if plan.warm_up else 1, plan.rounds + 1)
     total = len(rounds) * len(plan.modes) * sum(len(asked(plan, streams)) for streams in plan.streams)
-    for streams, number in itertools.product(plan.streams, rounds):
+    turns = list(itertools.product(rounds, plan.streams))
+    for place, (number, streams) in enumerate(turns):
+        if plan.seconds and time.monotonic() > until:
+            outcome.cut = f"{place} of {len(turns)} rounds of a number of streams: the time was up"
+            break
         counted = outcome if number else LoadResult()
         for mode in order.sample(plan.modes, len(plan.modes)):
             what = f"{streams} at once, {mode}, round {number}"

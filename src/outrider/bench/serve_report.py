@@ -39,9 +39,11 @@ def assemble(plan: LoadPlan, outcome: LoadResult, command: str) -> Report:
             "seed": plan.seed,
             "ignore_eos": plan.ignore_eos,
             "warm_up": plan.warm_up,
+            "seconds": plan.seconds,
             **plan.own,
         },
         "interrupted": outcome.interrupted,
+        "cut": outcome.cut,
         "summary": summarise(waves, runs, plan.modes),
         "library": sorted(
             _library(waves, [asdict(wave) for wave in outcome.library]),
@@ -153,6 +155,7 @@ def tables(report: Report) -> list[ReportTable]:
 
 def notes(report: Report) -> list[str]:
     lines = ["Interrupted: this is a partial report."] if report["interrupted"] else []
+    lines += [report["cut"]] if report["cut"] else []
     for row in report["summary"]["levels"]:
         where = f"{row['streams']} at once, {row['mode']}"
         if row["errors"]:
@@ -220,7 +223,7 @@ def _throughput(rows: Rows) -> ReportTable:
 
 
 def _beside_library(rows: Rows) -> ReportTable:
-    columns = ("at once", "mode", "tok/s without a server", "the server's share")
+    columns = ("at once", "mode", "tok/s without a server", "share of it that the server keeps")
     body = [
         (
             str(row["streams"]),

@@ -117,7 +117,8 @@ def bench(
     differs. Writes report.json, report.md and report.png.
 
     On a GPU (or with --batches) whole calls of many prompts are measured, prompts included, each drafter in a process
-    of its own, with transformers and vLLM beside them if they are named; every turn is written as it ends.
+    of its own, with transformers and vLLM beside them if they are named. The processes load beside each other and work
+    one at a time; every turn is written as it ends. Exit code 1: some of them did not load, or calls failed.
 
     [dim]$[/] outrider bench --quick
     [dim]$[/] outrider bench --draft ngram --draft layer_skip --kind edit --kind code
@@ -135,8 +136,7 @@ def bench(
         own = _with_file(own, config)
     if bench_batches.asked_for(own, config.settings):
         output = own.output or bench_serve.dated_folder("outrider-bench")
-        interrupted = bench_batches.measure(own, config.settings, _changed(config.settings), output)
-        raise typer.Exit(130 if interrupted else 0)
+        raise typer.Exit(bench_batches.measure(own, config.settings, _changed(config.settings), output))
     bench_batches.refuse(own)
     request = _request(own, config.settings)
     plan = request.plan()

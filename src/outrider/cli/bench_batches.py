@@ -11,7 +11,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from outrider.bench import batches, batches_report as reports, machine, plan as plans, workloads
+from outrider.bench import (
+    batches,
+    batches_figures as figures,
+    batches_report as reports,
+    machine,
+    plan as plans,
+    workloads,
+)
 from outrider.bench.peers import OURS, Peer, choose
 from outrider.bench.plan import interpreters
 from outrider.cli import options
@@ -22,7 +29,7 @@ from outrider.drafters import DRAFT_MODEL
 from outrider.settings import Settings
 
 DEVICE = "On a GPU, or with --batches"
-BATCHES, PARTS = "1,4,16,64,256", ("batches", "passes", "bulk", "8b")
+BATCHES, PARTS = "1,4,16,64,256", ("batches", "passes", "bulk", "8b", "8b-oracle")
 WHOLE_CALLS = ("transformers", "vllm")  # peers that answer many prompts in one call
 SINGLE, QUICK_SINGLE = 24, 4
 # Options of the benchmark of single prompts.
@@ -38,11 +45,19 @@ class BatchOptions:
         None, f"What is measured, with commas between: {', '.join(PARTS)}.", shown=PARTS[0], panel=DEVICE
     )
     single: int | None = option(None, "Prompts that every batch size answers, at least.", shown="24", panel=DEVICE)
-    warm_up: float = option(60.0, "Seconds of all warm-up calls; what has had none is marked.", panel=DEVICE)
-    seconds: float = option(0.0, "No turn begins later; 0: all do.", panel=DEVICE)
+    warm_up: float = option(
+        60.0, "Seconds of all warm-up calls, of batches above 1; what has had none is marked.", panel=DEVICE
+    )
+    seconds: float = option(0.0, "No turn begins later, loading included; 0: all do.", panel=DEVICE)
+    load_timeout: float = option(600.0, "Seconds after which a mode that has not loaded is left out.", panel=DEVICE)
+    load_at_once: int = option(
+        0, "Modes that load at the same time.", shown="one for each core on a GPU, one on a CPU", panel=DEVICE
+    )
     peer_groups: int = option(2, "Calls of each batch size and round that peers take part in.", panel=DEVICE)
     peer_head: str | None = option(None, "An EAGLE head that vLLM loads: its mode eagle3.", panel=DEVICE)
-    cache_memory: float = option(0.0, "GiB for keys and values of each mode.", shown="a share", panel=DEVICE)
+    cache_memory: float = option(
+        0.0, "GiB for keys and values of each mode of ours.", shown="an equal share: all are loaded", panel=DEVICE
+    )
 
 
 def asked_for(own: BatchOptions, settings: Settings) -> bool:
@@ -58,9 +73,9 @@ def refuse(own: BatchOptions) -> None:
             raise OutriderError(f"{flag} is for a GPU and for batches; add --device cuda or --batches {BATCHES}")
 
 
-def measure(own: Any, settings: Settings, changed: Mapping[str, Any], output: Path) -> bool:
-    """Whether it was interrupted. `own`: the options of the command; `changed`: settings of our engine that are not the
-    default's."""
+def measure(own: Any, settings: Settings, changed: Mapping[str, Any], output: Path) -> int:
+    """The exit code: 130 where it was interrupted, 1 where a mode is missing or a call failed. `own`: the options of
+    the command; `changed`: settings of our engine that are not the default's."""
     parts = _parts(own.parts, settings)
     plan = _plan(own, settings, changed, output)
     options.pull_known(plan.model)
@@ -72,9 +87,10 @@ def measure(own: Any, settings: Settings, changed: Mapping[str, Any], output: Pa
         except KeyboardInterrupt:
             interrupted = True
     runner.save(runner.lines)
-    reports.show(runner.report())
+    report = runner.report()
+    reports.show(report)
     note(f"written to {plan.output}")
-    return interrupted
+    return 130 if interrupted else 1 if report["lost"] else 0
 
 
 class _Run:
@@ -95,7 +111,7 @@ class _Run:
             gpu.measure(self._plan.model, self._plan.own, rest, self._found, lambda: self.save(self.lines), show)
 
     def report(self) -> dict[str, Any]:
-        return reports.assemble(self.lines, shlex.join(["outrider", *sys.argv[1:]]), self._found)
+        return figures.assemble(self.lines, shlex.join(["outrider", *sys.argv[1:]]), self._found)
 
     def save(self, lines: Sequence[batches.Line]) -> None:
         self.lines = lines
@@ -103,7 +119,7 @@ class _Run:
 
     def _run_batches(self, show: batches.Show) -> None:
         with TemporaryDirectory(prefix="outrider-bench-") as scratch:
-            runner = batches.BatchRunner(self._plan, Path(scratch), show, self.save)
+            runner = batches.BatchRunner(self._plan, Path(scratch), show, self.save, note)
             try:
                 runner.run()
             finally:
@@ -148,6 +164,8 @@ def _plan(own: Any, settings: Settings, changed: Mapping[str, Any], output: Path
         warm_up=own.warm_up,
         seconds=own.seconds,
         timeout=own.timeout,
+        load_timeout=own.load_timeout,
+        load_at_once=own.load_at_once,
         threads=settings.threads or machine.physical_cores(),
         seed=own.seed,
         own={**changed, **memory},

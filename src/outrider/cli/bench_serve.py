@@ -72,6 +72,7 @@ class BenchServeOptions(WorkloadOptions):
     seed: int = option(0, "Of the order of modes, and of the prompts' seeds.")
     ignore_eos: bool = option(False, "Every answer has --max-tokens tokens.")
     warm_up: bool = option(False, "A first round of everything that does not count; prompts are then in the cache.")
+    seconds: float = option(0.0, "No round of a number of streams begins later, loading included; 0: all do.")
     timeout: float = option(120.0, "Seconds of silence after which a request is lost.")
     output: Path | None = option(None, "Folder.", flags=("--output", "-o"), shown="./outrider-bench-serve-DATE")
 
@@ -88,7 +89,7 @@ class BenchServeOptions(WorkloadOptions):
             timeout=self.timeout,
             output=self.output or dated_folder("outrider-bench-serve"),
             own=own,
-            **{name: getattr(self, name) for name in (*same, "library", "ignore_eos", "warm_up")},
+            **{name: getattr(self, name) for name in (*same, "library", "ignore_eos", "warm_up", "seconds")},
         )
         return request.plan()
 
@@ -122,7 +123,7 @@ def serve(*, own: Annotated[BenchServeOptions, fields(BenchServeOptions)]) -> No
     def save(outcome: serving.LoadResult) -> None:
         reports.write(reports.assemble(plan, outcome, command), plan.output)
 
-    with bar("{task.completed:.0f}/{task.total:.0f}") as show:
+    with bar("{task.completed:.0f}/{task.total:.0f}", plain=5.0) as show:
         outcome = serving.run(plan, show, save)
     save(outcome)
     reports.show(reports.assemble(plan, outcome, command))

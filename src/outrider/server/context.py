@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
-from importlib.metadata import version
 
 from fastapi import Request as HttpRequest
 
@@ -13,7 +13,8 @@ from outrider.server.fleet.fleet import Fleet
 from outrider.server.options import ServerOptions
 from outrider.server.registry import Registry
 
-VERSION = version("outrider")
+# The package's own, not that of its metadata: it may run out of a folder. An import of it would point the wrong way.
+VERSION: str = sys.modules["outrider"].__version__
 
 
 @dataclass(frozen=True)

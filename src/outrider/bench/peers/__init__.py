@@ -23,6 +23,7 @@ class Peer:
     one_process: bool  # whether one loaded model serves all modes
     with_draft_model: tuple[str, ...] = ()  # modes that need --draft-model
     built: bool = False  # whether its program is built from source (build_peers.py)
+    loads_alone: bool = False  # it measures how much memory is free while it loads
     notes: dict[str, str] = field(default_factory=dict)  # what a reader must know about a mode
 
     @property
@@ -68,7 +69,7 @@ TABLE = {
             False,
             ("draft-model",),
             True,
-            {"ngram-mod": _REMEMBERS},
+            notes={"ngram-mod": _REMEMBERS},
         ),
         Peer(
             "ik_llama.cpp",
@@ -90,6 +91,7 @@ TABLE = {
             "folder",
             False,
             ("draft-model",),
+            loads_alone=True,
         ),
     )
 }

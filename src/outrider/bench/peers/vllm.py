@@ -9,6 +9,7 @@ from typing import Any
 PACKAGES = ("vllm",)
 _GUESSES = 5  # tokens of a draft of lookup and draft models
 _EAGLE_GUESSES = 4
+DEVICE_SHARE = 0.2  # of a GPU's memory, for each of its modes: all of them are loaded at the same time
 
 
 def load(config: dict[str, Any]) -> Any:
@@ -52,7 +53,7 @@ def load_batches(config: dict[str, Any]) -> Any:
 
     (mode,) = config["modes"]
     speculative = _speculation(mode, {**config, "speculation": {}})
-    size = {"max_num_seqs": config["batch"], "max_model_len": 4096, "gpu_memory_utilization": 0.2}
+    size = {"max_num_seqs": config["batch"], "max_model_len": 4096, "gpu_memory_utilization": DEVICE_SHARE}
     llm = LLM(
         config["model"],
         dtype="bfloat16" if config["dtype"] == "auto" else config["dtype"],
