@@ -98,7 +98,9 @@ def test_the_trees_of_rounds_are_those_of_the_host(monkeypatch):
     assert later
 
 
-@pytest.mark.parametrize("spec", ["eagle:head=it,length=2", "block:head=slots,length=2", "ngram:length=3,tree=4", "none"])
+@pytest.mark.parametrize(
+    "spec", ["eagle:head=it,length=2", "block:head=slots,length=2", "ngram:length=3,tree=4", "none"]
+)
 def test_sequences_with_adapters_are_written_without_the_host_too(loops, spec):
     """Two adapters and none in one batch, in rounds or by the target alone; each writes what it writes plainly."""
     params = [SamplingParams(8), SamplingParams(6), SamplingParams(7)]

@@ -63,7 +63,8 @@ class MatchCalibration(Calibration):
 
     def __init__(self, base: MatchCalibration | None = None, priors: Seq[float] = _PRIOR) -> None:
         fade, weight = (FADE, PRIOR_WEIGHT) if base is None else (SEQUENCE_FADE, SEQUENCE_PRIOR_WEIGHT)
-        self._base, self._priors = base, priors if base is None else base._priors
+        self._base = base
+        self._priors: Seq[float] = priors if base is None else base._priors
         super().__init__(len(self._priors), fade, weight)
 
     def probability(self, kind: int) -> float:
