@@ -200,11 +200,12 @@ PADDING = 99  # the slot of a place without a sequence
 
 
 def lookups():
-    """Texts of few tokens and of many, longer than one step of a search, of one token again and again, of two tokens
-    and of one; then a place without a sequence."""
+    """Texts of few tokens and of many, longer than one step of a search, with a token that was common long ago, of one
+    token again and again, of two tokens and of one; then a place without a sequence."""
     luck = random.Random(4)
     made = [[luck.randrange(most) for _ in range(count)] for most, count in ((3, 30), (40, 1400), (9, 2), (500, 60))]
     made += [[luck.randrange(luck.choice((8, 300))) for _ in range(600)], [7] * 5, [1]]
+    made[4][:80:2] = [777] * 40
     table = torch.zeros(len(RoundField), len(made) + 1, dtype=torch.int32)
     table[RoundField.SLOT] = PADDING
     written = torch.full((len(made) + 1, 1500), -3, dtype=torch.int32)

@@ -98,6 +98,28 @@ def test_the_trees_of_rounds_are_those_of_the_host(monkeypatch):
     assert later
 
 
+def test_beside_a_head_lookup_has_a_third_of_the_nodes_and_matches_alone(monkeypatch):
+    """Common tokens are left to the head."""
+    begun = []
+
+    def look(seqs, found):
+        text = list(seqs[0].tokens)
+        for number, written in enumerate(found[0].tokens):
+            one = found[0].round(number)
+            copied = [node for node, source in enumerate(one.sources) if source == "ngram"]
+            assert (len(one.sources) - len(copied), len(copied) <= 10) == (21, True)
+            followed = {text[place] for place in range(1, len(text)) if text[place - 1] == text[-1]}
+            begun.append({one.tokens[node] for node in copied if one.parents[node] < 0})
+            assert begun[-1] <= followed
+            text += written
+
+    watch(monkeypatch, look)
+    params = [SamplingParams(9)]
+    seqs = drain(engine("eagle:head=it,tree=24,width=5,length=5+ngram"), sequences(params))
+    assert outputs(seqs) == outputs(plain(params))
+    assert any(begun)
+
+
 @pytest.mark.parametrize(
     "spec", ["eagle:head=it,length=2", "block:head=slots,length=2", "ngram:length=3,tree=4", "none"]
 )
