@@ -74,50 +74,50 @@ def test_rounds_write_what_plain_decoding_writes(loops, spec):
         assert seq.stats.drafted == sum(seq.stats.drafted_by_drafter.values())
 
 
-def test_the_trees_of_rounds_are_those_of_the_host(monkeypatch):
-    """Of the same text and budget, round after round; and branches after the first are kept, too."""
-    params, seen, later = [SamplingParams(12)] * 2, 0, 0
+@pytest.fixture
+def rounds(monkeypatch):
+    """Each round's text before it, and its draft."""
+    found = []
 
-    def compare(seqs, found):
-        nonlocal seen, later
-        for seq, rounds in zip(seqs, found, strict=True):
+    def seen(seqs, parts):
+        for seq, part in zip(seqs, parts, strict=True):
             text = list(seq.tokens)
-            for number, written in enumerate(rounds.tokens):
-                host = drafters.build("ngram:length=3,tree=7", BuildContext(target(), draft_model))
-                (draft,) = host.propose([Sequence(0, list(text))], [7])
-                one = rounds.round(number)
-                assert (tuple(one.tokens), tuple(one.parents)) == (draft.tokens, draft.parents)
-                first = next((node for node, parent in enumerate(one.parents[1:], 1) if parent < 0), len(one.tokens))
-                seen, later = seen + 1, later + any(node >= first for node in one.path)
+            for number, written in enumerate(part.tokens):
+                found.append((list(text), part.round(number)))
                 text += written
 
-    watch(monkeypatch, compare)
-    seqs = drain(engine("ngram:length=3,tree=7"), sequences(params))
-    assert outputs(seqs) == outputs(plain(params))
-    assert seen > 4
+    watch(monkeypatch, seen)
+    return found
+
+
+def test_the_trees_of_rounds_are_those_of_the_host(rounds):
+    """Of the same text and budget, round after round; and branches after the first are kept, too."""
+    params, later = [SamplingParams(12)] * 2, 0
+    assert outputs(drain(engine("ngram:length=3,tree=7"), sequences(params))) == outputs(plain(params))
+    assert len(rounds) > 4
+    for text, one in rounds:
+        host = drafters.build("ngram:length=3,tree=7", BuildContext(target(), draft_model))
+        (draft,) = host.propose([Sequence(0, text)], [7])
+        assert (tuple(one.tokens), tuple(one.parents)) == (draft.tokens, draft.parents)
+        first = next((node for node, parent in enumerate(one.parents[1:], 1) if parent < 0), len(one.tokens))
+        later += any(node >= first for node in one.path)
     assert later
 
 
-def test_beside_a_head_lookup_has_a_third_of_the_nodes_and_matches_alone(monkeypatch):
+def test_beside_a_head_lookup_has_a_third_of_the_nodes_and_matches_alone(monkeypatch, rounds):
     """Common tokens are left to the head."""
-    begun = []
-
-    def look(seqs, found):
-        text = list(seqs[0].tokens)
-        for number, written in enumerate(found[0].tokens):
-            one = found[0].round(number)
-            copied = [node for node, source in enumerate(one.sources) if source == "ngram"]
-            assert (len(one.sources) - len(copied), len(copied) <= 10) == (21, True)
-            followed = {text[place] for place in range(1, len(text)) if text[place - 1] == text[-1]}
-            begun.append({one.tokens[node] for node in copied if one.parents[node] < 0})
-            assert begun[-1] <= followed
-            text += written
-
-    watch(monkeypatch, look)
-    params = [SamplingParams(9)]
-    seqs = drain(engine("eagle:head=it,tree=24,width=5,length=5+ngram"), sequences(params))
+    monkeypatch.setattr(base, "ROW_BUDGETS", ((1 << 30, 19),))
+    params, begun = [SamplingParams(9)], set()
+    seqs = drain(engine("eagle:head=it,tree=24,width=4,length=3+ngram"), sequences(params))
     assert outputs(seqs) == outputs(plain(params))
-    assert any(begun)
+    assert rounds
+    for text, one in rounds:
+        copied = [node for node, source in enumerate(one.sources) if source == "ngram"]
+        assert (len(one.sources) - len(copied), len(copied) <= 6) == (12, True)
+        first = {one.tokens[node] for node in copied if one.parents[node] < 0}
+        assert first <= {text[place] for place in range(1, len(text)) if text[place - 1] == text[-1]}
+        begun |= first
+    assert begun
 
 
 @pytest.mark.parametrize(
