@@ -3,7 +3,7 @@
 A branch begins with what followed a match, long matches and recent ones first; after a few of them, with one of the
 text's common tokens: those that stand after the most different tokens. Each goes on with what followed there. A node
 costs the more the less likely it is; a draft is the cheapest nodes. `rounds/lookup_kernels.py` does the same on a
-device. What tokens cost was counted on 120 answers (LOG, 2026-11-19).
+device. What tokens cost was counted on 120 answers (LOG, 2026-11-18, lookup as a tree).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from outrider.models.base import Model, Paged
 
 HOPELESS = 0.02  # probability: a node of a chain that is reached less often than this is worth no row, however cheap
 # Nodes of a tree on a GPU: with the last token they are 32 rows, which share a tile of its kernels. On a CPU the best
-# tree is worth 0.5 % more than a chain, before what it takes to look for one (LOG, 2026-11-19).
+# tree is worth 0.5 % more than a chain, before what it takes to look for one (LOG, 2026-11-18, lookup as a tree).
 TREE_ON_GPU = 31
 LARGEST_TREE = 64  # nodes: bits of a path on a GPU
 FEW = 16  # new tokens up to which n-grams are cut out one by one; for more (a prompt) zipped columns are faster
@@ -38,6 +38,7 @@ Guess = list[tuple[int, int]]  # tokens, each with its kind of match (`match_kin
 class Ngram(Drafter):
     name = "ngram"
     reports_acceptance = is_free = True
+    variants = ("tree=16",)
 
     @dataclass(frozen=True)
     class Options:

@@ -38,8 +38,8 @@ class LookupGuesser:
         return True
 
     def guesses(self, sequences: int, budget: int, alone: bool) -> LookupGuesses:
-        """Beside another draft there are no common tokens: it has them itself, where they are likely (LOG,
-        2026-11-19)."""
+        """Beside another draft there are no common tokens: it has them itself, where they are likely (LOG, 2026-11-18,
+        lookup as a tree)."""
         nodes, is_tree = min(self._tree or self._length, budget), self._tree > 0
         size = DraftSize(nodes, min(self._length, nodes))
         return LookupGuesses(self._target, sequences, size, self._sizes, is_tree, is_tree and alone)

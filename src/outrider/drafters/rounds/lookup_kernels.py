@@ -46,6 +46,42 @@ def _count_kinds(
     tl.store(kinds_ptr + seq * NEAR + row, tl.sum((times > 0).to(tl.int32), 1))
 
 
+@triton.jit
+def _longest_match(text, last, taken, MIN_N: tl.constexpr, MAX_N: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the matches of the text's end that no taken token follows the longest, and of these the most recent: its
+    length and the place after it as one number; 0: there is none."""
+    best = tl.zeros([BLOCK], tl.int32)
+    for begin in range(0, last, BLOCK):
+        place = begin + 1 + tl.arange(0, BLOCK)  # of the token that follows a match
+        matched = tl.zeros([BLOCK], tl.int32)
+        for n in tl.static_range(MAX_N):  # no load waits for the one before; counted as far as all before match
+            earlier = tl.load(text + place - 1 - n, mask=(place <= last) & (place > n), other=-1)
+            wanted = tl.load(text + tl.maximum(last - n, 0))
+            matched += tl.where((matched == n) & (earlier == wanted), 1, 0)
+        matches = (matched >= MIN_N) & (place <= last)
+        token = tl.load(text + place, mask=matches, other=-1)
+        best = tl.maximum(best, tl.where(matches & (_among(token, taken) == 0), matched * _PLACES + place, 0))
+    return tl.max(best, 0)
+
+
+@triton.jit
+def _among(tokens, taken):
+    return tl.max((tokens[:, None] == taken[None, :]).to(tl.int32), 1)
+
+
+@triton.jit
+def _cheapest(costs, nodes):
+    """How many nodes of each branch are among the cheapest ones. `costs` [branches, steps]: dearer with each step."""
+    limit = 0  # the cost below which all nodes are among them
+    for bit in tl.static_range(7):  # of _NEVER
+        tried = limit + (64 >> bit)
+        limit = tl.where(tl.sum((costs < tried).to(tl.int32)) < nodes, tried, limit)
+    own = tl.sum((costs < limit).to(tl.int32), 1)
+    # of those that cost as much, one of a branch at most, the first ones
+    at = tl.max(((costs == limit) & (costs < _NEVER)).to(tl.int32), 1)
+    return own + tl.where(tl.cumsum(at, 0) <= nodes - tl.sum(own, 0), at, 0)
+
+
 @triton.jit(do_not_specialize=["places", "count", "padding", "nodes", "length", "most"])
 def _look_up(
     written_ptr, places, texts_ptr, count, padding, kinds_ptr, costs_ptr, found_ptr, nodes, length, most,
@@ -55,61 +91,38 @@ def _look_up(
     """What followed the last tokens of each text where they stood before, then, if COMMON, common tokens: up to `most`
     branches, of which the `nodes` cheapest nodes are the draft."""
     seq = tl.program_id(0)
-    slot = tl.load(texts_ptr + _SLOT * count + seq)
+    nobody = tl.load(texts_ptr + _SLOT * count + seq) == padding
     last = tl.load(texts_ptr + _LENGTH * count + seq)  # the place of the last token
     text = written_ptr + seq.to(tl.int64) * places
     branch, match = tl.arange(0, BRANCHES), tl.arange(0, MATCHES)
     firsts = tl.zeros([BRANCHES], tl.int32)  # the place of the first token of each branch
     lengths = tl.zeros([BRANCHES], tl.int32)  # of the match before it
-    taken = tl.full([MATCHES], -1, tl.int32)  # tokens that these branches begin with
-    many = tl.where(slot == padding, most, 0)  # branches so far
-    for _ in range(tl.where(slot == padding, 0, tl.minimum(MATCHES, most))):
-        best = tl.zeros([BLOCK], tl.int32)
-        for begin in range(0, last, BLOCK):
-            place = begin + 1 + tl.arange(0, BLOCK)  # of the token that follows a match
-            matched = tl.zeros([BLOCK], tl.int32)
-            for n in tl.static_range(MAX_N):  # no load waits for the one before; counted as far as all before match
-                earlier = tl.load(text + place - 1 - n, mask=(place <= last) & (place > n), other=-1)
-                wanted = tl.load(text + tl.maximum(last - n, 0))
-                matched += tl.where((matched == n) & (earlier == wanted), 1, 0)
-            matches = (matched >= MIN_N) & (place <= last)
-            token = tl.load(text + place, mask=matches, other=-1)
-            known = tl.max((token[:, None] == taken[None, :]).to(tl.int32), 1) > 0
-            best = tl.maximum(best, tl.where(matches & (known == 0), matched * _PLACES + place, 0))
-        value = tl.max(best, 0)
-        here = (branch == many) & (value > 0)
-        firsts = tl.where(here, value % _PLACES, firsts)
-        lengths = tl.where(here, value // _PLACES, lengths)
-        token = tl.load(text + value % _PLACES)
-        taken = tl.where((match == many) & (value > 0), token, taken)
+    taken = tl.full([MATCHES], -1, tl.int32)  # tokens that follow the matches
+    wanted = tl.where(nobody, 0, most)
+    many = 0  # branches so far
+    for _ in range(tl.minimum(MATCHES, wanted)):
+        value = _longest_match(text, last, taken, MIN_N, MAX_N, BLOCK)
+        here, place = (branch == many) & (value > 0), value % _PLACES
+        firsts, lengths = tl.where(here, place, firsts), tl.where(here, value // _PLACES, lengths)
+        taken = tl.where((match == many) & (value > 0), tl.load(text + place), taken)
         many += tl.where(value > 0, 1, 0)
     if COMMON:
         near = tl.arange(0, NEAR)
-        place = tl.maximum(last + 1 - NEAR, 0) + near
-        token = tl.load(text + place, mask=place <= last, other=-1)
-        kinds = tl.load(kinds_ptr + seq * NEAR + near, mask=place <= last, other=0)
-        known = tl.max((token[:, None] == taken[None, :]).to(tl.int32), 1) > 0
-        values = tl.where((kinds > 0) & (known == 0), kinds * _PLACES + place, 0)
-        for _ in range(many, most):
+        places_near = tl.maximum(last + 1 - NEAR, 0) + near
+        tokens = tl.load(text + places_near, mask=places_near <= last, other=-1)
+        kinds = tl.load(kinds_ptr + seq * NEAR + near, mask=places_near <= last, other=0)
+        values = tl.where((kinds > 0) & (_among(tokens, taken) == 0), kinds * _PLACES + places_near, 0)
+        for _ in range(many, wanted):
             value = tl.max(values, 0)
-            values = tl.where(token == tl.load(text + value % _PLACES), 0, values)
+            values = tl.where(tokens == tl.load(text + value % _PLACES), 0, values)
             firsts = tl.where((branch == many) & (value > 0), value % _PLACES, firsts)
             many += tl.where(value > 0, 1, 0)
-    # what each node of each branch costs: copies are dearer the fewer tokens match
-    step, live = tl.arange(0, NP), (branch < many) & (slot != padding)
+    step = tl.arange(0, NP)
     more = tl.where(lengths > 0, branch * _EACH_MATCH, branch // _COMMON_PER_COST)
     sums = costs_ptr + _BEGINS + lengths
     begins = tl.load(costs_ptr + lengths) + more - tl.load(sums)
     costs = begins[:, None] + tl.load(sums[:, None] + step[None, :])
-    costs = tl.where(live[:, None] & (step[None, :] < length), costs, _NEVER)
-    # the cost below which all nodes are in the draft; of those at it, one of each branch at most, the first ones
-    limit = 0
-    for bit in tl.static_range(7):
-        tried = limit + (64 >> bit)
-        limit = tl.where(tl.sum((costs < tried).to(tl.int32)) < nodes, tried, limit)
-    own = tl.sum((costs < limit).to(tl.int32), 1)
-    at = tl.max(((costs == limit) & (costs < _NEVER)).to(tl.int32), 1)
-    own += tl.where(tl.cumsum(at, 0) <= nodes - tl.sum(own, 0), at, 0)
+    own = _cheapest(tl.where((branch < many)[:, None] & (step < length)[None, :], costs, _NEVER), nodes)
     node = (tl.cumsum(own, 0) - own)[:, None] + step[None, :]
     inside = step[None, :] < own[:, None]
     copied = firsts[:, None] + step[None, :] % (last + 1 - firsts)[:, None]  # past the end it copies what it copied

@@ -36,7 +36,7 @@ from outrider.models.cuda.graphs import Capture, NoEvent, event, pinned, reach
 from outrider.models.cuda.model import PAGE, CudaLlama
 
 # Nodes from which on a draft that is joined with another has a third of them, else a quarter: it repeats what the other
-# guesses more often than not, but goes deeper (LOG, 2026-11-19: a head of 5 levels and lookup).
+# guesses more often than not, but goes deeper (LOG, 2026-11-18, lookup as a tree).
 MANY = 16
 MOST_ROWS = 1024  # of a pass: the memory for all their logits stays small
 MOST_ROUNDS = 16  # of a part
