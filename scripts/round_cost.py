@@ -7,7 +7,7 @@ round whose draft is there already, with as many nodes.
 
 The target has SmolLM2-135M's sizes and random weights (`--shape 8b`: those of an 8B Llama), the heads the sizes that
 `outrider train` gives them, a draft model is called by its number of layers of the target's size (`layer_skip` runs a
-third of the target's), so nothing is kept and every round writes one token. Texts of `--prompt` tokens; drafters run in turns,
+third of the target's), so nothing is kept and every round writes one token. Drafters run in turns,
 and the median over the repeats counts, with the range; a line is printed as soon as it is known. Graphs are made for
 the batches that are asked for alone. `--kernels block:tree=31`: also how long each kernel of such a round takes, by
 torch's profiler, one sequence. With a temperature drafts are verified by rejection, with a seed too by the target's

@@ -478,7 +478,11 @@ def assert_rate(hits, trials, rate, sigmas=4.5):
 SPECS = {
     "none": ["none"],
     "auto": ["auto:length=4", "auto:head=eagle,model=noisy"],
-    "ngram": ["ngram:min_n=1,length=5", "ngram:store=adaptive,min_n=1,max_n=3,length=4"],
+    "ngram": [
+        "ngram:min_n=1,length=5",
+        "ngram:store=adaptive,min_n=1,max_n=3,length=4",
+        "ngram:min_n=1,length=4,tree=9",
+    ],
     "history": ["history:length=5,width=3"],
     "draft_model": [
         "draft_model:model=noisy,length=3",
@@ -512,7 +516,7 @@ COMBINED = [
     "eagle:head=eagle,length=3+ngram:min_n=1,length=4",
     "layer_skip:layers=2,length=2+draft_model:model=noisy,length=3",
     "medusa:head=medusa,nodes=5+eagle:head=eagle_cut,length=4,tree=7,width=3+history:length=5,width=3",
-    "block:head=block,length=4,tree=6,width=2+ngram:min_n=1,length=4",
+    "block:head=block,length=4,tree=6,width=2+ngram:min_n=1,length=4,tree=7",
     "grammar:length=4+draft_model:model=shorter,length=3+prediction:length=6+ngram:min_n=1+history+oracle:rate=0.6",
 ]
 ALL_SPECS = [*(spec for name in drafters.TABLE for spec in SPECS.get(name, ())), *COMBINED]

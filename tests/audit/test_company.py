@@ -93,7 +93,7 @@ def test_chunks_and_batches_are_those_of_the_plan_and_gone_afterwards(opened, mo
 
 def test_of_a_head_the_chain_and_the_tree_are_tried(opened, monkeypatch):
     monkeypatch.setattr("outrider.audit.company.default_drafts", lambda llm: ["ngram", "eagle", "oracle"])
-    assert every_draft(opened()) == ["none", "ngram", "eagle", "eagle:tree=16"]
+    assert every_draft(opened()) == ["none", "ngram", "ngram:tree=16", "eagle", "eagle:tree=16"]
 
 
 def test_with_shared_prefixes_each_call_is_made_again_from_the_cache(opened):

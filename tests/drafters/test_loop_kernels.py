@@ -4,10 +4,12 @@ import random
 
 import pytest
 import torch
+from lookups import looked_up, lookups
 from looped import draft_table
 
 from outrider.core.draft import Draft
 from outrider.core.verify import coupled
+from outrider.drafters.branches import MATCHES, Branches
 from outrider.drafters.eagle import loop_kernels
 from outrider.drafters.eagle.device_kernels import SequenceField
 from outrider.drafters.ngram import Recent
@@ -169,6 +171,25 @@ def test_a_chain_joins_a_tree_where_they_part(seed):
         assert len(paths(draft)) == len(draft)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tree_joins_a_tree_where_they_part(seed):
+    """One with branches of its own and some that the first has, the first itself, and one beside an empty draft."""
+    trees = [tree(20, seed), tree(12, seed + 50), Draft()]
+    luck = random.Random(seed)
+    parting = Draft(tuple(luck.choice((token, 90 + token)) for token in tree(12, seed).tokens), tree(12, seed).parents)
+    others = [parting, trees[1], tree(12, seed + 70)]
+    table = torch.full((3, DRAFT_HEADER + 3 * NODES), -7, dtype=torch.int32)
+    kernels.join(found(trees, 1, 20), found(others, 1, 12), table)
+    for place, (own, other) in enumerate(zip(trees, others, strict=True)):
+        draft, first = joined(table, place)
+        assert first == len(own)
+        assert (draft.tokens[:first], draft.parents[:first]) == (own.tokens, own.parents)
+        assert paths(draft) == paths(own) | paths(other)
+        assert len(paths(draft)) == len(draft)
+    assert not paths(parting) <= paths(trees[0])
+    assert paths(parting) & paths(trees[0])
+
+
 def test_a_draft_alone_stays_as_it_is():
     trees = [tree(NODES, 3), Draft()]
     table = torch.full((2, DRAFT_HEADER + 3 * NODES), -7, dtype=torch.int32)
@@ -176,33 +197,43 @@ def test_a_draft_alone_stays_as_it_is():
     assert table.tolist() == found(trees).tolist()
 
 
+@pytest.mark.parametrize("sizes", [(1, 4), (2, 3), (1, 16)])
+@pytest.mark.parametrize(("nodes", "length"), [(31, 12), (31, 31), (15, 3), (7, 12), (1, 12), (64, 40)])
+def test_lookup_makes_the_tree_that_the_host_makes(sizes, nodes, length):
+    made, table, written = lookups()
+    *trees, nobody = looked_up(table, written, sizes, nodes, length)
+    for text, tree_of in zip(made, trees, strict=True):
+        store = Branches(*sizes)
+        store.learn(text)
+        assert tree_of == [(token, parent) for token, parent, _ in store.guess(text, nodes, length)]
+    assert nobody == []
+    assert sum(map(bool, trees)) == len(made) - 1, "the text of one token has nothing to copy"
+    assert max(map(len, trees)) == nodes
+
+
 @pytest.mark.parametrize("sizes", [(1, 4), (2, 3)])
-def test_lookup_copies_what_the_host_copies(sizes):
-    luck, length, places = random.Random(4), 6, 1500
-    texts_of = [
-        [luck.randrange(least) for _ in range(count)] for least, count in ((3, 30), (40, 1400), (9, 2), (500, 60))
-    ]
-    texts_of += [[7] * 5, [1]]
-    count = len(texts_of) + 1
-    table = torch.zeros(len(RoundField), count, dtype=torch.int32)
-    table[RoundField.SLOT] = 99
-    written = torch.full((count, places), -3, dtype=torch.int32)
-    for place, text in enumerate(texts_of):
-        table[RoundField.SLOT, place], table[RoundField.LENGTH, place] = place, len(text) - 1
-        written[place, : len(text)] = torch.tensor(text)
-    out = torch.full((count, 1 + 3 * length), -7, dtype=torch.int32)
-    kernels.look_up(written, table, out, sizes, padding=99)
-    copied = 0
-    for place, text in enumerate(texts_of):
+def test_lookup_copies_the_chain_that_the_host_copies(sizes):
+    made, table, written = lookups()
+    *chains, nobody = looked_up(table, written, sizes, 6, 6, matches=1, common=False)
+    for text, chain in zip(made, chains, strict=True):
         store = Recent(*sizes)
         store.learn(text)
-        wanted = [token for token, _ in store.guess(text, length)]
-        found_here = int(out[place, 0])
-        assert out[place, 1 : 1 + found_here].tolist() == wanted
-        assert out[place, 1 + length : 1 + length + found_here].tolist() == list(range(-1, found_here - 1))
-        copied += bool(wanted)
-    assert copied >= 2
-    assert out[-1, 0] == 0
+        assert chain == [(token, place - 1) for place, (token, _) in enumerate(store.guess(text, 6))]
+    assert nobody == []
+    assert sum(map(bool, chains)) >= 2
+
+
+def test_beside_another_draft_lookup_has_no_common_tokens():
+    """The same branches but for these, which may be longer for it."""
+    made, table, written = lookups()
+    both, matches = (looked_up(table, written, (1, 4), 10, 12, common=common) for common in (True, False))
+    for text, whole, own in zip(made, both, matches, strict=False):
+        followed = {text[place] for place in range(1, len(text)) if text[place - 1] == text[-1]}
+        begun = [token for token, parent in own if parent < 0]
+        assert begun == [token for token, parent in whole if parent < 0][: len(begun)]
+        assert set(begun) <= followed
+        assert len(begun) <= MATCHES
+        assert len(own) == (10 if followed else 0)
 
 
 @pytest.mark.parametrize(("rows", "step"), [(1, 0), (2, 0), (7, 0), (1, 1), (1, 3)])

@@ -7,9 +7,11 @@ from hypothesis import given, settings, strategies as st
 from tiny import Markov, outputs, run
 
 from outrider import drafters
+from outrider.core.errors import OutriderError
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence, Token
-from outrider.drafters.base import BuildContext
+from outrider.core.verify import Verdict
+from outrider.drafters.base import BuildContext, Step
 from outrider.drafters.confidence import AGREED, ALONE, DIFFERED, LONGEST
 from outrider.drafters.ngram import Recent
 
@@ -31,6 +33,104 @@ def _by_hand(tokens, length):
             if tokens[end - n : end] == tokens[-n:]:
                 return [tokens[end + i % (len(tokens) - end)] for i in range(length)]
     return []
+
+
+def _followed(tokens, sizes):
+    """By the token that followed a match: the longest match, capped, and its most recent place."""
+    best = {}
+    for place in range(1, len(tokens)):
+        same = (tokens[place - 1 - n] == tokens[-1 - n] for n in range(min(place, sizes[1])))
+        matched = next((n for n, each in enumerate(same) if not each), min(place, sizes[1]))
+        if matched >= sizes[0]:
+            best[tokens[place]] = max(best.get(tokens[place], (0, 0)), (matched, place))
+    return best
+
+
+def _tree_by_hand(tokens, nodes, length, sizes=(1, 4)):
+    """All branches at their full length, and of their nodes the cheapest."""
+    matches = sorted(_followed(tokens, sizes).values(), reverse=True)[:4]
+    taken = {tokens[place] for _, place in matches}
+    before = {token: {tokens[i - 1] % 32 for i in range(1, len(tokens)) if tokens[i] == token} for token in set(tokens)}
+    last = {token: place for place, token in enumerate(tokens)}
+    common = [each for each in last if each not in taken and before[each] and last[each] >= len(tokens) - 512]
+    common.sort(key=lambda token: (len(before[token]), last[token]), reverse=True)
+    branches = [*matches, *((0, last[token]) for token in common)][:24]
+    costs = []
+    for number, (matched, place) in enumerate(branches):
+        cost = (18, 9, 4, 3, 1)[min(matched, 4)] + (3 * number if matched else number // 2)
+        for step in range(length):
+            cost += (0, 9, 4, 3, 2, 2, 1)[min(matched + step, 6)] if step else 0
+            costs.append((cost, number, step, tokens[place + step % (len(tokens) - place)]))
+    chosen = {(number, step) for _, number, step, _ in sorted(costs)[:nodes]}
+    by_branch = sorted((number, step, token) for _, number, step, token in costs if (number, step) in chosen)
+    return [(token, node - 1 if step else -1) for node, (_, step, token) in enumerate(by_branch)]
+
+
+def drafted(drafter, tokens, budget):
+    (draft,) = drafter.propose([Sequence(0, list(tokens))], [budget])
+    return list(zip(draft.tokens, draft.parents, strict=True))
+
+
+class TestNgramTrees:
+    def test_several_continuations_stand_side_by_side(self):
+        """2 was followed by 3, 4 and 5; 1, 2 by 3 alone. The last tokens that it has room for are common ones."""
+        tokens = [8, 2, 4, 6, 2, 5, 1, 2, 3, 9, 1, 2]
+        tree = drafted(build("ngram:tree=6,length=2"), tokens, 20)
+        assert tree == [(3, -1), (9, 0), (5, -1), (1, 2), (4, -1), (6, 4)]
+        begun = [token for token, parent in drafted(build("ngram:tree=20,length=1"), tokens, 20) if parent < 0]
+        assert begun == [3, 5, 4, 2, 1, 9, 6]  # 2 stood after three tokens, 1 after two; of the others the latest first
+
+    @settings(max_examples=200)
+    @given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.integers(1, 40), st.integers(1, 6))
+    def test_the_cheapest_nodes_of_all_branches(self, tokens, nodes, length):
+        drafter = build(f"ngram:tree={nodes},length={length}")
+        assert drafted(drafter, tokens, 64) == _tree_by_hand(tokens, nodes, length)
+
+    @pytest.mark.parametrize("sizes", [(1, 4), (2, 3), (3, 16)])
+    def test_in_a_long_text(self, sizes):
+        dice = random.Random(7)
+        tokens = [dice.randrange(dice.choice((20, 400))) for _ in range(900)]
+        tokens[:180:2] = [500] * 90  # a common token, but not of late
+        drafter = build(f"ngram:tree=31,min_n={sizes[0]},max_n={sizes[1]}")
+        for count in (513, 700, 900):
+            slowly = build(f"ngram:tree=31,min_n={sizes[0]},max_n={sizes[1]}")
+            expected = _tree_by_hand(tokens[:count], 31, 12, sizes)
+            assert drafted(drafter, tokens[:count], 64) == drafted(slowly, tokens[:count], 64) == expected
+            assert len(expected) == 31
+
+    def test_a_smaller_budget_has_the_cheapest_of_the_same_nodes(self):
+        """And a drafter that was asked for less a step before has forgotten nothing."""
+        dice = random.Random(3)
+        tokens = [dice.randrange(30) for _ in range(200)]
+        drafter = build("ngram:tree=31")
+        for budget in (*range(32), 50):
+            assert drafted(drafter, tokens, budget) == _tree_by_hand(tokens, min(budget, 31), 12)
+
+    def test_its_probabilities_are_learned(self):
+        """1, 2 is followed by 3 and 4 in turns, so what followed the time before is never right, and the other is."""
+        drafter, seq = build("ngram:tree=4,length=2,max_n=2"), Sequence(0, [1, 2, 3, 1, 2, 4, 1, 2])
+        (first,) = drafter.propose([seq], [4])
+        for _ in range(40):
+            (draft,) = drafter.propose([seq], [4])
+            assert [draft.tokens[node] for node in draft.children(-1)][:2] == [seq.tokens[-3], 7 - seq.tokens[-3]]
+            seq.append(Token(7 - seq.tokens[-3]))
+            drafter.observe(Step(seq, seq.tokens[-2:-1], draft, Verdict((), seq.tokens[-1]), None))
+            seq.append(Token(1))
+            seq.append(Token(2))
+        (last,) = drafter.propose([seq], [4])
+        before, after = ([draft.acceptance[node] for node in draft.children(-1)][:2] for draft in (first, last))
+        assert before[0] > 0.4 > 0.3 > before[1]
+        assert after[0] < 0.3 < 0.7 < after[1]
+
+    @pytest.mark.parametrize(("options", "wrong"), [("tree=65", "at most 64"), ("tree=-2", "0 or -1")])
+    def test_options_that_cannot_be(self, options, wrong):
+        with pytest.raises(OutriderError, match=wrong):
+            build(f"ngram:{options}")
+        with pytest.raises(OutriderError, match="tree needs store=recent"):
+            build("ngram:store=adaptive,tree=4")
+
+    def test_without_a_gpu_it_is_a_chain(self):
+        assert guess(build("ngram"), [1, 2, 3, 1, 4, 1]) == guess(build("ngram:tree=0"), [1, 2, 3, 1, 4, 1])
 
 
 class TestNgram:

@@ -222,7 +222,7 @@ def test_a_prompt_that_does_not_repay_is_not_read(parts, monkeypatch, repays):
 
     monkeypatch.setattr(policy, "reading_repays", answer)
     (seq,) = sequences([SamplingParams(6)])
-    made = engine("ngram:length=3+" + LIKE, policy)
+    made = engine("ngram:length=3,tree=4+" + LIKE, policy)
     drain(made, [seq])
     assert outputs([seq]) == outputs(plain([SamplingParams(6)]))
     assert bool(parts) == bool(seq.stats.drafted) == repays

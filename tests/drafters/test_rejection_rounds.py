@@ -61,10 +61,10 @@ def judged(seq, draft):
 @pytest.mark.parametrize(
     "spec",
     [
-        "ngram:length=3",
+        "ngram:length=3,tree=5",
         "medusa:head=three",
         "eagle:head=it,tree=6,width=3,length=3,greedy=true",
-        "ngram:length=3+eagle:head=it,tree=5,width=3,length=3,greedy=true",
+        "ngram:length=3,tree=4+eagle:head=it,tree=5,width=3,length=3,greedy=true",
         "draft_model:model=like,length=3,greedy=true",
     ],
 )
@@ -85,7 +85,7 @@ def test_guesses_are_judged_as_the_host_judges_them(rounds, spec):
     assert outputs(seqs[2:]) == outputs(plain)
 
 
-@pytest.mark.parametrize("beside", ["", "ngram:length=2+"])
+@pytest.mark.parametrize("beside", ["", "ngram:length=2,tree=4+"])
 @pytest.mark.parametrize(("spec", "length"), [("draft_model:model=like,length=3", 3), ("layer_skip:layers=2", 3)])
 def test_a_model_draws_as_the_host_draws(rounds, monkeypatch, spec, length, beside):
     """The same tokens from the same laws, so that the same of them are kept; a copy does not stand beside a draw."""
@@ -133,7 +133,7 @@ def test_a_head_drafts_and_writes_what_it_does_with_the_host(rounds, spec):
 def test_a_draw_goes_alone():
     """With a copy beside it, the head writes what it writes by itself; where it guesses, the two are joined."""
     alone = drain(engine(CHAIN), sequences([SAMPLED]))
-    both = drain(engine("ngram:length=3+" + CHAIN), sequences([SAMPLED]))
+    both = drain(engine("ngram:length=3,tree=4+" + CHAIN), sequences([SAMPLED]))
     assert outputs(both) == outputs(alone)
     assert not both[0].stats.drafted_by_drafter.get("ngram")
 

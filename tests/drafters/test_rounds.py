@@ -6,11 +6,14 @@ import itertools
 
 import pytest
 import torch
-from looped import adapters, drain, engine, plain, sequences, target, watch
+from looped import adapters, draft_model, drain, engine, plain, sequences, target, watch
 from tiny import family, outputs, plainly
 
+from outrider import drafters
 from outrider.core.dice import Dice
 from outrider.core.params import SamplingParams
+from outrider.core.sequence import Sequence
+from outrider.drafters.base import BuildContext
 from outrider.drafters.rounds import base, loop, writer
 from outrider.drafters.rounds.loop import DeviceLoop
 from outrider.engine import unattended
@@ -40,16 +43,17 @@ def loops(monkeypatch):
 SEEDED = SamplingParams(5, 0.9, seed=3)
 GUESSERS = {
     "eagle:head=it,tree=6,width=3,length=3": (SEEDED, {"eagle"}),
-    "ngram:length=3": (SEEDED, {"ngram"}),
+    "ngram:length=3,tree=0": (SEEDED, {"ngram"}),
+    "ngram:length=3,tree=6": (SEEDED, {"ngram"}),
     "medusa:head=three": (SamplingParams(5), {"medusa"}),
-    "ngram:length=3+eagle:head=it,tree=6,width=3,length=3": (SEEDED, {"ngram", "eagle"}),
+    "ngram:length=3,tree=4+eagle:head=it,tree=6,width=3,length=3": (SEEDED, {"ngram", "eagle"}),
     "block:head=slots": (SEEDED, {"block"}),
     "block:head=seen,tree=6,width=3,length=3": (SEEDED, {"block"}),
-    "ngram:length=3+block:head=slots,tree=5,width=2,length=3": (SEEDED, {"ngram", "block"}),
+    "ngram:length=3,tree=4+block:head=slots,tree=5,width=2,length=3": (SEEDED, {"ngram", "block"}),
     "layer_skip:layers=1": (SEEDED, {"layer_skip"}),
     "draft_model:model=same,length=3": (SEEDED, {"draft_model"}),
     "draft_model:model=like,length=3": (SEEDED, {"draft_model"}),
-    "ngram:length=3+draft_model:model=like,length=2": (SEEDED, {"ngram", "draft_model"}),
+    "ngram:length=3,tree=4+draft_model:model=like,length=2": (SEEDED, {"ngram", "draft_model"}),
     "draft_model:model=like,length=2+eagle:head=it,tree=6,width=3,length=3": (SEEDED, {"eagle", "draft_model"}),
 }
 
@@ -70,7 +74,55 @@ def test_rounds_write_what_plain_decoding_writes(loops, spec):
         assert seq.stats.drafted == sum(seq.stats.drafted_by_drafter.values())
 
 
-@pytest.mark.parametrize("spec", ["eagle:head=it,length=2", "block:head=slots,length=2", "ngram:length=3", "none"])
+@pytest.fixture
+def rounds(monkeypatch):
+    """Each round's text before it, and its draft."""
+    found = []
+
+    def seen(seqs, parts):
+        for seq, part in zip(seqs, parts, strict=True):
+            text = list(seq.tokens)
+            for number, written in enumerate(part.tokens):
+                found.append((list(text), part.round(number)))
+                text += written
+
+    watch(monkeypatch, seen)
+    return found
+
+
+def test_the_trees_of_rounds_are_those_of_the_host(rounds):
+    """Of the same text and budget, round after round; and branches after the first are kept, too."""
+    params, later = [SamplingParams(12)] * 2, 0
+    assert outputs(drain(engine("ngram:length=3,tree=7"), sequences(params))) == outputs(plain(params))
+    assert len(rounds) > 4
+    for text, one in rounds:
+        host = drafters.build("ngram:length=3,tree=7", BuildContext(target(), draft_model))
+        (draft,) = host.propose([Sequence(0, text)], [7])
+        assert (tuple(one.tokens), tuple(one.parents)) == (draft.tokens, draft.parents)
+        first = next((node for node, parent in enumerate(one.parents[1:], 1) if parent < 0), len(one.tokens))
+        later += any(node >= first for node in one.path)
+    assert later
+
+
+def test_beside_a_head_lookup_has_a_third_of_the_nodes_and_matches_alone(monkeypatch, rounds):
+    """Common tokens are left to the head."""
+    monkeypatch.setattr(base, "ROW_BUDGETS", ((1 << 30, 19),))
+    params, begun = [SamplingParams(9)], set()
+    seqs = drain(engine("eagle:head=it,tree=24,width=4,length=3+ngram"), sequences(params))
+    assert outputs(seqs) == outputs(plain(params))
+    assert rounds
+    for text, one in rounds:
+        copied = [node for node, source in enumerate(one.sources) if source == "ngram"]
+        assert (len(one.sources) - len(copied), len(copied) <= 6) == (12, True)
+        first = {one.tokens[node] for node in copied if one.parents[node] < 0}
+        assert first <= {text[place] for place in range(1, len(text)) if text[place - 1] == text[-1]}
+        begun |= first
+    assert begun
+
+
+@pytest.mark.parametrize(
+    "spec", ["eagle:head=it,length=2", "block:head=slots,length=2", "ngram:length=3,tree=4", "none"]
+)
 def test_sequences_with_adapters_are_written_without_the_host_too(loops, spec):
     """Two adapters and none in one batch, in rounds or by the target alone; each writes what it writes plainly."""
     params = [SamplingParams(8), SamplingParams(6), SamplingParams(7)]
@@ -235,7 +287,7 @@ class TestParts:
     def test_a_cancel_while_rounds_are_under_way(self, loops, asked):
         params = [SamplingParams(14)] * 2
         one, two = plain(params)
-        made, seqs = engine("ngram:length=3"), sequences(params)
+        made, seqs = engine("ngram:length=3,tree=3"), sequences(params)
 
         def cancel():
             if len(seqs[0].output) > 3:
@@ -249,7 +301,7 @@ class TestParts:
         assert target().free_pages == target()._pages.count - 1
 
     def test_a_step_ends_where_somebody_waits(self, loops, asked):
-        made = engine("ngram:length=3")
+        made = engine("ngram:length=3,tree=3")
         made.interrupted = lambda: True
         (seq,) = drain(made, sequences([SamplingParams(12)]))
         assert outputs([seq]) == outputs(plain([SamplingParams(12)]))
@@ -264,6 +316,6 @@ class TestParts:
             return reserve(ids, count) if len(calls) % 2 else None
 
         monkeypatch.setattr(target(), "reserve", scarce)
-        (seq,) = drain(engine("ngram:length=3"), sequences([SamplingParams(12)]))
+        (seq,) = drain(engine("ngram:length=3,tree=3"), sequences([SamplingParams(12)]))
         assert outputs([seq]) == outputs(plain([SamplingParams(12)]))
         assert len(calls) > 2

@@ -71,8 +71,8 @@ def test_several_drafters_have_their_own_options_each():
     assert [member.text() for member in read.members] == ["ngram:max_n=5,length=3", "history:width=1", "prediction"]
     longer = drafters.varied(read, {"length": 9})
     assert longer.text() == "ngram:max_n=5,length=9+history:length=9,width=1+prediction:length=9"
-    with pytest.raises(OutriderError, match=r"no drafter of ngram\+history\+prediction has an option 'tree'"):
-        drafters.varied(read, {"tree": 4})
+    with pytest.raises(OutriderError, match=r"no drafter of ngram\+history\+prediction has an option 'stop'"):
+        drafters.varied(read, {"stop": 4})
 
 
 @pytest.mark.parametrize("path", ["a+b/c", "c++", "/opt/c++/heads", "a+b.c"])

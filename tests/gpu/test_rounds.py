@@ -14,6 +14,7 @@ from outrider.core.dice import Dice
 from outrider.core.params import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext
+from outrider.drafters.branches import Branches
 from outrider.drafters.draft_model import ModelDrafter
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Limits
@@ -200,6 +201,19 @@ def test_of_a_draft_model_that_is_the_target_all_is_kept(spec, model, heads):
         for seq in seqs:
             # the prompt's own step writes one token, and the last step may be cut
             assert len(seq.output) >= 4 * (seq.stats.steps - 2)
+
+
+@pytest.mark.parametrize(("nodes", "length"), [(31, 12), (15, 3), (1, 12), (64, 40)])
+def test_lookup_makes_the_tree_that_the_host_makes(nodes, length):
+    from lookups import looked_up, lookups  # needs Triton
+
+    made, table, written = lookups("cuda")
+    trees = looked_up(table, written, (1, 4), nodes, length)[: len(made)]
+    for text, tree in zip(made, trees, strict=True):
+        store = Branches(1, 4)
+        store.learn(text)
+        assert tree == [(token, parent) for token, parent, _ in store.guess(text, nodes, length)]
+    assert max(map(len, trees)) == nodes
 
 
 def test_sequences_of_different_drafters_go_together(model, heads, plain):

@@ -18,9 +18,9 @@ from outrider.drafters.heads import files
 from outrider.drafters.heads.kinds import BLOCK, EAGLE
 from outrider.models.base import Paged
 
-# Nodes of the head's tree on a GPU, where rows are nearly free: with a copy of 7 tokens beside it and the last token
-# they are 32 rows (drafters/rounds/base.py). On a CPU every node costs, and a chain is best.
-TREE_ON_GPU = 24
+# Nodes of the head's tree on a GPU, where rows are nearly free: with 10 of lookup beside them and the last token they
+# are 32 rows (drafters/rounds/base.py). On a CPU every node costs, and a chain is best.
+TREE_ON_GPU = 21
 # Of `history`: lookup copies from the request's own prompt already, so where no other text is there it is not asked
 # (LOG, 2026-11-17, why auto was slower than the head: two lookups of the same text took 0.2 ms a step).
 OWN = {"own": False}

@@ -70,17 +70,17 @@ class Combined(Drafter):
 
     @property
     def guessers(self) -> tuple[RoundGuesser, ...]:
-        """Of all members that draft, or of two that can if these may go without the others: a tree or a chain, and
-        perhaps a chain beside it."""
+        """Of all members that draft, or of two that can if these may go without the others: one, and perhaps another
+        whose drafts are joined with its own."""
         able = [member for member in self._members if member.drafts and member.guessers]
         # a chain that costs passes comes before a copy from the text, which is joined with whatever is there
-        members = sorted(able, key=lambda member: (member.guessers[0].is_chain, member.is_free))
+        members = sorted(able, key=lambda member: (member.guessers[0].joins, member.is_free))
         if self.some_may_write:
             members = [*members[:1], *members[1:][-1:]]
         elif len(able) < sum(member.drafts for member in self._members):
             return ()
         guessers = [guesser for member in members for guesser in member.guessers]
-        joined = len(guessers) == 1 or (len(guessers) == 2 and guessers[1].is_chain)
+        joined = len(guessers) == 1 or (len(guessers) == 2 and guessers[1].joins)
         return tuple(guessers) if joined else ()
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:

@@ -58,15 +58,17 @@ _PRIOR = [1.0 - 0.8 ** (n + 1) for n in range(LONGEST + 1)] * 3  # by kind: a lo
 
 
 class MatchCalibration(Calibration):
-    """By `match_kind`. The prior is `base`, the calibration over all sequences, or else a guess by length."""
+    """By `match_kind`, or by other kinds that have `priors`. The prior is `base`, the calibration over all sequences,
+    or else a guess by kind."""
 
-    def __init__(self, base: MatchCalibration | None = None) -> None:
+    def __init__(self, base: MatchCalibration | None = None, priors: Seq[float] = _PRIOR) -> None:
         fade, weight = (FADE, PRIOR_WEIGHT) if base is None else (SEQUENCE_FADE, SEQUENCE_PRIOR_WEIGHT)
-        super().__init__(len(_PRIOR), fade, weight)
         self._base = base
+        self._priors: Seq[float] = priors if base is None else base._priors
+        super().__init__(len(self._priors), fade, weight)
 
     def probability(self, kind: int) -> float:
-        return self.frequency(kind, _PRIOR[kind] if self._base is None else self._base.probability(kind))
+        return self.frequency(kind, self._priors[kind] if self._base is None else self._base.probability(kind))
 
     def learn(self, kind: int, kept: bool) -> None:
         self.count(kind, kept)

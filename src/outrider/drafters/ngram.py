@@ -1,6 +1,7 @@
 """Prompt lookup: what followed the last tokens when they stood here before (Saxena 2023; Ou et al. 2024).
 
-`store=recent` copies what came after the most recent earlier occurrence of the longest matching n-gram.
+`store=recent` copies what came after the most recent earlier occurrence of the longest matching n-gram. On a GPU, where
+rows of a pass are nearly free, the draft is a tree of several continuations (`branches.py`).
 `store=adaptive` counts what followed every n-gram of prompt and output so far and writes the likeliest continuation
 token by token (adaptive n-gram parallel decoding).
 
@@ -16,15 +17,20 @@ from collections.abc import Iterable, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Literal
 
-from outrider.core.draft import EMPTY, Draft
+from outrider.core.draft import EMPTY, Draft, judged_tree
 from outrider.core.errors import OutriderError
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext, Drafter, Step
+from outrider.drafters.branches import PRIORS, Branches, Node
 from outrider.drafters.confidence import AGREED, ALONE, DIFFERED, LONGEST, MatchCalibration, judged_chain, match_kind
 from outrider.drafters.rounds.base import RoundGuesser
 from outrider.models.base import Model, Paged
 
-HOPELESS = 0.02  # probability: a node that is reached less often than this is worth no row, however cheap
+HOPELESS = 0.02  # probability: a node of a chain that is reached less often than this is worth no row, however cheap
+# Nodes of a tree on a GPU: with the last token they are 32 rows, which share a tile of its kernels. On a CPU the best
+# tree is worth 0.5 % more than a chain, before what it takes to look for one (LOG, 2026-11-18, lookup as a tree).
+TREE_ON_GPU = 31
+LARGEST_TREE = 64  # nodes: bits of a path on a GPU
 FEW = 16  # new tokens up to which n-grams are cut out one by one; for more (a prompt) zipped columns are faster
 Guess = list[tuple[int, int]]  # tokens, each with its kind of match (`match_kind`)
 
@@ -32,6 +38,7 @@ Guess = list[tuple[int, int]]  # tokens, each with its kind of match (`match_kin
 class Ngram(Drafter):
     name = "ngram"
     reports_acceptance = is_free = True
+    variants = ("tree=16",)
 
     @dataclass(frozen=True)
     class Options:
@@ -39,6 +46,7 @@ class Ngram(Drafter):
         min_n: int = 1
         length: int = 12
         store: Literal["recent", "adaptive"] = "recent"
+        tree: int = -1  # nodes; 0: a chain; -1: on a GPU 31, else a chain
 
     def __init__(self, options: Options, context: BuildContext) -> None:
         if not 1 <= options.min_n <= options.max_n:
@@ -47,10 +55,11 @@ class Ngram(Drafter):
             raise OutriderError(f"ngram:max_n must be at most {LONGEST}, not {options.max_n}")
         if options.length < 1:
             raise OutriderError(f"ngram:length must be at least 1, not {options.length}")
-        self._options = options
-        self._calibration = MatchCalibration()  # over all sequences
+        self._options, self._tree = options, _tree(options, context.target)
+        # over all sequences
+        self._calibration = MatchCalibration(priors=PRIORS) if self._tree else MatchCalibration()
         self._states: dict[int, _NgramState] = {}
-        self._guesser = None if options.store == "adaptive" else _on_device(self.name, options, context.target)
+        self._guesser = _on_device(self.name, options, self._tree, context.target)
 
     @property
     def guessers(self) -> tuple[RoundGuesser, ...]:
@@ -62,53 +71,86 @@ class Ngram(Drafter):
     def _propose(self, seq: Sequence, budget: int) -> Draft:
         state = self._states.get(seq.id)
         if state is None:
-            store = (Recent if self._options.store == "recent" else Adaptive)(self._options.min_n, self._options.max_n)
-            state = self._states[seq.id] = _NgramState(store, MatchCalibration(self._calibration))
+            state = self._states[seq.id] = _NgramState(self._store(), MatchCalibration(self._calibration))
         state.store.learn(seq.tokens)
-        state.guess, state.length = state.store.guess(seq.tokens, self._options.length), len(seq.tokens)
-        tokens: list[int] = []
-        acceptance: list[float] = []
-        reach = 1.0
-        for token, kind in state.guess[:budget]:
-            tokens.append(token)
-            acceptance.append(state.calibration.probability(kind))
-            reach *= acceptance[-1]
-            if reach < HOPELESS:
-                break
-        return Draft.chain(tokens, acceptance=acceptance) if tokens else EMPTY
+        state.length = len(seq.tokens)
+        if isinstance(state.store, Branches):
+            state.guess = state.store.guess(seq.tokens, min(self._tree, budget), self._options.length)
+            return _as_tree(state.guess, state.calibration)
+        copied = state.store.guess(seq.tokens, self._options.length)
+        state.guess = [(token, place - 1, kind) for place, (token, kind) in enumerate(copied)]
+        return _as_chain(copied[:budget], state.calibration)
+
+    def _store(self) -> Recent | Adaptive | Branches:
+        kind = Branches if self._tree else Recent if self._options.store == "recent" else Adaptive
+        return kind(self._options.min_n, self._options.max_n)
 
     def observe(self, step: Step) -> None:
         state = self._states.get(step.seq.id)
         if state is None or step.verdict is None:
             return
-        guessed = [token for token, _ in state.guess]
-        for place, kept in judged_chain(guessed, step.seq.tokens[state.length :]):
-            state.calibration.learn(state.guess[place][1], kept)
+        guessed, written = [token for token, _, _ in state.guess], step.seq.tokens[state.length :]
+        parents = [parent for _, parent, _ in state.guess] if self._tree else ()
+        judged = judged_tree(guessed, parents, written) if self._tree else judged_chain(guessed, written)
+        for node, kept in judged:
+            state.calibration.learn(state.guess[node][2], kept)
         state.guess = []  # judged: it may not be asked for the next step
 
     def forget(self, id: int) -> None:
         self._states.pop(id, None)
 
 
-def _on_device(name: str, options: Ngram.Options, target: Model) -> RoundGuesser | None:
+def _tree(options: Ngram.Options, target: Model) -> int:
+    """Nodes of a tree; 0: a chain."""
+    if not -1 <= options.tree <= LARGEST_TREE:
+        raise OutriderError(f"ngram:tree must be at most {LARGEST_TREE}, 0 or -1, not {options.tree}")
+    if options.store == "adaptive":
+        if options.tree > 0:
+            raise OutriderError("ngram:tree needs store=recent: store=adaptive writes one continuation")
+        return 0
+    usual = TREE_ON_GPU if isinstance(target, Paged) else 0
+    return usual if options.tree < 0 else options.tree
+
+
+def _as_chain(copied: Guess, calibration: MatchCalibration) -> Draft:
+    tokens: list[int] = []
+    acceptance: list[float] = []
+    reach = 1.0
+    for token, kind in copied:
+        tokens.append(token)
+        acceptance.append(calibration.probability(kind))
+        reach *= acceptance[-1]
+        if reach < HOPELESS:
+            break
+    return Draft.chain(tokens, acceptance=acceptance) if tokens else EMPTY
+
+
+def _as_tree(nodes: Seq[Node], calibration: MatchCalibration) -> Draft:
+    if not nodes:
+        return EMPTY
+    tokens, parents, kinds = zip(*nodes, strict=True)
+    return Draft(tokens, parents, acceptance=tuple(map(calibration.probability, kinds)))
+
+
+def _on_device(name: str, options: Ngram.Options, tree: int, target: Model) -> RoundGuesser | None:
     """Lookup beside a target that writes in rounds."""
-    if not isinstance(target, Paged):
+    if options.store == "adaptive" or not isinstance(target, Paged):
         return None
     from outrider.drafters.rounds.lookup import LookupGuesser  # needs Triton, as such a target does
     from outrider.models.cuda.model import CudaLlama
 
     if not isinstance(target, CudaLlama):
         return None
-    return LookupGuesser(name, target, (options.min_n, options.max_n), options.length)
+    return LookupGuesser(name, target, (options.min_n, options.max_n), options.length, tree)
 
 
 @dataclass(eq=False)
 class _NgramState:
     """What is known of one sequence."""
 
-    store: Recent | Adaptive
+    store: Recent | Adaptive | Branches
     calibration: MatchCalibration
-    guess: Guess = field(default_factory=list)  # the last one, in full
+    guess: list[Node] = field(default_factory=list)  # the last one, of a chain in full
     length: int = 0  # tokens that were committed then
 
 

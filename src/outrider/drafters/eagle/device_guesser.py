@@ -56,7 +56,7 @@ class ShownTexts(Protocol):
 
 
 class HeadGuesser:
-    reads_texts = is_chain = False
+    reads_texts = joins = False
 
     def __init__(self, texts: ShownTexts, runner: DeviceHeadRunner[Any]) -> None:
         self.name, self.layers, self._texts, self._runner = texts.name, texts.layers, texts, runner
@@ -81,7 +81,7 @@ class HeadGuesser:
     def go_on(self, seqs: Seq[Sequence], ahead: int) -> bool:
         return self._runner.reserve([seq.id for seq in seqs], ahead + self._runner.ahead) is not None
 
-    def guesses(self, sequences: int, budget: int) -> HeadGuesses:
+    def guesses(self, sequences: int, budget: int, alone: bool) -> HeadGuesses:
         return HeadGuesses(self._runner, sequences, fitting(self._runner.shape, budget), self)
 
     def asked(self, seqs: Seq[Sequence]) -> tuple[list[int], list[DraftRequest]]:

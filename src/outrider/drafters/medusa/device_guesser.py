@@ -36,7 +36,7 @@ class LastStates(Protocol):
 
 
 class MedusaGuesser:
-    reads_texts = is_chain = False
+    reads_texts = joins = False
 
     def __init__(self, states: LastStates, offers: Offers, tree: Paths, device: torch.device) -> None:
         """`tree`: the most useful nodes first."""
@@ -59,7 +59,7 @@ class MedusaGuesser:
     def go_on(self, seqs: Seq[Sequence], ahead: int) -> bool:
         return True
 
-    def guesses(self, sequences: int, budget: int) -> MedusaGuesses:
+    def guesses(self, sequences: int, budget: int, alone: bool) -> MedusaGuesses:
         return MedusaGuesses(self._states, self._offers, self._tree[:budget], sequences, self._device)
 
     def end(self, seqs: Seq[Sequence], rounds: Seq[LoopedRounds]) -> None:

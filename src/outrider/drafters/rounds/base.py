@@ -108,7 +108,7 @@ class RoundGuesser(Protocol):
     name: str
     layers: tuple[int, ...]  # of the target whose states it reads
     reads_texts: bool  # whether its kernels read the tokens of the texts
-    is_chain: bool  # whether its drafts are chains
+    joins: bool  # whether its drafts are joined with those of another guesser that comes first
 
     def takes(self, seq: Sequence) -> bool:
         """Whether it can guess for such a sequence at all."""
@@ -131,8 +131,9 @@ class RoundGuesser(Protocol):
         that the host has read; False: there is no memory."""
         ...
 
-    def guesses(self, sequences: int, budget: int) -> Guesses | None:
-        """Its drafts of up to `budget` nodes for a number of sequences; None: it has none for as many."""
+    def guesses(self, sequences: int, budget: int, alone: bool) -> Guesses | None:
+        """Its drafts of up to `budget` nodes for a number of sequences; None: it has none for as many. `alone`: they
+        are joined with nobody's."""
         ...
 
     def end(self, seqs: Seq[Sequence], rounds: Seq[LoopedRounds]) -> None:

@@ -1,5 +1,5 @@
-"""The kernels between drafts and the target's passes where the host does not look: drafts are joined and become the
-tables of passes, are judged, and texts are searched, on the device.
+"""The kernels between drafts and the target's passes where the host does not look: drafts are joined, become the tables
+of passes, and are judged, on the device.
 
 A program has one sequence. Of each sequence the pass has 1 + `most` rows: its last token, then the nodes of its draft.
 A draft of the pass is a row [2 + 3 most]: how many nodes; how many of them the first guesser had; tokens, parents and
@@ -31,7 +31,6 @@ DRAFT_HEADER = 2  # numbers before the tokens of a draft
 # Nodes and rows that a program looks at: those of the largest draft (cuda/batch.py, NODES) and its last token. One
 # compiled kernel then serves drafts of every size.
 POWER = 64
-SEARCHED = 1024  # places of a text that one step of a search looks at
 
 _TOKEN = tl.constexpr(int(Field.TOKEN))
 _POSITION = tl.constexpr(int(Field.POSITION))
@@ -55,8 +54,8 @@ _HEADER = tl.constexpr(DRAFT_HEADER)
 @triton.jit(do_not_specialize=["first", "second", "nodes"])
 def _join(first_ptr, second_ptr, whose_ptr, out_ptr, first, second, nodes, DRAWN: tl.constexpr, NP: tl.constexpr,
           SOON: tl.constexpr):  # fmt: skip
-    """A draft of up to `first` nodes and a chain of up to `second` as one draft: tokens of the chain that the draft has
-    on the same path stand there once, the others come after its nodes. DRAWN: `whose` says which one goes alone."""
+    """A draft of up to `first` nodes and one of up to `second` as one draft: nodes of the second that the first has on
+    the same path stand there once, the others come after its nodes. DRAWN: `whose` says which one goes alone."""
     begin_after(SOON)
     nearly_done(SOON)
     seq, node = tl.program_id(0), tl.arange(0, NP)
@@ -69,17 +68,18 @@ def _join(first_ptr, second_ptr, whose_ptr, out_ptr, first, second, nodes, DRAWN
     tokens = tl.load(draft + 1 + node, mask=inside, other=-1)
     parents = tl.load(draft + 1 + first + node, mask=inside, other=-2)
     bits = tl.load(draft + 1 + 2 * first + node, mask=inside, other=0)
-    chain = second_ptr + seq * (1 + 3 * second)
-    count, at = own, -1
-    length = tl.minimum(tl.load(chain, mask=second > 0, other=0), second)
-    for place in range(tl.where(whose == 1, 0, length)):
-        token = tl.load(chain + 1 + place)
+    other = second_ptr + seq * (1 + 3 * second)
+    count, stands = own, tl.zeros([NP], tl.int32)  # nodes so far; where each of the second stands among them
+    size = tl.minimum(tl.load(other, mask=second > 0, other=0), second)
+    for place in range(tl.where(whose == 1, 0, size)):
+        token, parent = tl.load(other + 1 + place), tl.load(other + 1 + second + place)
+        at = tl.where(parent < 0, -1, tl.sum(tl.where(node == parent, stands, 0), 0))
         child = tl.min(tl.where((parents == at) & (tokens == token) & (node < count), node, NP), 0)
         here = (node == count) & (child == NP)
         tokens = tl.where(here, token, tokens)
         parents = tl.where(here, at, parents)
-        bits = tl.where(here, tl.load(chain + 1 + 2 * second + place), bits)
-        at = tl.where(child < NP, child, count)
+        bits = tl.where(here, tl.load(other + 1 + 2 * second + place), bits)
+        stands = tl.where(node == place, tl.where(child < NP, child, count), stands)
         count += tl.where(child < NP, 0, 1)
     out = out_ptr + seq * (_HEADER + 3 * nodes)
     tl.store(out, count)
@@ -194,42 +194,6 @@ def _judge(
     tl.store(texts_ptr + _ROUND * count + seq, turn + 1)
 
 
-@triton.jit(do_not_specialize=["places", "count", "padding", "length"])
-def _look_up(
-    written_ptr, places, texts_ptr, count, padding, found_ptr, length,
-    MIN_N: tl.constexpr, MAX_N: tl.constexpr, LP: tl.constexpr, BLOCK: tl.constexpr, SOON: tl.constexpr,
-):  # fmt: skip
-    """What followed the last tokens of each text where they stood before: of the longest match of up to MAX_N tokens
-    the most recent one, copied for `length` tokens; past the end it goes on with what it has copied."""
-    begin_after(SOON)
-    nearly_done(SOON)
-    seq = tl.program_id(0)
-    slot = tl.load(texts_ptr + _SLOT * count + seq)
-    last = tl.load(texts_ptr + _LENGTH * count + seq)  # the place of the last token
-    text = written_ptr + seq.to(tl.int64) * places
-    best = tl.zeros([BLOCK], tl.int64)
-    for begin in range(0, last, BLOCK):
-        end = begin + 1 + tl.arange(0, BLOCK)  # the place of the token that follows a match
-        matched = tl.zeros([BLOCK], tl.int32)
-        for n in tl.static_range(MAX_N):  # as far as all before matched too
-            here = (matched == n) & (end <= last) & (end > n)
-            earlier = tl.load(text + end - 1 - n, mask=here, other=-1)
-            matched += tl.where(here & (earlier == tl.load(text + tl.maximum(last - n, 0))), 1, 0)
-        value = matched.to(tl.int64) * 2147483648 + end
-        best = tl.maximum(best, tl.where((matched >= MIN_N) & (end <= last), value, 0))
-    most = tl.max(best, 0)
-    found = (most > 0) & (slot != padding)
-    end = tl.where(found, (most % 2147483648).to(tl.int32), 0)
-    period = last + 1 - end
-    place = tl.arange(0, LP)
-    inside = place < length
-    token = tl.load(text + end + place % period, mask=inside, other=0)
-    out = found_ptr + seq * (1 + 3 * length)
-    tl.store(out, tl.where(found, length, 0))
-    tl.store(out + 1 + place, token, mask=inside)
-    tl.store(out + 1 + length + place, place - 1, mask=inside)
-
-
 @triton.jit(do_not_specialize=["places", "size", "count", "padding", "rows", "step"])
 def _enter_chain(
     found_ptr, texts_ptr, written_ptr, places, slots_ptr, table_ptr, positions_ptr, size, count, padding, rows, step,
@@ -268,8 +232,8 @@ def _enter_chain(
 
 
 def join(first: Tensor, second: Tensor | None, out: Tensor, whose: Tensor | None = None) -> None:
-    """`first` [sequences, 1 + 3 nodes]: trees; `second`: chains; `out` [sequences, HEADER + 3 nodes]. `whose`
-    [sequences]: 1 or 2 where one of them goes alone; None: nowhere."""
+    """`first` and `second` [sequences, 1 + 3 nodes]; `out` [sequences, HEADER + 3 nodes]. `whose` [sequences]: 1 or 2
+    where one of them goes alone; None: nowhere."""
     sizes = [0 if each is None else (each.shape[1] - 1) // 3 for each in (first, second)]
     nodes, soon = (out.shape[1] - DRAFT_HEADER) // 3, early(out.device)
     _join[(len(out),)](
@@ -301,15 +265,6 @@ def judge(
     _judge[(count,)](
         chosen, found, texts, kept, written, written.stride(0), pages, pages.stride(0), pairs, out, count, padding,
         nodes, wide, len(out), page, POWER, 4 * POWER, soon, num_warps=1, launch_pdl=soon,
-    )  # fmt: skip
-
-
-def look_up(written: Tensor, texts: Tensor, found: Tensor, sizes: tuple[int, int], padding: int) -> None:
-    """`sizes`: of the shortest and the longest match. `found` [sequences, 1 + 3 length]; no probability is stated."""
-    count, length, soon = len(found), (found.shape[1] - 1) // 3, early(found.device)
-    _look_up[(count,)](
-        written, written.stride(0), texts, count, padding, found, length, *sizes, POWER, SEARCHED, soon, num_warps=4,
-        launch_pdl=soon,
     )  # fmt: skip
 
 

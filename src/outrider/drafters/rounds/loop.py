@@ -35,6 +35,9 @@ from outrider.models.cuda import rejection
 from outrider.models.cuda.graphs import Capture, NoEvent, event, pinned, reach
 from outrider.models.cuda.model import PAGE, CudaLlama
 
+# Nodes from which on a draft that is joined with another has a third of them, else a quarter: it repeats what the other
+# guesses more often than not, but goes deeper (LOG, 2026-11-18, lookup as a tree).
+MANY = 16
 MOST_ROWS = 1024  # of a pass: the memory for all their logits stays small
 MOST_ROUNDS = 16  # of a part
 IN_FLIGHT = 2  # parts: the host looks at one while the device is at the other
@@ -83,7 +86,7 @@ class _Part:
 
 class DeviceLoop:
     def __init__(self, target: CudaLlama, guessers: Seq[RoundGuesser]) -> None:
-        """At most two guessers: the drafts of the second one are chains."""
+        """At most two guessers: the drafts of the second one are joined with those of the first."""
         self.guessers, self._target = tuple(guessers), target
         self.layers = next((guesser.layers for guesser in guessers if guesser.layers), ())
         self._made: dict[Hashable, _Looped] = {}
@@ -194,10 +197,10 @@ class DeviceLoop:
         """The guesses of each guesser that has any for as many sequences."""
         if count not in self._guesses:
             budget, found = node_budget(count), list[Guesses]()
-            # a chain beside a tree has a quarter of the nodes: it repeats what the tree guesses more often than not
-            second = budget // 4 if len(self.guessers) > 1 else 0
+            alone = len(self.guessers) == 1
+            second = 0 if alone else budget // (3 if budget >= MANY else 4)
             for guesser, own in zip(self.guessers, (budget - second, second), strict=False):
-                guesses = guesser.guesses(count, own) if own else None
+                guesses = guesser.guesses(count, own, alone) if own else None
                 found += [] if guesses is None else [guesses]
             self._guesses[count] = found
         return self._guesses[count]

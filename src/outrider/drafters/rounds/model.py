@@ -55,7 +55,7 @@ class DraftedTexts(Protocol):
 
 class ModelGuesser:
     layers: tuple[int, ...] = ()
-    reads_texts = is_chain = True
+    reads_texts = joins = True
 
     def __init__(self, texts: DraftedTexts, model: CudaLlama, length: int) -> None:
         """`model` has the target's vocabulary. `length`: tokens of a draft, at most."""
@@ -101,7 +101,7 @@ class ModelGuesser:
     def _unread(self, seq: Sequence) -> int:
         return len(seq.tokens) - self.model.length(seq.id)
 
-    def guesses(self, sequences: int, budget: int) -> ModelGuesses:
+    def guesses(self, sequences: int, budget: int, alone: bool) -> ModelGuesses:
         return ModelGuesses(self, sequences, min(self._length, budget))
 
     def end(self, seqs: Seq[Sequence], rounds: Seq[LoopedRounds]) -> None:
