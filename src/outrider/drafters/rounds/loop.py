@@ -43,7 +43,7 @@ MOST_ROUNDS = 16  # of a part
 IN_FLIGHT = 2  # parts: the host looks at one while the device is at the other
 WARM_ROUNDS = 2  # rounds after which a graph is captured
 # Tokens of the texts of a batch: graphs for up to as many are there from the beginning, and serve shorter ones too.
-PREPARED = (256, 512, 1024)
+PREPARED = (512, 1024)
 
 
 @dataclass(frozen=True)
@@ -386,9 +386,10 @@ def by_depth(drafts: np.ndarray, nodes: int, deepest: int) -> list[list[int]]:
     """Of each sequence, over all rounds: how many nodes its drafts had at each depth, from 1 on. `drafts` [rounds,
     sequences, HEADER + 3 nodes]."""
     count, parents = drafts[:, :, 0], drafts[:, :, DRAFT_HEADER + nodes : DRAFT_HEADER + 2 * nodes]
-    depths = np.zeros(parents.shape, dtype=np.int32)
-    for node in range(nodes):
-        parent = parents[:, :, node]
-        above = np.take_along_axis(depths, np.maximum(parent, 0)[:, :, None], 2)[:, :, 0]
-        depths[:, :, node] = np.where(node < count, np.where(parent < 0, 1, above + 1), 0)
+    above = np.maximum(parents, 0)
+    depths = np.where(parents < 0, 1, 0)
+    for _ in range(deepest - 1):  # each time what is known reaches one level further down
+        known = np.take_along_axis(depths, above, 2)
+        depths = np.where((parents >= 0) & (known > 0), known + 1, depths)
+    depths = np.where(np.arange(nodes) < count[:, :, None], depths, 0)
     return [[int(n) for n in row] for row in np.stack([(depths == d).sum((0, 2)) for d in range(1, deepest + 1)], 1)]
