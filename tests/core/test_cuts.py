@@ -90,7 +90,9 @@ def test_a_batch_is_its_rows():
         assert each.cuts or bool(own.all())
 
 
-@pytest.mark.parametrize("options", [dict(top_k=60), dict(top_p=0.7), dict(typical_p=0.5), dict(top_p=0.999, min_p=1e-6)])
+@pytest.mark.parametrize(
+    "options", [dict(top_k=60), dict(top_p=0.7), dict(typical_p=0.5), dict(top_p=0.999, min_p=1e-6)]
+)
 def test_where_tokens_stand_does_not_matter(options):
     """The tokens of a flat law in another order: sums of them are the same to the last bit."""
     made, params = torch.Generator().manual_seed(1), SamplingParams(temperature=1.3, **options)

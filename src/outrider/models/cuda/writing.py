@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.models.cuda.batch import Field
+from outrider.models.cuda.cuts import Cuts
 from outrider.models.cuda.graphs import DevicePass, NoEvent, event, pinned
 
 IN_FLIGHT = 2  # parts
@@ -24,6 +25,7 @@ class Writing:
     keys: Tensor  # [sequences] int64: of the dice
     heat: Tensor  # [sequences] temperatures; 0: the likeliest token
     drawn: Tensor | None  # [sequences] temperatures of those that draw as rejection does, 0: of others; None: nobody
+    cuts: Cuts | None  # what is taken out of their laws; None: of nobody's
     positions: Tensor  # [sequences] int64: of the token to be written
     step: Tensor  # what a token adds to the table of the pass
     newest: Tensor | None = None  # [sequences] int64: the tokens written last
