@@ -24,7 +24,9 @@ FAR = 64.0  # bits below the likeliest token: what is further below counts as th
 # 2**x for x from 0 to 1, the highest power first, as float32 has them: right to 2e-7, and exact at both ends.
 POWERS = (0.001879318617284298, 0.008990994654595852, 0.05581867694854736, 0.240159273147583, 0.6931517124176025, 1.0)
 EXPONENT = 1 << 23  # what the exponent of a float32 is multiplied by in its bits
-HEAD = 10.0  # bits: tokens of a thousandth of the likeliest one and more are looked at first, and mostly are enough
+# Bits below the likeliest token: tokens up to there are looked at first, and if they have not the mass the next ones.
+# Of 470 laws of SmolLM2 at temperature 1 and top_p 0.95 they had it for 52, 44, 4 and 0 % (LOG, 2026-11-18).
+HEADS = (10.0, 13.0, 16.0, 20.0)
 
 
 class CutNumbers(NamedTuple):
@@ -35,7 +37,6 @@ class CutNumbers(NamedTuple):
     top_p: float = 0.0
     farthest: float = 0.0  # logits below the highest, at most; of float32
     typical_p: float = 0.0
-    head: float = 0.0  # logits below the highest: HEAD bits; of float32
 
     @staticmethod
     def of(params: SamplingParams) -> CutNumbers:
@@ -43,9 +44,7 @@ class CutNumbers(NamedTuple):
             return CutNumbers()
         factor = _single(1.0 / (math.log(2.0) * params.temperature))
         farthest = abs(params.temperature * math.log(params.min_p)) if params.min_p > 0.0 else math.inf
-        return CutNumbers(
-            factor, params.top_k, params.top_p, _single(farthest), params.typical_p, _single(HEAD / factor)
-        )
+        return CutNumbers(factor, params.top_k, params.top_p, _single(farthest), params.typical_p)
 
 
 def _single(value: float) -> float:
@@ -107,7 +106,7 @@ def _up_to(below: Tensor, most: float | Tensor) -> Tensor:
 
 
 def _first(below: Tensor, count: int, cut: CutNumbers) -> Tensor:
-    order = _up_to(below, cut.head)
+    order = _up_to(below, HEADS[0] / cut.factor)
     if len(order) < count:
         order = _up_to(below, below.topk(count, largest=False).values[-1])
     return order[:count] if len(order) else _all(below)[:count]  # a row of NaN has no order
@@ -119,9 +118,14 @@ def _nucleus(below: Tensor, left: Tensor | None, cut: CutNumbers) -> Tensor:
         own = units(below[left], cut.factor)
         return _reaching(left, own, _needed(cut.top_p, own))
     every = units(below, cut.factor)
-    order, needed = _up_to(below, cut.head), _needed(cut.top_p, every)
-    if not bool(every[order].sum(dtype=torch.float64) >= needed):
-        order = below.argsort(stable=True)
+    needed = _needed(cut.top_p, every)
+    for bits in HEADS:
+        tokens = _near(below, bits / cut.factor)
+        if bool(every[tokens].sum(dtype=torch.float64) >= needed):
+            break
+    else:
+        tokens = _all(below)
+    order = tokens[below[tokens].argsort(stable=True)]
     return _reaching(order, every[order], needed)
 
 
