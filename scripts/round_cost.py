@@ -2,14 +2,15 @@
 round whose draft is there already, with as many nodes.
 
     PYTHONPATH=src python scripts/round_cost.py [--batches 1,4,16,64] [--rounds 96] [--repeats 5] [--specs SPEC ...]
-                                                [--kernels SPEC] [--temperature 0.8 [--seed 1]]
+                                                [--kernels SPEC] [--temperature 0.8 [--seed 1] [--top-p 0.9]
+                                                [--top-k 50]]
 
 The target has SmolLM2-135M's sizes and random weights, the heads the sizes that `outrider train` gives them, a draft
 model is called by its number of layers of the target's size (`layer_skip` runs a third of the target's), so nothing is
 kept and every round writes one token. Texts of 520 tokens; drafters run in turns, and the median over the repeats
 counts, with the range. `--kernels block:tree=31`: also how long each kernel of such a round takes, by torch's profiler,
-one sequence. With a temperature drafts are verified by rejection, with a seed too by the target's noise. Needs torch
-and triton.
+one sequence. With a temperature drafts are verified by rejection, with a seed too by the target's noise; laws of random
+weights are flat, so that top-p looks through whole rows (scripts/cut_cost.py has others). Needs torch and triton.
 """
 
 from __future__ import annotations
@@ -171,8 +172,10 @@ def main() -> None:
     parser.add_argument("--kernels", default="")
     parser.add_argument("--temperature", type=float, default=0.0, help="above 0: by rejection")
     parser.add_argument("--seed", type=int, help="with a temperature: under the noise of a seed, not by rejection")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
     given = parser.parse_args()
-    params = SamplingParams(1000, given.temperature, seed=given.seed)
+    params = SamplingParams(1000, given.temperature, given.top_k, given.top_p, seed=given.seed)
     model = model_of(LAYERS)
     context = BuildContext(model, lambda name, *_: model_of(int(name)), heads=heads(), cache_bytes=1 << 29)
     made = {spec: drafters.build(named(spec), context) for spec in given.specs}
