@@ -5,12 +5,11 @@ import random
 
 import pytest
 import torch
+from cut_laws import INF, cuts, law
 
 from outrider.core.cuts import UNITS, CutNumbers, kept, kept_rows, units, weights
 from outrider.core.params import SamplingParams
 from outrider.core.sampling import warp, warp_batch
-
-INF = float("inf")
 
 
 def by_hand(logits, params):
@@ -44,25 +43,12 @@ def reaching(order, own, part):
 
 
 def cases(seed, sizes=(1, 2, 7, 300), count=60):
-    """Laws sharp and flat, with ties and without, some tokens banned; options alone and together, at their ends too."""
     luck, made = random.Random(seed), torch.Generator().manual_seed(seed)
     for _ in range(count):
         size = luck.choice(sizes)
-        logits = torch.randn(size, generator=made) * luck.choice([0.01, 1.0, 3.0, 8.0])
-        if luck.random() < 0.4:
-            logits = (2 * logits).round() / luck.choice([1.0, 2.0])
-        if luck.random() < 0.3:
-            logits[torch.rand(size, generator=made) < 0.4] = -INF
-            logits[luck.randrange(size)] = 0.5
-        options = dict(
-            top_k=luck.choice([0, 0, 1, 2, 40, size // 2, size, size + 3]),
-            top_p=luck.choice([1.0, 1.0, 1e-9, 0.3, 0.9, 0.99, 1 - 1e-12]),
-            min_p=luck.choice([0.0, 0.0, 1e-5, 0.1, 1.0]),
-            typical_p=luck.choice([1.0, 1.0, 0.2, 0.95]),
-        )
-        params = SamplingParams(temperature=luck.choice([1e-37, 0.3, 1.0, 1.7, 100.0]), **options)
+        params = cuts(size, luck)
         if params.cuts:
-            yield logits, params
+            yield law(size, luck, made), params
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -73,9 +59,9 @@ def test_what_is_left_is_the_definition(seed):
         assert len(set(left.tolist())) == len(left)
         rows = kept_rows(logits.unsqueeze(0), [params])[0] & (logits > -INF)
         assert set(rows.nonzero().squeeze(1).tolist()) == wanted
-        for law in (warp(logits, params), warp_batch(logits.unsqueeze(0), [params])[0]):
-            assert set(law.nonzero().squeeze(1).tolist()) <= wanted
-            assert float(law.sum()) == pytest.approx(1.0, abs=1e-5)
+        for found in (warp(logits, params), warp_batch(logits.unsqueeze(0), [params])[0]):
+            assert set(found.nonzero().squeeze(1).tolist()) <= wanted
+            assert float(found.sum()) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_a_batch_is_its_rows():

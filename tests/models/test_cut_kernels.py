@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cut_laws import INF, cuts as some_cuts, law
 from looped import draft_table
 from tiny import assert_follows
 
@@ -23,29 +24,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled: tests/gpu"),
     pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning"),
 ]
-INF, CPU = float("inf"), torch.device("cpu")
-
-
-def law(size, luck, made):
-    """Sharp or flat, with ties or without, some tokens banned or not."""
-    logits = torch.randn(size, generator=made) * luck.choice([0.01, 1.0, 3.0, 8.0])
-    if luck.random() < 0.4:
-        logits = (2 * logits).round() / luck.choice([1.0, 2.0])
-    if luck.random() < 0.2:
-        logits[torch.rand(size, generator=made) < 0.4] = -INF
-        logits[luck.randrange(size)] = 0.5
-    return logits
-
-
-def options(size, luck):
-    """Alone and together, at their ends too."""
-    return SamplingParams(
-        temperature=luck.choice([1e-37, 0.3, 1.0, 1.7, 100.0]),
-        top_k=luck.choice([0, 0, 1, 2, 40, size // 2, size, size + 3]),
-        top_p=luck.choice([1.0, 1.0, 1e-9, 0.3, 0.9, 0.99, 1 - 1e-12]),
-        min_p=luck.choice([0.0, 0.0, 1e-5, 0.1, 1.0]),
-        typical_p=luck.choice([1.0, 1.0, 1.0, 0.2, 0.95]),
-    )
+CPU = torch.device("cpu")
 
 
 def cut(logits, params):
@@ -71,7 +50,7 @@ def test_a_row_keeps_what_core_keeps(seed, memory):
     luck, made = random.Random(seed), torch.Generator().manual_seed(seed)
     for size in (1, 37, 64, 301) if memory == "small" else (1, 301, 4096, 9001):
         logits = torch.stack([law(size, luck, made) for _ in range(8)])
-        params = [options(size, luck) for _ in logits]
+        params = [some_cuts(size, luck) for _ in logits]
         left, wanted = cut(logits, params), kept_rows(logits, params)
         assert torch.equal(left, logits.where(wanted, -INF))
 
@@ -142,7 +121,7 @@ def signed(key):
 def test_the_token_is_the_one_that_the_dice_choose(size):
     luck, made = random.Random(size), torch.Generator().manual_seed(size)
     logits = torch.stack([law(size, luck, made) for _ in range(40)])
-    params = [replace(options(size, luck), temperature=luck.choice([0.4, 1.0, 1.6])) for _ in logits]
+    params = [replace(some_cuts(size, luck), temperature=luck.choice([0.4, 1.0, 1.6])) for _ in logits]
     dice, out = [Dice(n) for n in range(40)], torch.zeros(40, dtype=torch.int64)
     heat = torch.tensor([each.temperature for each in params])
     keys = torch.tensor([signed(one.key) for one in dice])
