@@ -81,14 +81,15 @@ def test_the_law_of_a_drafter_is_cut_too(rounds, spec):
     assert any(greedy)
 
 
-def test_a_drafter_that_guesses_the_likeliest_cuts_nothing(rounds):
-    """The request's cuts are the target's alone there."""
-    drain(engine("draft_model:model=like,length=2,greedy=true"), sequences([SamplingParams(4)]))
+def test_a_drafter_that_guesses_likely_tokens_cuts_nothing(rounds):
+    """The request's cuts are the target's alone there: a tree has the branches that it has for a greedy request."""
+    spec = "eagle:head=it,tree=6,width=3,length=2,greedy=true"
+    drain(engine(spec), sequences([SamplingParams(4)]))
     greedy = rounds.pop(0)
-    spec = "draft_model:model=like,length=2,greedy=true"
     seqs = drain(engine(spec), sequences([SamplingParams(4, 1.5, seed=3, top_k=1)]))
     assert rounds.pop(0) == greedy
     assert outputs(seqs) == outputs(plain([SamplingParams(4)]))
+    assert max(map(len, greedy)) > 2, "no branches"
 
 
 @pytest.mark.parametrize("options", [dict(logprobs=0), dict(presence_penalty=0.5), dict(bad_words=[(3,)])])

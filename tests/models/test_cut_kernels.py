@@ -10,7 +10,7 @@ from cut_laws import INF, cuts as some_cuts, law
 from looped import draft_table
 from tiny import assert_follows
 
-from outrider.core.cuts import kept_rows
+from outrider.core.cuts import CutNumbers, kept_rows, units
 from outrider.core.dice import Dice
 from outrider.core.draft import Draft
 from outrider.core.params import SamplingParams
@@ -53,6 +53,20 @@ def test_a_row_keeps_what_core_keeps(seed, memory):
         params = [some_cuts(size, luck) for _ in logits]
         left, wanted = cut(logits, params), kept_rows(logits, params)
         assert torch.equal(left, logits.where(wanted, -INF))
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.4])
+def test_the_last_unit_counts(temperature):
+    """Masses that are met to the unit by the first tokens, and by one unit more: kernels weigh as core does."""
+    logits = 2 * torch.randn(300, generator=torch.Generator().manual_seed(2))
+    factor = CutNumbers.of(SamplingParams(temperature=temperature, top_k=1)).factor
+    until = units(logits.max() - logits.sort(descending=True).values, factor).double().cumsum(0)
+    places = range(1, 120, 7)
+    masses = [float((until[n - 1] + more) / until[-1]) for n in places for more in (0.0, 1.0)]
+    params = [SamplingParams(temperature=temperature, top_p=mass) for mass in masses]
+    left = cut(logits.repeat(len(params), 1), params)
+    assert torch.equal(left > -INF, kept_rows(logits.repeat(len(params), 1), params))
+    assert (left > -INF).sum(1).tolist() == [n + more for n in places for more in (0, 1)]
 
 
 @pytest.mark.parametrize("options", [dict(top_k=700), dict(top_k=2999), dict(top_p=0.95), dict(typical_p=0.9)])
