@@ -2,7 +2,7 @@
 
 Tokens stand in the order of their logits, equal ones in the order of their ids. What a token weighs is a whole number
 of units, made of its distance below the highest logit by operations that all devices round alike. Sums of them are
-exact in any order, so a cut does not depend on how anybody sums or sorts; models/cuda/cuts.py neither sorts.
+exact in any order, so a cut does not depend on how anybody sums; models/cuda/cuts.py finds it without a sort.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from outrider.core.params import SamplingParams
 
 PART = 2048  # logits that a program of a part of a row takes
 BLOCK = 8192  # logits that the one program of a row takes at once where it looks through the row
-CAPACITY = 2048  # tokens among which a cut is searched without a look at the row: 8 KB a row, and 8 numbers a thread
+CAPACITY = 2048  # tokens among which a cut is searched without a look at the row: 8 KB a row, and 4 numbers a thread
 LEVELS = 16  # logits below the highest: 1, 2 and so on up to 12, then 14, 18, 24 and 32
 HALVES = 12  # steps of a search that halve the distance itself: its bits are dense where it is short
 STATS = 64  # sums over a row: up to each level how many tokens and what they weigh; then those named below
