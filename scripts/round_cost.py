@@ -3,15 +3,16 @@ round whose draft is there already, with as many nodes.
 
     PYTHONPATH=src python scripts/round_cost.py [--batches 1,4,16,64] [--rounds 96] [--repeats 5] [--specs SPEC ...]
                                                 [--shape 8b] [--prompt 520] [--kernels SPEC]
-                                                [--temperature 0.8 [--seed 1]]
+                                                [--temperature 0.8 [--seed 1] [--top-p 0.9] [--top-k 50]]
 
 The target has SmolLM2-135M's sizes and random weights (`--shape 8b`: those of an 8B Llama), the heads the sizes that
 `outrider train` gives them, a draft model is called by its number of layers of the target's size (`layer_skip` runs a
-third of the target's), so nothing is kept and every round writes one token. Drafters run in turns,
-and the median over the repeats counts, with the range; a line is printed as soon as it is known. Graphs are made for
-the batches that are asked for alone. `--kernels block:tree=31`: also how long each kernel of such a round takes, by
-torch's profiler, one sequence. With a temperature drafts are verified by rejection, with a seed too by the target's
-noise. Needs torch and triton. `--device cpu --shape tiny` (with TRITON_INTERPRET=1): only to see that it runs.
+third of the target's), so nothing is kept and every round writes one token. Drafters run in turns, and the median over
+the repeats counts, with the range; a line is printed as soon as it is known. Graphs are made for the batches that are
+asked for alone. `--kernels block:tree=31`: also how long each kernel of such a round takes, by torch's profiler, one
+sequence. With a temperature drafts are verified by rejection, with a seed too by the target's noise; laws of random
+weights are flat, so that top-p looks through whole rows (scripts/cut_cost.py has others). Needs torch and triton.
+`--device cpu --shape tiny` (with TRITON_INTERPRET=1): only to see that it runs.
 """
 
 from __future__ import annotations
@@ -144,6 +145,8 @@ def main() -> None:
     parser.add_argument("--kernels", default="")
     parser.add_argument("--temperature", type=float, default=0.0, help="above 0: by rejection")
     parser.add_argument("--seed", type=int, help="with a temperature: under the noise of a seed, not by rejection")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--shape", choices=SHAPES, default="smollm2")
     parser.add_argument("--prompt", type=int, default=520, help="tokens of a text")
     parser.add_argument("--device", default="cuda")
@@ -151,7 +154,8 @@ def main() -> None:
     batches = [int(batch) for batch in given.batches.split(",")]
     writer.PREPARED = tuple(sorted({1 << (batch - 1).bit_length() for batch in batches}))
     shape, device = SHAPES[given.shape], torch.device(given.device)
-    params = SamplingParams(min(1000, shape.context - given.prompt), given.temperature, seed=given.seed)
+    most = min(1000, shape.context - given.prompt)
+    params = SamplingParams(most, given.temperature, given.top_k, given.top_p, seed=given.seed)
     model = random_llama(shape, MEMORY[given.shape], device)
 
     def smaller(name: str, *_: Any) -> CudaLlama:

@@ -10,9 +10,10 @@ from scipy import stats
 from tiny import ours, reference
 
 from outrider import LLM, SamplingParams, build
-from outrider.audit import audit, chi_square, default_drafts
+from outrider.audit import audit, checks as audit_checks, chi_square, default_drafts
 from outrider.core import verify as rules
 from outrider.core.errors import OutriderError
+from outrider.core.sequence import Sequence
 from outrider.core.verify import Verdict
 from outrider.models.base import RowContract
 from outrider.prompts import NamedPrompt
@@ -102,6 +103,23 @@ def test_it_catches_a_rule_that_accepts_everything(llm, monkeypatch):
         found = checks(audit(llm, [draft], SHORT, samples=300))
         assert found["greedy"].passed
         assert not found["law"].passed, draft
+
+
+def test_where_a_copier_guesses_well_the_law_is_cut_by_top_k(llm, monkeypatch):
+    """So that a GPU takes the requests of this check without the host, as it takes others."""
+    asked, own = set(), audit_checks._support_law
+
+    def noted(logits, params):
+        asked.add((params.top_k, params.allowed_token_ids, Sequence(0, [1], params).plain))
+        return own(logits, params)
+
+    monkeypatch.setattr(audit_checks, "_support_law", noted)
+    monkeypatch.setattr(audit_checks, "MOST_TOP", 20)  # for the tiny model the guess is the 18th
+    monkeypatch.setattr(audit_checks.builtin, "LAW", NamedPrompt("law", "list", "a b a b a b"))
+    assert audit(llm, ["layer_skip", "ngram"], SHORT, samples=300).passed
+    assert asked == {(18, None, True)}
+    accept_everything(monkeypatch)
+    assert not checks(audit(llm, ["layer_skip"], SHORT, samples=300))["law"].passed
 
 
 SCHEMA = {

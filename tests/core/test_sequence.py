@@ -52,7 +52,10 @@ def test_a_stop_string_ends_many_tokens_where_it_is_complete():
 
 def test_the_target_writes_alone_what_only_temperature_and_random_numbers_decide():
     assert Sequence(0, [1], SamplingParams()).plain
-    assert Sequence(0, [1], SamplingParams(top_p=0.5)).plain  # greedy: no cut can take the likeliest
+    cuts = dict(top_k=3, top_p=0.9, min_p=0.1, typical_p=0.9)
+    assert Sequence(0, [1], SamplingParams(**cuts)).plain
+    assert Sequence(0, [1], SamplingParams(temperature=1.0, **cuts), rule="rejection").plain
+    assert Sequence(0, [1], SamplingParams(temperature=1.0, seed=1, **cuts)).plain
     assert Sequence(0, [1], SamplingParams(temperature=1.0, seed=1)).plain
     assert Sequence(0, [1], SamplingParams(temperature=1.0), rule="coupled").plain
     assert Sequence(0, [1], SamplingParams(temperature=1.0), rule="rejection").plain
@@ -61,10 +64,6 @@ def test_the_target_writes_alone_what_only_temperature_and_random_numbers_decide
 @pytest.mark.parametrize(
     "options",
     [
-        dict(top_k=3),
-        dict(top_p=0.9),
-        dict(min_p=0.1),
-        dict(typical_p=0.9),
         dict(logprobs=0),
         dict(repetition_penalty=1.1),
         dict(presence_penalty=0.1),

@@ -2,6 +2,8 @@
 
 The kernels are interpreted on a CPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from looped import draft_weights, drain, engine, sequences, target, watch
@@ -23,8 +25,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning"),
 ]
 SAMPLED = SamplingParams(6, 0.7)
-MIXED = [SAMPLED, SamplingParams(3), SamplingParams(4, 0.9, seed=3), SamplingParams(6, 1.1)]
-CHAIN = "eagle:head=it,length=3"
+MIXED = [SAMPLED, SamplingParams(3), SamplingParams(4, 0.9, seed=3), SamplingParams(6, 1.1, top_k=20, top_p=0.9)]
+CHAIN, SLOTS = "eagle:head=it,length=3", "block:head=slots,length=3"
 
 
 @pytest.fixture
@@ -70,7 +72,7 @@ def judged(seq, draft):
 )
 def test_guesses_are_judged_as_the_host_judges_them(rounds, spec):
     """Beside sequences of the other rules, which are written as ever."""
-    params = [SamplingParams(6, 0.05), SamplingParams(6, 0.7), SamplingParams(3)]
+    params = [SamplingParams(6, 0.05), SamplingParams(6, 0.7, top_p=0.8, min_p=0.02), SamplingParams(3)]
     params += [] if "medusa" in spec else [SamplingParams(4, 0.9, seed=3)]
     seqs, kept, drafted = sequences(params), 0, 0
     drain(engine(spec), seqs)
@@ -110,7 +112,7 @@ def test_a_model_draws_as_the_host_draws(rounds, monkeypatch, spec, length, besi
     [
         CHAIN,
         "eagle:head=it,tree=6,width=3,length=3",
-        "block:head=slots,length=3",
+        SLOTS,
         "block:head=seen,tree=6,width=3,length=3",
         "medusa:head=three",
     ],
@@ -119,8 +121,9 @@ def test_a_head_drafts_and_writes_what_it_does_with_the_host(rounds, spec):
     """Chains are drawn by kernels, also where others of the batch have trees; the last tokens of the host's text may
     differ, for its last draft is cut."""
     params = [SAMPLED, SamplingParams(4)]
+    params += [SamplingParams(5, 1.1, top_p=0.7)] if spec in (CHAIN, SLOTS) else []
     seqs = drain(engine(spec), sequences(params))
-    longer = [SamplingParams(each.max_tokens + 4, each.temperature) for each in params]
+    longer = [replace(each, max_tokens=each.max_tokens + 4) for each in params]
     wanted = drain(engine(spec, rounds=False), sequences(longer))
     for seq, other in zip(seqs, wanted, strict=True):
         assert rounds[seq.id]
@@ -153,7 +156,7 @@ def test_the_first_of_two_that_draw_goes_alone(rounds):
     assert not seq.stats.drafted_by_drafter.get(other)
 
 
-@pytest.mark.parametrize("options", [dict(top_k=5), dict(top_p=0.9), dict(logprobs=1), dict(presence_penalty=0.5)])
+@pytest.mark.parametrize("options", [dict(logprobs=1), dict(presence_penalty=0.5)])
 def test_what_needs_the_host_goes_with_it(rounds, options):
     seqs = drain(engine(CHAIN), sequences([SamplingParams(4, 0.8, **options)]))
     assert not rounds

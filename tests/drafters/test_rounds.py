@@ -222,7 +222,7 @@ def test_what_the_target_writes_by_itself_is_what_single_passes_choose():
         (output,) = model.forward([Feed(104, drawn[-1:])])
         drawn.append(int(model.choose(output.logits, [heat], [dice], [3 + len(drawn)])))
     plan = itertools.chain([2, 1], itertools.repeat(0))  # the second part is under way when the first is read
-    given = [102, 103], [3, 3], [None, dice], [0.0, 0.9]
+    given = [102, 103], [3, 3], [None, dice], [SamplingParams(), heat]
     parts = list(model.write(*given, lambda unread: next(plan), lambda: None, layers))
     assert [len(part.tokens) for part in parts] == [2, 1]
     assert torch.cat([part.tokens for part in parts]).T.tolist() == [tokens[1:], drawn[1:]]

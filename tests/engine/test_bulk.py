@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -57,7 +58,7 @@ class PagedMarkov:
     def prepare(self, layers=()):
         """There are no graphs."""
 
-    def write(self, ids, last, dice, temperatures, plan, wait, layers=(), adapters=(), draws=()):
+    def write(self, ids, last, dice, params, plan, wait, layers=(), adapters=(), draws=()):
         parts = collections.deque()
         while True:
             while len(parts) < 2 and (steps := plan(sum(parts))):
@@ -67,15 +68,15 @@ class PagedMarkov:
                 return
             wait()
             steps = parts.popleft()
-            rows = [self._write(*each, steps) for each in zip(ids, last, dice, temperatures, draws, strict=True)]
+            rows = [self._write(*each, steps) for each in zip(ids, last, dice, params, draws, strict=True)]
             last = [row[-1] for row in rows]
             states = torch.tensor(rows).T[:, :, None, None] * torch.ones(len(layers), 1) if layers else None
             yield WrittenTokens(torch.tensor(rows).T, states)
 
-    def _write(self, id, last, dice, temperature, draws, steps):
+    def _write(self, id, last, dice, params, draws, steps):
         tokens = [*self.markov.seen.get(id, []), last]
         for _ in range(steps):
-            law = warp(self.markov.logits(tokens), SamplingParams(temperature=temperature))
+            law = warp(self.markov.logits(tokens), params)
             if dice is None:
                 tokens.append(int(law.argmax()))
             elif draws:
@@ -135,6 +136,18 @@ def test_without_a_seed_it_writes_what_the_host_would_draw():
     assert {seq.rule for seq in seqs} == {"rejection"}
     assert len(model.written) > 1
     assert outputs(seqs) == outputs(map(alone, seqs))
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_cuts_are_written_in_bulk(seeded):
+    cuts = [dict(top_k=3), dict(top_p=0.7), dict(min_p=0.2), dict(typical_p=0.6), dict(top_k=4, top_p=0.8, min_p=0.1)]
+    model, seqs = PagedMarkov(), sequences(40, seeded)
+    for seq in seqs:
+        seq.params = replace(seq.params, **cuts[seq.id % 5])
+    run(model, seqs)
+    assert {id for ids in model.written for id in ids} == {seq.id for seq in seqs if len(seq.output) > 1}
+    assert outputs(seqs) == outputs(map(alone, seqs))
+    assert outputs(seqs) != outputs(map(alone, sequences(40, seeded))), "the cuts change nothing"
 
 
 def test_parts_follow_each_other_until_somebody_ends_or_comes():
@@ -219,7 +232,7 @@ def test_whether_drafts_pay_is_found_out_for_each_drafter_and_adapter():
     assert asked == {"drafts": kinds, "learn": kinds, "prefers_plain": kinds}
 
 
-@pytest.mark.parametrize("options", [dict(top_k=2), dict(logprobs=1), dict(logit_bias={1: -9.0})], ids=str)
+@pytest.mark.parametrize("options", [dict(logprobs=1), dict(logit_bias={1: -9.0})], ids=str)
 def test_one_that_the_target_cannot_write_alone_keeps_all_of_them_with_the_host(options):
     model, seqs = PagedMarkov(), sequences(2 * MANY)
     seqs[7].params = SamplingParams(25, temperature=0.8, seed=7, **options)

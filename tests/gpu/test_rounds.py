@@ -12,6 +12,7 @@ from tiny import eagle_head, medusa_head
 from outrider import drafters
 from outrider.core.dice import Dice
 from outrider.core.params import SamplingParams
+from outrider.core.sampling import warp
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext
 from outrider.drafters.branches import Branches
@@ -249,28 +250,29 @@ def test_a_drafter_that_fails_in_the_midst_costs_nobody_a_text(spec, model, head
         assert texts(seqs) == plain(5, True)
 
 
-def unseeded(count, tokens=TOKENS):
+def unseeded(count, tokens=TOKENS, **cuts):
     """Every third one greedy, every third one under a seed, and the others by rejection."""
     made = sequences(count, sampled=True)
     for seq in made:
         if seq.id % 3 == 1:
-            seq.params = SamplingParams(tokens - seq.id % 7, 0.8)
+            seq.params = SamplingParams(tokens - seq.id % 7, 0.8, **cuts)
     return [Sequence(seq.id, seq.tokens, seq.params, dice=Dice(seq.id)) for seq in made]
 
 
+@pytest.mark.parametrize("cuts", [{}, dict(top_p=0.9), dict(top_k=30, typical_p=0.9)])
 @pytest.mark.parametrize("count", [2, 16])
 @pytest.mark.parametrize(
     "spec", ["eagle:head=it,length=2", "eagle:head=it,tree=7,width=4,length=2", "block:head=slots,length=2"]
 )
-def test_rejection_writes_what_it_writes_with_the_host(spec, count, model, heads, monkeypatch):
+def test_rejection_writes_what_it_writes_with_the_host(spec, count, cuts, model, heads, monkeypatch):
     """The same draws, laws and verdicts; the end of a text may differ, where the host's last draft is cut."""
     from outrider.drafters.rounds import base
 
     monkeypatch.setattr(base, "ROW_BUDGETS", ((1 << 30, 128),))
-    run, seqs = engine(spec, model, heads), unseeded(count)
+    run, seqs = engine(spec, model, heads), unseeded(count, **cuts)
     drain(run, seqs)
     other = Engine(model, built(spec, model, heads), Limits(128, 4096), rounds=False)
-    longer = unseeded(count, TOKENS + 8)
+    longer = unseeded(count, TOKENS + 8, **cuts)
     drain(other, longer)
     for seq, own in zip(texts(seqs), texts(longer), strict=True):
         assert seq == own[: len(seq)]
@@ -288,7 +290,7 @@ def test_rejection_follows_the_law_without_the_host(spec, model, heads):
     seqs = [Sequence(id, [3, 1, 4, 1, 5, 3, 1], SamplingParams(length, 0.8), dice=Dice(id)) for id in range(count)]
     drain(run, seqs)
     assert spec == "none" or (sum(calls) >= count and any(seq.stats.drafted for seq in seqs))
-    expected, spread = laws_of(model, seqs, length)
+    expected, spread = laws_of(model, seqs, SamplingParams(length, 0.8))
     places = [torch.tensor([seq.tokens[seq.prompt + n] for seq in seqs]) for n in range(length)]
     seen = torch.stack([torch.bincount(each, minlength=VOCAB) for each in places])
     far = ((seen - expected) / spread.clamp(min=1).sqrt())[expected > 10]
@@ -297,14 +299,15 @@ def test_rejection_follows_the_law_without_the_host(spec, model, heads):
     assert float(far.square().mean()) < 1 + 5 * (2 / len(far)) ** 0.5
 
 
-def laws_of(model, seqs, length):
+def laws_of(model, seqs, params):
     """How often each token is expected at each place after these texts, and how far that may vary."""
+    length = params.max_tokens
     expected, spread = torch.zeros(2, length, VOCAB)
     for begin in range(0, len(seqs), 64):
         some = seqs[begin : begin + 64]
         outputs = model.forward([Feed(9000 + seq.id, seq.tokens[: seq.prompt]) for seq in some])
         for place in range(length):
-            laws = torch.stack([torch.softmax(output.logits[-1].float() / 0.8, -1).cpu() for output in outputs])
+            laws = torch.stack([warp(output.logits[-1].cpu(), params) for output in outputs])
             expected[place] += laws.sum(0)
             spread[place] += (laws * (1 - laws)).sum(0)
             if place + 1 < length:
@@ -312,3 +315,65 @@ def laws_of(model, seqs, length):
         for seq in some:
             model.free(9000 + seq.id)
     return expected, spread
+
+
+WAYS = [
+    dict(top_p=0.9),
+    dict(top_k=12),
+    dict(min_p=0.02),
+    dict(typical_p=0.8),
+    dict(top_k=40, top_p=0.8, min_p=0.01),
+    {},
+]
+
+
+def cut_sequences(count, **more):
+    """All kinds of cuts, and some without, under a seed; beside greedy ones."""
+    made = []
+    for seq in sequences(count, sampled=True):
+        heat = 0.0 if seq.id % 5 == 4 else 0.9
+        params = SamplingParams(seq.params.max_tokens, heat, seed=seq.id, **WAYS[seq.id % 6], **more)
+        made.append(Sequence(seq.id, seq.tokens, params, dice=Dice(seq.id)))
+    return made
+
+
+@pytest.fixture(scope="module")
+def with_the_host(model):
+    """Plain decoding that asks for log-probabilities, so that the host looks at every token."""
+    seqs = cut_sequences(18, logprobs=0)
+    drain(engine("none", model, {}), seqs)
+    return texts(seqs)
+
+
+@pytest.mark.parametrize("count", [1, 5, 18])
+@pytest.mark.parametrize("spec", ["none", *(spec for spec in SPECS if SPECS[spec])])
+def test_texts_under_a_seed_are_those_of_the_host(spec, count, model, heads, with_the_host):
+    run, calls = engine(spec, model, heads), []
+    if spec != "none":
+        writer = run.drafters[""].writer
+        write = writer.write
+        writer.write = lambda seqs, *more: (calls.append(len(seqs)), write(seqs, *more))[1]
+    for _ in range(2):  # kernel by kernel and captured
+        seqs = cut_sequences(count)
+        drain(run, seqs)
+        assert texts(seqs) == with_the_host[:count]
+    assert spec == "none" or count in calls
+
+
+@pytest.mark.parametrize("options", [dict(top_k=40, top_p=0.9), dict(min_p=0.05), dict(typical_p=0.9)])
+@pytest.mark.parametrize(
+    "spec", ["none", "ngram", "eagle:head=it", "block:head=slots,tree=31", "draft_model:model=like"]
+)
+def test_rejection_follows_the_cut_law(spec, options, model, heads):
+    """Of many texts after one prompt: how often each token stands at each place, against the target's own law there."""
+    params, count = SamplingParams(6, 0.8, **options), 512
+    seqs = [Sequence(id, [3, 1, 4, 1, 5, 3, 1], params, dice=Dice(id)) for id in range(count)]
+    drain(engine(spec, model, heads), seqs)
+    expected, spread = laws_of(model, seqs, params)
+    places = [torch.tensor([seq.tokens[seq.prompt + n] for seq in seqs]) for n in range(params.max_tokens)]
+    seen = torch.stack([torch.bincount(each, minlength=VOCAB) for each in places])
+    assert bool((seen[expected == 0] == 0).all()), "a token that was cut"
+    far = ((seen - expected) / spread.clamp(min=1).sqrt())[expected > 10]
+    assert len(far) > 8
+    assert float(far.abs().max()) < 6
+    assert float(far.square().mean()) < 1 + 5 * (2 / len(far)) ** 0.5

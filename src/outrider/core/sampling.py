@@ -1,20 +1,20 @@
 """The distribution that a token is drawn from, exact at every node of a draft.
 
 `adjust` changes the logits by what the context says (penalties, bans, bias, processors); `warp` turns logits into
-probabilities (temperature, then top-k, top-p, min-p and typical-p, each on what the one before left).
+probabilities (temperature, then top-k, top-p, min-p and typical-p, each on what the one before left: `cuts.py`).
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.core.cuts import kept, kept_rows
 from outrider.core.errors import OutriderError
 from outrider.core.params import SamplingParams as SamplingParams
 
@@ -122,95 +122,18 @@ def warp(logits: Tensor, params: SamplingParams) -> Tensor:
     logits = logits.float()
     if params.greedy:
         return torch.zeros_like(logits).index_fill_(0, logits.argmax(), 1.0)
+    tokens = kept(logits, params) if params.cuts else None
     # the highest becomes 0, so that a small temperature cannot overflow
-    law = torch.softmax((logits - logits.max()) / params.temperature, -1)
-    if 0 < params.top_k < law.shape[0]:
-        law = _keep(law, _likeliest(law, params.top_k))
-    if params.top_p < 1.0:
-        head = _head(law)
-        # the head holds the likeliest tokens: if it has the mass, the nucleus lies inside
-        within = head if float(law[head].sum()) >= params.top_p else torch.arange(law.shape[0], device=law.device)
-        law = _nucleus(law, law, params.top_p, within)
-    if params.min_p > 0.0:
-        law = _renormalise(law.where(law >= params.min_p * law.max(), 0.0))
-    if params.typical_p < 1.0:
-        surprise = -law.log()
-        entropy = (law * surprise.where(law > 0, 0.0)).sum(dtype=torch.float64).float()
-        everything = torch.arange(law.shape[0], device=law.device)
-        law = _nucleus(law, -(surprise - entropy).abs(), params.typical_p, everything)
-    return law
+    scores = ((logits if tokens is None else logits[tokens]) - logits.max()) / params.temperature
+    law = torch.softmax(scores, -1)
+    return law if tokens is None else torch.zeros_like(logits).index_copy_(0, tokens, law)
 
 
 def warp_batch(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """`warp` for [n, vocab] logits, each row under its own parameters; none of them greedy."""
-    logits, device = logits.float(), logits.device
-
-    def column(values: Iterable[float]) -> Tensor:
-        return torch.tensor(list(values), device=device).unsqueeze(1)
-
-    highest = logits.max(-1, keepdim=True).values
-    laws = torch.softmax((logits - highest) / column(p.temperature for p in params), -1)
-    size = laws.shape[1]
-    if any(0 < p.top_k < size for p in params):
-        order = laws.argsort(dim=-1, stable=True, descending=True)
-        rank = torch.arange(size, device=device)
-        laws = _keep_first(laws, order, rank < column(p.top_k or size for p in params))
-    if any(p.top_p < 1.0 for p in params):
-        laws = _nuclei(laws, laws, column(p.top_p if p.top_p < 1.0 else math.inf for p in params))
-    if any(p.min_p > 0.0 for p in params):
-        least = column(p.min_p for p in params) * laws.max(-1, keepdim=True).values
-        laws = _renormalise_rows(laws, laws >= least)
-    if any(p.typical_p < 1.0 for p in params):
-        surprise = -laws.log()
-        entropy = (laws * surprise.where(laws > 0, 0.0)).sum(-1, keepdim=True, dtype=torch.float64).float()
-        mass = column(p.typical_p if p.typical_p < 1.0 else math.inf for p in params)
-        laws = _nuclei(laws, -(surprise - entropy).abs(), mass)
-    return laws
-
-
-def _keep(law: Tensor, tokens: Tensor) -> Tensor:
-    return _renormalise(torch.zeros_like(law).index_copy_(0, tokens, law[tokens]))
-
-
-def _head(law: Tensor) -> Tensor:
-    """The tokens that matter, in order of their ids: to sort a whole vocabulary takes as long as a pass."""
-    return (law >= 1e-3 * law.max()).nonzero().squeeze(1)
-
-
-def _likeliest(law: Tensor, count: int) -> Tensor:
-    head = _head(law)
-    if head.shape[0] < count:
-        return law.topk(count).indices
-    return head[law[head].topk(count).indices]
-
-
-def _nucleus(law: Tensor, score: Tensor, mass: float, within: Tensor) -> Tensor:
-    """The tokens of highest score that together have at least `mass`, out of those `within`; always at least one."""
-    order = within[score[within].argsort(descending=True, stable=True)]
-    before = law[order].cumsum(0, dtype=torch.float64) - law[order]
-    return _keep(law, order[: max(1, int((before < mass).sum()))])
-
-
-def _nuclei(laws: Tensor, scores: Tensor, masses: Tensor) -> Tensor:
-    """`_nucleus` for every row."""
-    order = scores.argsort(dim=-1, stable=True, descending=True)
-    sorted_laws = laws.gather(1, order)
-    before = sorted_laws.cumsum(-1, dtype=torch.float64) - sorted_laws
-    kept = before < masses
-    kept[:, 0] = True
-    return _keep_first(laws, order, kept)
-
-
-def _keep_first(laws: Tensor, order: Tensor, kept: Tensor) -> Tensor:
-    """`kept` [n, vocab] bool says which places of each row's order stay."""
-    return _renormalise_rows(laws, torch.zeros_like(kept).scatter_(1, order, kept))
-
-
-def _renormalise_rows(laws: Tensor, kept: Tensor) -> Tensor:
-    """A row that loses nothing stays as it is, to the last bit: its company must not show."""
-    rest = laws.where(kept, 0.0)
-    return torch.where(kept.all(-1, keepdim=True), laws, rest / rest.sum(-1, keepdim=True, dtype=torch.float64).float())
-
-
-def _renormalise(law: Tensor) -> Tensor:
-    return law / law.sum(dtype=torch.float64).float()
+    logits = logits.float()
+    heat = torch.tensor([each.temperature for each in params], device=logits.device).unsqueeze(1)
+    scores = (logits - logits.max(-1, keepdim=True).values) / heat
+    if any(each.cuts for each in params):
+        scores = scores.where(kept_rows(logits, params), MINUS_INF)
+    return torch.softmax(scores, -1)

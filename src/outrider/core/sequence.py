@@ -120,9 +120,9 @@ class Sequence:
 
     @functools.cached_property
     def plain(self) -> bool:
-        """Whether its tokens depend on nothing but the logits, the temperature and its dice."""
-        params = self.params
-        return not params.adjusts and params.logprobs is None and (params.greedy or not params.cuts)
+        """Whether its tokens depend on nothing but the logits, the temperature, the cuts and its dice: all that a
+        device needs to choose them without the host, and the host looks at nothing else of the logits."""
+        return not self.params.adjusts and self.params.logprobs is None
 
     def fail(self, reason: str) -> None:
         self.finish, self.error = "error", reason

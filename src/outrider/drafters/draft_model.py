@@ -82,7 +82,7 @@ class ModelDrafter(Drafter):
             [feed.id for feed in feeds],
             [feed.tokens[-1] for feed in feeds],
             [None if writer.guesses else writer.seq.dice for writer in writers],
-            [writer.seq.params.temperature for writer in writers],
+            [writer.seq.params for writer in writers],
             one_part(max(writer.length for writer in writers)),
             lambda: None,
             adapters=[feed.adapter for feed in feeds],

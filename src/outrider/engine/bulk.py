@@ -52,7 +52,7 @@ def write(
         [seq.id for seq in running],
         [seq.tokens[-1] for seq in running],
         [None if seq.params.greedy else seq.dice for seq in running],
-        [seq.params.temperature for seq in running],
+        [seq.params for seq in running],
         plan,
         wait,
         layers,

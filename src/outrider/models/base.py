@@ -13,6 +13,7 @@ from torch import Tensor
 from outrider.core.adapter import ReadyAdapter
 from outrider.core.dice import Dice
 from outrider.core.draft import EMPTY, Draft
+from outrider.core.params import SamplingParams
 from outrider.core.sequence import Scope
 from outrider.core.verify_batch import Best, Chooser
 from outrider.models.adapters.adapter import Adapter, AdapterBase
@@ -185,7 +186,7 @@ class Paged(SharesPrefixes, Protocol):
         ids: Sequence[int],
         last: Sequence[int],
         dice: Sequence[Dice | None],
-        temperatures: Sequence[float],
+        params: Sequence[SamplingParams],
         plan: Callable[[int], int],
         wait: Callable[[], None],
         layers: Sequence[int] = (),
@@ -193,8 +194,9 @@ class Paged(SharesPrefixes, Protocol):
         draws: Sequence[bool] = (),
     ) -> Iterator[WrittenTokens]:
         """Each sequence writes some tokens after its `last` one, without the host, part after part: the caller looks at
-        one part while the device is at the next. `plan` says how many tokens the next part has, where some are not read
-        yet; 0: no more. `wait` is called while the device works. `layers`: as of `forward`. `adapters`:
+        one part while the device is at the next. `dice`: None: the likeliest token; else one of the law that `params`
+        make of the logits, where temperature and cuts count. `plan` says how many tokens the next part has, where some
+        are not read yet; 0: no more. `wait` is called while the device works. `layers`: as of `forward`. `adapters`:
         one for each sequence; (): none has one. `draws`: whether each draws its tokens as rejection does where nothing
         is drafted; (): all dice choose."""
         ...

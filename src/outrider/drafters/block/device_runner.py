@@ -16,6 +16,7 @@ from outrider.drafters.eagle.runner import DraftRequest, DraftShape, HeadOutput
 from outrider.drafters.heads.device_runner import DeviceHeadRunner, DraftGroup, in_turns
 from outrider.models.cuda import kernels
 from outrider.models.cuda.batch import Field
+from outrider.models.cuda.cuts import Cuts
 from outrider.models.cuda.graphs import Shape
 from outrider.models.cuda.model import CudaLlama
 from outrider.models.cuda.product import Around, linear
@@ -95,16 +96,19 @@ class BlockDeviceRunner(DeviceHeadRunner[BlockGroup]):
         linear(g, part.output, None, logits, self.workspace(rows))
         return following, logits
 
-    def grow(self, group: BlockGroup, sequences: Tensor, longest: int, chains: ChainDraws | None = None) -> None:
+    def grow(
+        self, group: BlockGroup, sequences: Tensor, longest: int, chains: ChainDraws | None = None,
+        cuts: Cuts | None = None,
+    ) -> None:  # fmt: skip
         growth, said = group.growth, group.said
         sharpness, slots = self.shape.sharpness, said[:, :, : self._vocab]
         tokens = group.table[Field.TOKEN].view(-1, group.slots)[:, 0]
         state, logits = self._follow(tokens, None, None, said, 0)
-        growth.choose(0, logits, sequences, sharpness, slots, chains)
+        growth.choose(0, logits, sequences, sharpness, slots, chains, cuts)
         for stage in range(growth.stages):
             table = growth.tables[stage]
             state, logits = self._follow(table[Field.TOKEN], table[StageField.SOURCE], state, said, stage + 1)
-            growth.choose(stage + 1, logits, sequences, sharpness, slots, chains)
+            growth.choose(stage + 1, logits, sequences, sharpness, slots, chains, cuts)
         growth.collect(sequences, self.shape.stop)
 
     def take_in(self, group: BlockGroup | None, sequences: Tensor, table: Tensor, shape: Shape, shown: Tensor) -> None:

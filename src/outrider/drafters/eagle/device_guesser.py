@@ -10,29 +10,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.core.params import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.eagle import loop_kernels
 from outrider.drafters.eagle.device_kernels import SequenceField
 from outrider.drafters.eagle.runner import DraftRequest, DraftShape, ShownStates
 from outrider.drafters.heads.device_runner import DeviceHeadRunner
-from outrider.drafters.rounds.base import DraftSize, LoopedRounds, RoundTables
+from outrider.drafters.rounds.base import DraftSize, LoopedRounds, RoundTables, SamplingDrafter, cut_laws
 from outrider.models.cuda.batch import Field
+from outrider.models.cuda.cuts import Cuts
 from outrider.models.cuda.graphs import pinned
 
 
-class ShownTexts(Protocol):
+class ShownTexts(SamplingDrafter, Protocol):
     """What the target has shown of each text, and what of it the head has taken in (the drafter's own books)."""
 
     name: str
     layers: tuple[int, ...]
-
-    def temperature(self, seq: Sequence) -> float:
-        """Of its choice under the target's own noise; 0: it guesses the likeliest tokens, or draws."""
-        ...
-
-    def draws(self, seq: Sequence) -> bool:
-        """Whether it draws from its law, for rejection."""
-        ...
 
     def follows(self, seq: Sequence) -> bool:
         """Whether the target has shown all up to the last token."""
@@ -89,6 +83,9 @@ class HeadGuesser:
         asked = [DraftRequest(0, len(seq.tokens), self._texts.temperature(seq), seq.dice.key) for seq in seqs]
         return self._slots[: len(seqs)], asked
 
+    def cut_laws(self, seqs: Seq[Sequence]) -> list[SamplingParams | None]:
+        return cut_laws(self._texts, seqs)
+
     def waiting(self, seq: Sequence) -> tuple[list[int], list[ShownStates]]:
         return self._texts.waiting(seq)
 
@@ -110,6 +107,7 @@ class HeadGuesses:
         self._staged = pinned(self._sequences.numel(), runner.device).view(fields)
         self._table: Tensor | None = None  # [len(Field) + 1, sequences * wide] of the rows that the head takes in
         self._kept: Tensor | None = None  # on the host
+        self._cuts: dict[bool, Cuts] = {}  # with typical_p and without
 
     def send(self, seqs: Seq[Sequence], tables: RoundTables) -> None:
         staged, some = self._staged.numpy(), slice(len(seqs))
@@ -117,9 +115,20 @@ class HeadGuesses:
         self._runner.stage_sequences(staged, slots, [replace(each, size=self.size.nodes) for each in asked])
         staged[SequenceField.LENGTH, some] = [self._runner.length(seq.id) for seq in seqs]
         self._sequences.copy_(self._staged, non_blocking=True)
+        if (cuts := self._cuts_of(tables)) is not None:
+            cuts.send(self._guesser.cut_laws(seqs))
         waiting = [self._guesser.waiting(seq) for seq in seqs]
         self._send_kept([tokens for tokens, _ in waiting], tables)
         self._show([shown for _, shown in waiting], tables)
+
+    def _cuts_of(self, tables: RoundTables) -> Cuts | None:
+        """Of the head's own laws; None: nobody has any."""
+        if tables.target.cuts is None:
+            return None
+        typical = tables.target.cuts.typical
+        if typical not in self._cuts:
+            self._cuts[typical] = Cuts.none(tables.sequences, typical, self._runner.device)
+        return self._cuts[typical]
 
     def _send_kept(self, tokens: Seq[Seq[int]], tables: RoundTables) -> None:
         """The tokens that wait stand where those kept by a round will stand."""
@@ -157,7 +166,7 @@ class HeadGuesses:
         )
         shape = runner.small(rows, longest)
         runner.take_in(self._group, self._sequences, self._table, shape, tables.target.hidden)
-        runner.grow(self._group, self._sequences, longest, tables.chains(number))
+        runner.grow(self._group, self._sequences, longest, tables.chains(number), self._cuts_of(tables))
 
 
 def fitting(shape: DraftShape, nodes: int) -> DraftShape:

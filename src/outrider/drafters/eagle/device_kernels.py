@@ -16,6 +16,7 @@ from torch import Tensor
 
 from outrider.drafters.heads.chooser import BLUR
 from outrider.models.cuda.batch import Field
+from outrider.models.cuda.cuts import Cuts
 from outrider.models.cuda.kernels import mix32, mix64
 from outrider.models.cuda.launch import begin_after, early, nearly_done
 from outrider.models.cuda.rejection import ChainDraws
@@ -391,11 +392,13 @@ class Growth:
 
     def choose(
         self, stage: int, logits: Tensor, sequences: Tensor, sharpness: float, slots: Tensor | None = None,
-        chains: ChainDraws | None = None,
+        chains: ChainDraws | None = None, cuts: Cuts | None = None,
     ) -> None:  # fmt: skip
         """The nodes of this stage, of what the head says after the nodes of the one before (after the committed text:
         stage 0). `slots` [sequences, stages, draft vocabulary]: what is added to the logits of a stage. `chains`: the
-        sequences whose drafts are drawn."""
+        sequences whose drafts are drawn. `cuts`: what is taken out of the logits first."""
+        if cuts is not None:
+            cuts(logits, None if slots is None else slots[:, stage])
         size, width, parts, soon = logits.shape[1], self.width, self._parts, early(logits.device)
         rows, power = len(logits) // self.sequences, triton.next_power_of_2
         _likeliest[(len(logits), parts)](

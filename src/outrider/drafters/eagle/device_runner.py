@@ -17,6 +17,7 @@ from outrider.drafters.heads.device_runner import TOGETHER, DeviceHeadRunner, Dr
 from outrider.models.cuda import kernels
 from outrider.models.cuda.attention import Attention
 from outrider.models.cuda.batch import FEW_ROWS, Field
+from outrider.models.cuda.cuts import Cuts
 from outrider.models.cuda.graphs import Shape
 from outrider.models.cuda.model import CudaLlama
 from outrider.models.cuda.product import Around, Workspace, linear
@@ -84,16 +85,19 @@ class DeviceRunner(DeviceHeadRunner[EagleGroup]):
         table[[Field.BLOCK_COUNT, Field.BLOCK_TREE]] = 1
         return table
 
-    def grow(self, group: EagleGroup, sequences: Tensor, longest: int, chains: ChainDraws | None = None) -> None:
+    def grow(
+        self, group: EagleGroup, sequences: Tensor, longest: int, chains: ChainDraws | None = None,
+        cuts: Cuts | None = None,
+    ) -> None:  # fmt: skip
         growth, shape = group.growth, self.shape
         rows = growth.sequences * growth.width
         attention, work = self.attention(self.small(rows, longest)), self.workspace(rows)
-        growth.choose(0, group.logits, sequences, shape.sharpness, chains=chains)
+        growth.choose(0, group.logits, sequences, shape.sharpness, chains=chains, cuts=cuts)
         state = group.state
         logits = self.logits(rows)
         for stage in range(growth.stages):
             state = self._stage(growth.tables[stage], state, logits, attention, work)
-            growth.choose(stage + 1, logits, sequences, shape.sharpness, chains=chains)
+            growth.choose(stage + 1, logits, sequences, shape.sharpness, chains=chains, cuts=cuts)
         growth.collect(sequences, shape.stop)
 
     def _stage(self, table: Tensor, state: Tensor, logits: Tensor, attention: Attention, work: Workspace) -> Tensor:

@@ -27,6 +27,7 @@ from outrider.models.base import Feed
 from outrider.models.cuda import kernels
 from outrider.models.cuda.attention import Attention, PartSums, chunk_keys
 from outrider.models.cuda.batch import FEW_ROWS, NODES, SMALL_TILE, Batch, Field
+from outrider.models.cuda.cuts import Cuts
 from outrider.models.cuda.graphs import SHORTEST, Capture, Shape, event, pinned, shape_of
 from outrider.models.cuda.model import PAGE, SLOTS, CudaLlama
 from outrider.models.cuda.pages import DeviceTable, PageTable
@@ -93,9 +94,11 @@ class DeviceHeadRunner(ABC, Generic[G]):
         None: it is not asked."""
 
     @abstractmethod
-    def grow(self, group: G, sequences: Tensor, longest: int, chains: ChainDraws | None = None) -> None:
+    def grow(
+        self, group: G, sequences: Tensor, longest: int, chains: ChainDraws | None = None, cuts: Cuts | None = None
+    ) -> None:
         """The stages of a draft, from what the head says after the committed text to the nodes. `chains`: the drafts
-        that are drawn."""
+        that are drawn. `cuts`: what is taken out of the head's laws."""
 
     @abstractmethod
     def extend(self, ids: Seq[int], tokens: Seq[Seq[int]], hidden: Tensor) -> HeadOutput: ...

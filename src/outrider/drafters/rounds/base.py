@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from outrider.core.draft import Draft
+from outrider.core.params import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.core.verify import Verdict
 
@@ -84,6 +85,23 @@ class RoundTables:
         if draws is None or draws.laws is None:
             return None
         return ChainDraws(draws.keys, self.texts[RoundField.LENGTH], draws.heat, draws.whose, number, draws.laws)
+
+
+class SamplingDrafter(Protocol):
+    """How a drafter chooses tokens for sequences (its own books)."""
+
+    def temperature(self, seq: Sequence) -> float:
+        """Of its choice under the target's own noise; 0: it guesses the likeliest tokens, or draws."""
+        ...
+
+    def draws(self, seq: Sequence) -> bool:
+        """Whether it draws from its law, for rejection."""
+        ...
+
+
+def cut_laws(texts: SamplingDrafter, seqs: Seq[Sequence]) -> list[SamplingParams | None]:
+    """By what the drafter's own law for each sequence is cut: as the target's; None: it guesses likely tokens."""
+    return [seq.params if texts.temperature(seq) > 0.0 or texts.draws(seq) else None for seq in seqs]
 
 
 class Guesses(Protocol):

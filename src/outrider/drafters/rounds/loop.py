@@ -32,6 +32,7 @@ from outrider.drafters.rounds.base import (
 )
 from outrider.drafters.rounds.kernels import DRAFT_HEADER, RoundField
 from outrider.models.cuda import rejection
+from outrider.models.cuda.cuts import Cuts
 from outrider.models.cuda.graphs import Capture, NoEvent, event, pinned, reach
 from outrider.models.cuda.model import PAGE, CudaLlama
 
@@ -54,6 +55,8 @@ class _Kind:
     adapted: bool = False  # some have adapters
     rejects: bool = False  # some are verified by rejection
     draws: bool = False  # and of these some have drafts that are drawn
+    cuts: bool = False  # of some laws tokens are cut
+    typical: bool = False  # and of these some by typical_p
 
 
 @dataclass(eq=False)
@@ -183,9 +186,10 @@ class DeviceLoop:
             return
         for longest in PREPARED:
             self._warm_up(self._looped(count, longest, _Kind()))
-        if count == 1:  # what a request that samples needs beside it; for more sequences its kernels are there then
-            asks = Sequence(-1, [0], SamplingParams(temperature=1.0))
-            self._warm_up(self._looped(count, PREPARED[0], self._kind([asks], self._of(count))))
+        if count == 1:  # what requests that sample need beside it; for more sequences their kernels are there then
+            for params in (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9)):
+                kind = self._kind([Sequence(-1, [0], params)], self._of(count))
+                self._warm_up(self._looped(count, PREPARED[0], kind))
 
     def _warm_up(self, loop: _Looped) -> None:
         self._send(loop, (), ())
@@ -216,7 +220,10 @@ class DeviceLoop:
     def _kind(self, seqs: Seq[Sequence], of: Seq[Guesses]) -> _Kind:
         rules = {decision(seq) for seq in seqs}
         draws = any(self._whose(seq, of) for seq in seqs)
-        return _Kind("coupled" in rules, any(seq.adapter for seq in seqs), "rejection" in rules, draws)
+        cut = [seq.params for seq in seqs if seq.params.cuts and not seq.params.greedy]
+        typical = any(params.typical_p < 1.0 for params in cut)
+        adapted = any(seq.adapter for seq in seqs)
+        return _Kind("coupled" in rules, adapted, "rejection" in rules, draws, bool(cut), typical)
 
     def _whose(self, seq: Sequence, of: Seq[Guesses]) -> int:
         """The guesser that draws for it, from 1 on; 0: all guess."""
@@ -237,8 +244,9 @@ class DeviceLoop:
         texts, kept = sent.split(sizes)
         size = DRAFT_HEADER + 3 * nodes
         out = torch.zeros(MOST_ROUNDS, count, 1 + 2 * wide + size, dtype=torch.int32, device=device)
+        cuts = Cuts.none(count, kind.typical, device) if kind.cuts else None
         tables = RoundTables(
-            self._target.looped(count, nodes, wide - 1, longest, self.layers, kind.sampled, kind.adapted),
+            self._target.looped(count, nodes, wide - 1, longest, self.layers, kind.sampled, kind.adapted, cuts),
             texts.view(len(RoundField), count),
             kept.view(count, 1 + 2 * wide),
             torch.zeros(count, longest + wide, dtype=torch.int32, device=device),
@@ -277,6 +285,8 @@ class DeviceLoop:
             guesses.send(seqs, loop.tables)
         if loop.tables.target.sampled:
             self._heat(loop, seqs)
+        if loop.tables.target.cuts is not None:
+            loop.tables.target.cuts.send([seq.params for seq in seqs])
         if loop.tables.draws is not None:
             self._send_draws(loop.tables.draws, seqs, loop.guesses)
 

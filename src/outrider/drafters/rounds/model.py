@@ -16,7 +16,8 @@ from torch import Tensor
 
 from outrider.core.sequence import Sequence
 from outrider.drafters.rounds import kernels
-from outrider.drafters.rounds.base import DraftSize, LoopedRounds, RoundTables
+from outrider.drafters.rounds.base import DraftSize, LoopedRounds, RoundTables, SamplingDrafter, cut_laws
+from outrider.models.cuda.cuts import Cuts
 from outrider.models.cuda.graphs import event, pinned
 from outrider.models.cuda.looped import LoopedPass
 from outrider.models.cuda.model import CudaLlama
@@ -26,7 +27,7 @@ from outrider.models.cuda.model import CudaLlama
 TAIL = 2
 
 
-class DraftedTexts(Protocol):
+class DraftedTexts(SamplingDrafter, Protocol):
     """What the draft model has read of each text (the drafter's own books)."""
 
     name: str
@@ -42,14 +43,6 @@ class DraftedTexts(Protocol):
 
     def shares(self, seq: Sequence) -> None:
         """Others may take what the cache has of its committed tokens."""
-        ...
-
-    def temperature(self, seq: Sequence) -> float:
-        """Of its choice under the target's own noise; 0: it guesses the likeliest token, or draws."""
-        ...
-
-    def draws(self, seq: Sequence) -> bool:
-        """Whether it draws from its law, for rejection."""
         ...
 
 
@@ -130,10 +123,14 @@ class ModelGuesses:
         target = tables.target
         adapted = self._guesser.texts.takes_adapters and target.run.adapters is not None
         tail = TAIL if tables.nodes == self.size.nodes else tables.wide
-        key = tail, tables.longest, target.sampled, adapted
+        typical = None if target.cuts is None else target.cuts.typical  # None: no cuts
+        key = tail, tables.longest, target.sampled, adapted, typical
         if key not in self._passes:
+            count, cuts = tables.sequences, None
+            if typical is not None:
+                cuts = Cuts.none(count, typical, self._model.device)
             self._passes[key] = [
-                self._model.looped(tables.sequences, rows - 1, 0, tables.longest, (), target.sampled, adapted)
+                self._model.looped(count, rows - 1, 0, tables.longest, (), target.sampled, adapted, cuts)
                 for rows in (tail, 1)
             ]
         return self._passes[key]
@@ -154,6 +151,8 @@ class ModelGuesses:
                 rows = each.run.rows // tables.sequences
                 each.keys[: rows * len(seqs)].copy_(torch.from_numpy(keys.repeat(rows)))
                 each.temperatures[: rows * len(seqs)].copy_(torch.from_numpy(heat.repeat(rows)))
+        if (cuts := self._passes_of(tables)[0].cuts) is not None:  # both passes have the same
+            cuts.send(cut_laws(texts, seqs))
 
     def guess(self, tables: RoundTables, number: int) -> None:
         first, further = self._passes_of(tables)

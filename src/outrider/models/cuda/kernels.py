@@ -184,8 +184,11 @@ def mix64(x):
 
 
 @triton.jit
-def _choose(logits_ptr, key_ptr, position_ptr, temperature_ptr, out_ptr, size, BLOCK: tl.constexpr):
-    """core.dice.Dice.choose for every row at once: argmin(noise / p), or argmax where the temperature is 0."""
+def _choose(
+    logits_ptr, key_ptr, position_ptr, temperature_ptr, out_ptr, size, CUT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """core.dice.Dice.choose for every row at once: argmin(noise / p), or argmax where the temperature is 0. CUT: many
+    logits may be minus infinity, and where all of a block are, no noise is computed."""
     row = tl.program_id(0)
     logits = logits_ptr + row.to(tl.int64) * size
     temperature = tl.load(temperature_ptr + row)
@@ -205,12 +208,16 @@ def _choose(logits_ptr, key_ptr, position_ptr, temperature_ptr, out_ptr, size, B
         least = tl.full([BLOCK], float("inf"), tl.float64)
         for start in range(0, size, BLOCK):
             x = tl.load(logits + start + column, mask=start + column < size, other=float("-inf")).to(tl.float32)
-            p = tl.exp((x - best) / temperature).to(tl.float64)
-            bits = mix32(mix32((start + column).to(tl.uint32) ^ first) ^ second)
-            noise = -tl.log((bits.to(tl.float64) + 0.5) / 4294967296.0)
-            score = tl.where(p > 0, noise / p, float("inf"))
-            where = tl.where(score < least, start + column, where)
-            least = tl.minimum(least, score)
+            some = True
+            if CUT:
+                some = tl.max(x, 0) > float("-inf")
+            if some:
+                p = tl.exp((x - best) / temperature).to(tl.float64)
+                bits = mix32(mix32((start + column).to(tl.uint32) ^ first) ^ second)
+                noise = -tl.log((bits.to(tl.float64) + 0.5) / 4294967296.0)
+                score = tl.where(p > 0, noise / p, float("inf"))
+                where = tl.where(score < least, start + column, where)
+                least = tl.minimum(least, score)
         token = tl.min(tl.where(least == tl.min(least, 0), where, size), 0)
     tl.store(out_ptr + row, token.to(tl.int64))
 
@@ -342,8 +349,11 @@ def turn(x: Tensor, turns: tuple[Tensor, Tensor], places: int, heads: int) -> No
     )
 
 
-def choose(logits: Tensor, keys: Tensor, positions: Tensor, temperatures: Tensor, out: Tensor) -> None:
-    """out [rows] int64: the token that each row's dice choose; keys are Dice's, positions those to be written."""
+def choose(
+    logits: Tensor, keys: Tensor, positions: Tensor, temperatures: Tensor, out: Tensor, cut: bool = False
+) -> None:
+    """out [rows] int64: the token that each row's dice choose; keys are Dice's, positions those to be written. `cut`:
+    whether tokens were taken out of some rows."""
     _choose[(logits.shape[0],)](
-        logits, keys, positions, temperatures, out, logits.shape[1], 2048, num_warps=8
+        logits, keys, positions, temperatures, out, logits.shape[1], cut, 2048, num_warps=8
     )  # fmt: skip

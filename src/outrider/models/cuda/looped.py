@@ -9,6 +9,7 @@ from torch import Tensor
 
 from outrider.core.adapter import ReadyAdapter
 from outrider.models.cuda import kernels
+from outrider.models.cuda.cuts import Cuts
 from outrider.models.cuda.graphs import DevicePass
 
 
@@ -25,6 +26,7 @@ class LoopedPass:
     keys: Tensor  # [rows] int64: of the dice
     temperatures: Tensor  # [rows]; 0: the likeliest token
     sampled: bool  # whether any temperature may be above 0
+    cuts: Cuts | None  # what is taken out of the laws of sequences that sample, by any rule; None: of nobody's
     block: int  # rows of one sequence that the attention takes at once
     begins: Tensor  # [sequences + 1] int32: where each sequence's pairs begin
     pairs: Tensor  # [sequences, moves, 2] int32: places of nodes that are kept, and where they go
@@ -47,10 +49,13 @@ class LoopedPass:
         return self.run.hidden
 
     def choose(self) -> Tensor:
-        """Run the pass, and choose; its logits."""
+        """Run the pass, and choose; its logits, without those that are cut."""
         logits = self.compute()
+        if self.cuts is not None:
+            self.cuts(logits)
         if self.sampled:
-            kernels.choose(logits, self.keys, self.positions, self.temperatures, self.chosen)
+            cut = self.cuts is not None
+            kernels.choose(logits, self.keys, self.positions, self.temperatures, self.chosen, cut)
         elif self.run.best is not None:
             self.chosen.copy_(self.run.best)
         else:

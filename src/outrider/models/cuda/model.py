@@ -19,7 +19,6 @@ from outrider.core.adapter import ReadyAdapter
 from outrider.core.dice import Dice
 from outrider.core.errors import OutriderError
 from outrider.core.params import SamplingParams
-from outrider.core.sampling import warp_batch
 from outrider.core.sequence import Scope
 from outrider.models.adapters.adapter import Adapter
 from outrider.models.base import Feed, Output, Outputs, WrittenTokens
@@ -27,6 +26,7 @@ from outrider.models.cuda import kernels, rejection
 from outrider.models.cuda.adapters import AdapterPool
 from outrider.models.cuda.attention import chunk_keys
 from outrider.models.cuda.batch import FEW_ROWS, NODES, SMALL_TILE, Batch, Field
+from outrider.models.cuda.cuts import Cuts
 from outrider.models.cuda.graphs import GIB, ROWS, SHORTEST, DevicePass, Passes, Shape, event, pinned, reach, shape_of
 from outrider.models.cuda.looped import LoopedPass
 from outrider.models.cuda.low_rank import LowRankSum
@@ -38,6 +38,7 @@ from outrider.models.linear import Dense
 from outrider.models.llama_weights import LlamaConfig, ReadableWeights, Weights
 
 PAGE = 32  # tokens of one page of keys and values: beginnings are shared in pages, so few tokens are run again
+GREEDY = SamplingParams()
 SLOTS = 4096  # sequences at once: twice the largest max_batch (settings.MOST_BATCH), as that many may be paused
 
 
@@ -233,14 +234,15 @@ class CudaLlama(ReadableWeights):
         if judged is not None and run.logits is None:
             self._output(run, judged).argmax(-1)
 
-    def write(self, ids: Sequence[int], last: Sequence[int], dice: Sequence[Dice | None], temperatures: Sequence[float],
-              plan: Callable[[int], int], wait: Callable[[], None], layers: Sequence[int] = (),
-              adapters: Sequence[ReadyAdapter | None] = (), draws: Sequence[bool] = (),
+    def write(self, ids: Sequence[int], last: Sequence[int], dice: Sequence[Dice | None],
+              params: Sequence[SamplingParams], plan: Callable[[int], int], wait: Callable[[], None],
+              layers: Sequence[int] = (), adapters: Sequence[ReadyAdapter | None] = (), draws: Sequence[bool] = (),
               ) -> Iterator[WrittenTokens]:  # fmt: skip
         """Each sequence writes some tokens after its `last` one, without the host, part after part.
 
-        After each part the cache has seen all but the newest token of each. No dice: the likeliest token. `adapters`:
-        one for each; (): none has one. `draws`: whether each draws as rejection does; (): all dice choose.
+        After each part the cache has seen all but the newest token of each. No dice: the likeliest token. Of `params`
+        temperature and cuts count. `adapters`: one for each; (): none has one. `draws`: whether each draws as rejection
+        does; (): all dice choose.
         """
         parts: deque[WrittenPart] = deque()
         writing: Writing | None = None
@@ -251,7 +253,7 @@ class CudaLlama(ReadableWeights):
                 if not steps or (writing is not None and not self._can_write(writing, unread + steps)):
                     break
                 if writing is None:
-                    writing = self._begin_writing(ids, last, dice, temperatures, steps, layers, adapters, draws)
+                    writing = self._begin_writing(ids, last, dice, params, steps, layers, adapters, draws)
                 parts.append(self._write_part(writing, steps))
             if not parts:
                 return
@@ -264,7 +266,7 @@ class CudaLlama(ReadableWeights):
 
     @torch.inference_mode()
     def _begin_writing(self, ids: Sequence[int], last: Sequence[int], dice: Sequence[Dice | None],
-                       temperatures: Sequence[float], steps: int, layers: Sequence[int],
+                       params: Sequence[SamplingParams], steps: int, layers: Sequence[int],
                        adapters: Sequence[ReadyAdapter | None], draws: Sequence[bool]) -> Writing:  # fmt: skip
         self._move()
         begin = [self._pages.length(id) for id in ids]
@@ -276,13 +278,14 @@ class CudaLlama(ReadableWeights):
         run = self._passes.of(shape)
         self._send(run, batch, adapters)
         keys = torch.tensor([_signed(one.key) if one else 0 for one in dice], device=self.device) if any(dice) else None
-        heat = torch.tensor([t if one else 0.0 for one, t in zip(dice, temperatures, strict=True)], device=self.device)
-        drawn = None
+        asked = [each if one else GREEDY for one, each in zip(dice, params, strict=True)]
+        heat = torch.tensor([each.temperature for each in asked], device=self.device)
+        drawn, cuts = None, Cuts.of(asked, self.device)
         if any(draws):
             drawn = heat.where(torch.tensor(draws, device=self.device), 0.0)
             heat = heat - drawn
         positions = torch.tensor([place + 1 for place in begin], device=self.device)
-        return Writing(tuple(ids), run, shape.longest, keys, heat, drawn, positions)
+        return Writing(tuple(ids), run, shape.longest, keys, heat, drawn, cuts, positions)
 
     def _can_write(self, writing: Writing, ahead: int) -> bool:
         """Whether there is memory for as many tokens after those that are read, and the pass is made for such texts."""
@@ -315,7 +318,9 @@ class CudaLlama(ReadableWeights):
         if writing.keys is None:
             kernels.best(logits, kernels.best_workspace(logits), out)
             return
-        kernels.choose(logits, writing.keys, writing.positions, writing.heat, out)
+        if writing.cuts is not None:
+            writing.cuts(logits)
+        kernels.choose(logits, writing.keys, writing.positions, writing.heat, out, writing.cuts is not None)
         if writing.drawn is not None:
             rejection.verify(logits, writing.keys, writing.positions, writing.drawn, out)
 
@@ -328,9 +333,11 @@ class CudaLlama(ReadableWeights):
         layers: Sequence[int],
         sampled: bool,
         adapted: bool = False,
+        cuts: Cuts | None = None,
     ) -> LoopedPass:
         """A pass over 1 + `nodes` rows of each of some sequences of up to `longest` tokens, whose table the device
-        writes. `moves`: nodes of a sequence that can be kept. `adapted`: whether sequences have adapters."""
+        writes. `moves`: nodes of a sequence that can be kept. `adapted`: whether sequences have adapters. `cuts`: of
+        the sequences, if any have some."""
         rows, device = sequences * (1 + nodes), self.device
         group = self.config.num_heads // self.config.num_kv_heads
         tile = max(SMALL_TILE, 1 << (group - 1).bit_length())
@@ -344,7 +351,7 @@ class CudaLlama(ReadableWeights):
         whole, begins = torch.zeros(3, rows, dtype=torch.int64, device=device), torch.arange(sequences + 1) * moves
         return LoopedPass(
             run, compute, self._cache, self._table.table, whole[0], whole[1], whole[2],
-            torch.zeros(rows, device=device), sampled, tile // group, begins.to(device, torch.int32),
+            torch.zeros(rows, device=device), sampled, cuts, tile // group, begins.to(device, torch.int32),
             torch.zeros(sequences, moves, 2, dtype=torch.int32, device=device),
         )  # fmt: skip
 
@@ -365,15 +372,15 @@ class CudaLlama(ReadableWeights):
     def choose(
         self, logits: Tensor, params: Sequence[SamplingParams], dice: Sequence[Dice], positions: Sequence[int]
     ) -> Tensor:
-        """core.verify_batch.choose, in the kernel that `write` uses: so both choose the same."""
-        cut = [row for row, each in enumerate(params) if each.cuts]
-        if cut:
+        """core.verify_batch.choose, in the kernels that `write` uses: so both choose the same."""
+        cuts = Cuts.of(params, self.device)
+        if cuts is not None:
             logits = logits.clone()
-            logits[cut] = warp_batch(logits[cut], [params[row] for row in cut]).log()
-        heat = torch.tensor([1.0 if each.cuts else each.temperature for each in params], device=self.device)
+            cuts(logits)
+        heat = torch.tensor([each.temperature for each in params], device=self.device)
         keys = torch.tensor([_signed(one.key) for one in dice], device=self.device)
         out = torch.empty(len(dice), dtype=torch.int64, device=self.device)
-        kernels.choose(logits, keys, torch.tensor(positions, device=self.device), heat, out)
+        kernels.choose(logits, keys, torch.tensor(positions, device=self.device), heat, out, cuts is not None)
         return out
 
     def _mark(self) -> None:

@@ -8,6 +8,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
+from outrider.models.cuda.cuts import Cuts
 from outrider.models.cuda.graphs import DevicePass, NoEvent, event, pinned
 
 IN_FLIGHT = 2  # parts
@@ -23,6 +24,7 @@ class Writing:
     keys: Tensor | None  # [sequences] int64: of the dice; None: all take the likeliest token
     heat: Tensor  # [sequences] temperatures; 0: the likeliest token
     drawn: Tensor | None  # [sequences] temperatures of those that draw as rejection does, 0: of others; None: nobody
+    cuts: Cuts | None  # what is taken out of their laws; None: of nobody's
     positions: Tensor  # [sequences] int64: of the token to be written
 
 
