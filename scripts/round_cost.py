@@ -83,8 +83,8 @@ class ReadyDraft:
 
     def end(self, *_: Any) -> None: ...
 
-    def guesses(self, sequences: int, budget: int) -> ReadyGuesses:
-        other = self._other.guesses(sequences, budget)
+    def guesses(self, sequences: int, budget: int, alone: bool) -> ReadyGuesses:
+        other = self._other.guesses(sequences, budget, alone)
         return ReadyGuesses(sequences, other.size.nodes, other.found.device)
 
 

@@ -181,6 +181,12 @@ def test_kinds_the_package_cannot_write(monkeypatch: pytest.MonkeyPatch, name: s
     torch.testing.assert_close(tensor.dequantize(torch.bfloat16), torch.from_numpy(expected).bfloat16(), rtol=0, atol=0)
 
 
+def test_a_broken_scale_is_no_warning() -> None:
+    raw = np.zeros((1, 34), np.uint8)
+    raw[0, :2] = np.frombuffer(np.float16(np.inf).tobytes(), np.uint8)
+    assert GGUFTensor("Q8_0", (1, 32), raw).dequantize().isnan().all()
+
+
 def test_raw_is_what_the_file_holds(tmp_path: Path) -> None:
     config, weights = tiny("llama")
     file = GGUFFile(write(tmp_path / "model.gguf", config, weights, Kind.Q4_1))

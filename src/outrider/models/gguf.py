@@ -77,7 +77,8 @@ class GGUFTensor:
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        return torch.from_numpy(dequantize(rows, GGMLQuantizationType[self.kind]))
+        with np.errstate(invalid="ignore", over="ignore"):  # a broken scale gives NaN, not a warning on the terminal
+            return torch.from_numpy(dequantize(rows, GGMLQuantizationType[self.kind]))
 
 
 class GGUFFile:
