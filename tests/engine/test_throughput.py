@@ -147,3 +147,17 @@ def test_drafts_that_were_slower_are_due_again():
     assert trial.is_due(32)
     steps(trial, TRY_PASSES + 1, {True: 100.0, False: 300.0})
     assert not trial.is_due(32)
+
+
+def test_a_try_that_is_due_is_not_jumped_over_by_a_long_step():
+    """A plain step writes 48 tokens in parts of 4, and only then is asked again."""
+    trial = ThroughputTrial()
+    trial.learn(1, True, 16, 1.0, FIRST_PASSES)
+    trial.learn(1, False, 16, 0.01, FIRST_PASSES)
+    ways = []
+    for _ in range(40):
+        ways.append(trial.drafts(1))
+        for _ in range(3 if ways[-1] else 12):
+            trial.learn(1, ways[-1], 4, 0.1 if ways[-1] else 0.0022, 4)
+    assert not ways[0]
+    assert 3 <= sum(ways) <= 6

@@ -78,18 +78,17 @@ class _KindOfStep:
     def __init__(self) -> None:
         self.ways: dict[bool, _DraftedSteps | _PlainSteps] = {True: _DraftedSteps(), False: _PlainSteps()}
         self._better, self._again = True, TRY_AGAIN
-        self._since = 0  # passes since the other way was tried
+        self._since = self._trying = 0  # passes of the better way since the other was tried, and of the try
 
     def drafts(self) -> bool:
         for drafting, way in self.ways.items():
             if way.passes < FIRST_PASSES:
-                self._since = 0
                 return drafting
         better = self._faster
         if better != self._better:
-            self._better, self._again, self._since = better, TRY_AGAIN, 0
-        elif self._since >= self._again + TRY_PASSES:  # it was tried for nothing
-            self._again, self._since = min(2 * self._again, TRY_SELDOM), 0
+            self._better, self._again, self._since, self._trying = better, TRY_AGAIN, 0, 0
+        elif self._trying >= TRY_PASSES:  # it was tried for nothing
+            self._again, self._since, self._trying = min(2 * self._again, TRY_SELDOM), 0, 0
         return better if self._since < self._again else not better
 
     @property
@@ -118,10 +117,15 @@ class _KindOfStep:
         return self.ways[True].speed > MARGIN * self.ways[False].speed
 
     def learn(self, drafted: bool, tokens: int, seconds: float, passes: int) -> None:
-        way = self.ways[drafted]
+        way, known = self.ways[drafted], self._tried
         way.learn(tokens, seconds, passes)
         way.passes += passes
-        self._since += passes
+        if not known:
+            return
+        if drafted == self._better:
+            self._since += passes
+        else:
+            self._trying += passes
 
 
 class _DraftedSteps:

@@ -19,8 +19,9 @@ from outrider.engine.throughput import FIRST_PASSES
 from outrider.models.base import Model, Paged, SharesPrefixes
 
 # Passes of a step without the host after which the engine looks around again where nobody has come or ended meanwhile:
-# requests that wait for memory, and whether drafting still pays, can wait for some 60 ms of a small model.
-LONGEST_STEP = 48
+# whether drafting still pays can wait for some 70 ms of a small model. Between two steps the device has nothing to do
+# for some 0.7 ms of plain writing (LOG, 2026-11-18, where a request's time goes on a GPU).
+LONGEST_STEP = 128
 
 Learn = Callable[[int, float, int], None]  # tokens, seconds, passes
 
