@@ -11,6 +11,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import compilers
 import on_vllm
 import pytest
 import torch
@@ -166,6 +167,22 @@ def tiny_stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_mute(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model without a chat template."""
     return save_tiny(tmp_path_factory.mktemp("models") / "mute", chat=False, head_dim=32)
+
+
+@pytest.fixture(scope="session")
+def kept_objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the quick compiler has compiled."""
+    return tmp_path_factory.mktemp("objects")
+
+
+@pytest.fixture
+def quick_compiler(kept_objects: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The g++ on the path is a quick one."""
+    monkeypatch.delenv("CXX", raising=False)
+    if found := shutil.which("g++"):
+        (tmp_path / "quick").mkdir()
+        compilers.quick(tmp_path / "quick" / "g++", found, kept_objects)
+        monkeypatch.setenv("PATH", str(tmp_path / "quick"), prepend=os.pathsep)
 
 
 @pytest.fixture(scope="session")

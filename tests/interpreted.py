@@ -244,8 +244,8 @@ def _number_way(operator, mine, other):
             return None
         scalar = interpreter.interpreter_semantic.computation_type_impl(mine.dtype, False, other.dtype, False, False)
     else:  # a constant is of the tensor's type where it can be
-        fits = type(other) is int and mine.dtype.name != "int1" or type(other) is float and mine.dtype == tl.float32
-        if not fits or mine.dtype.name not in KINDS:
+        whole = type(other) is int and mine.dtype.name in KINDS and mine.dtype != tl.int1
+        if not whole and not (type(other) is float and mine.dtype == tl.float32):
             return None
         scalar = mine.dtype
     if scalar.name == "int1" and operator not in LOGIC:  # bits that wrap around
