@@ -46,14 +46,19 @@ TEXT = "the red fox and the blue fox count the stars, one, two, three; a river e
 CONTEXT = 1024
 # What takes minutes begins first, so that no process is left alone with it in the end.
 SLOW_FILES = (
+    "conformance/test_law",
     "conformance/test_real",
+    "models/test_native",
     "server/test_ray",
     "drafters/test_rounds",
-    "models/test_native",
-    "conformance/test_law",
-    "train/test_train",
-    "drafters/test_model_rounds",
     "server/test_stay_up",
+    "train/test_train",
+    "drafters/test_rejection_rounds",
+    "drafters/test_model_rounds",
+    "drafters/test_cut_rounds",
+    "models/test_cut_kernels",
+    "server/test_hostile",
+    "conformance/test_greedy",
 )
 SLOW = ("vllm", *(f"tests/{name}.py" for name in SLOW_FILES))
 ON_VLLM = re.compile(r"test_vllm_|[\[-]vllm(-drafting)?[\]-]")  # node ids of tests that are marked so
