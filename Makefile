@@ -35,10 +35,10 @@ lint: venv ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Both environments are set up at once, each on a core of its own. OUTRIDER_VLLM_PYTHON names one that is there already.
+# Both environments are set up at once, each on a core of its own, and lint begins when the first is there.
+# OUTRIDER_VLLM_PYTHON names a second that is there already.
 test: ## lint, then every test that needs no GPU
-	@$(MAKE) --no-print-directory --jobs 2 venv $(if $(OUTRIDER_VLLM_PYTHON),,vllm)
-	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory --jobs 2 lint $(if $(OUTRIDER_VLLM_PYTHON),,vllm)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n auto --dist loadfile
 
 clean: ## remove .venv, clients of others, caches and builds

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import compilers
 import on_vllm
 import pytest
 import torch
@@ -45,14 +46,19 @@ TEXT = "the red fox and the blue fox count the stars, one, two, three; a river e
 CONTEXT = 1024
 # What takes minutes begins first, so that no process is left alone with it in the end.
 SLOW_FILES = (
+    "conformance/test_law",
     "conformance/test_real",
+    "models/test_native",
     "server/test_ray",
     "drafters/test_rounds",
-    "models/test_native",
-    "conformance/test_law",
-    "train/test_train",
-    "drafters/test_model_rounds",
     "server/test_stay_up",
+    "train/test_train",
+    "drafters/test_rejection_rounds",
+    "drafters/test_model_rounds",
+    "drafters/test_cut_rounds",
+    "models/test_cut_kernels",
+    "server/test_hostile",
+    "conformance/test_greedy",
 )
 SLOW = ("vllm", *(f"tests/{name}.py" for name in SLOW_FILES))
 ON_VLLM = re.compile(r"test_vllm_|[\[-]vllm(-drafting)?[\]-]")  # node ids of tests that are marked so
@@ -166,6 +172,22 @@ def tiny_stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_mute(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model without a chat template."""
     return save_tiny(tmp_path_factory.mktemp("models") / "mute", chat=False, head_dim=32)
+
+
+@pytest.fixture(scope="session")
+def kept_objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the quick compiler has compiled."""
+    return tmp_path_factory.mktemp("objects")
+
+
+@pytest.fixture
+def quick_compiler(kept_objects: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The g++ on the path is a quick one."""
+    monkeypatch.delenv("CXX", raising=False)
+    if found := shutil.which("g++"):
+        (tmp_path / "quick").mkdir()
+        compilers.quick(tmp_path / "quick" / "g++", found, kept_objects)
+        monkeypatch.setenv("PATH", str(tmp_path / "quick"), prepend=os.pathsep)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ import ctypes
 import functools
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ import packs
 import pytest
 import tiny
 import torch
+from compilers import program
 from hypothesis import given, settings, strategies as st
 from packs import VOCAB, blocks
 
@@ -849,24 +849,13 @@ class TestOtherProcessors:
 
 
 @pytest.fixture
-def fresh(tmp_path, monkeypatch):
-    """An empty cache and no library yet; the folder where it will be kept. What is built here is not optimized, which
-    takes a fifth of the time: it is asked which library is run, and not how fast."""
+def fresh(tmp_path, monkeypatch, quick_compiler):
+    """An empty cache and no library yet; the folder where it will be kept. It is asked which library is run, and not
+    how fast."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("CXX", raising=False)
-    if found := shutil.which("g++"):
-        (tmp_path / "quick").mkdir()
-        program(tmp_path / "quick" / "g++", f'exec {found} "$@" -O0')
-        monkeypatch.setenv("PATH", str(tmp_path / "quick"), prepend=os.pathsep)
     library.cache_clear()
     yield tmp_path / "cache" / "kernels"
     library.cache_clear()
-
-
-def program(path, text):
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return str(path)
 
 
 def works():
@@ -937,7 +926,8 @@ class TestBuilding:
         works()
         assert (tmp_path / "file").read_text() == ""
 
-    def test_in_two_processes_at_once(self, fresh):
+    def test_in_two_processes_at_once(self, fresh, monkeypatch):
+        monkeypatch.setenv("CXX", "g++ -DAT_ONCE")  # so that both compile: nothing is kept of this one
         code = "from outrider.models.native.library import library; library().outrider_linear"
         both = [subprocess.Popen([sys.executable, "-c", code], env=os.environ) for _ in range(2)]
         assert [process.wait(120) for process in both] == [0, 0]
@@ -976,7 +966,7 @@ class TestPrebuilt:
         level = levels.fitting()[-1]
         (tmp_path / "prebuilt").mkdir()
         path = tmp_path / "prebuilt" / f"{level.name}-{compiler.source_key()}.so"
-        build(SOURCE, path, [*level.flags, "-O1"])
+        build(SOURCE, path, level.flags)
         monkeypatch.setattr(library_file, "PREBUILT", path.parent)
         return path
 
@@ -989,7 +979,7 @@ class TestPrebuilt:
     def test_the_best_that_fits_is_taken(self, wheel, monkeypatch):
         best = levels.fitting()[0]
         better = wheel.with_name(f"{best.name}-{compiler.source_key()}.so")
-        build(SOURCE, better, [*best.flags, "-O1"])
+        build(SOURCE, better, best.flags)
         works()
         assert library().origin == f"prebuilt for {best.name}"
 
@@ -1041,7 +1031,7 @@ class TestPrebuilt:
         assert next((level.name for level in levels.fitting()), None) == best
 
     @pytest.mark.skipif(platform.machine() != "x86_64", reason="the level named here is one of x86-64")
-    def test_the_wheel_holds_them(self, tmp_path):
+    def test_the_wheel_holds_them(self, tmp_path, quick_compiler):
         pytest.importorskip("hatchling", reason="hatchling builds the wheel (a part of the extra test)")
         root = Path(__file__).parents[2]
         command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]

@@ -510,7 +510,7 @@ def test_a_user_without_a_home_has_the_built_in_registry(homeless: None) -> None
     assert registry.load() is registry.BUILT_IN
 
 
-def test_a_user_without_a_home_builds_the_kernels_for_the_process(homeless: None) -> None:
+def test_a_user_without_a_home_builds_the_kernels_for_the_process(homeless: None, quick_compiler: None) -> None:
     library.cache_clear()
     try:
         assert library().outrider_threads is not None
