@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence as Seq
+from collections.abc import Callable, Container, Iterator, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -259,16 +259,25 @@ class DrafterPool:
             except Exception as error:
                 self._leave_out(member, [seq], error)
 
-    def observe(self, step: Step, layers: Seq[int], drafting: bool) -> None:
+    def resting(self, seqs: Seq[Sequence], policy: DraftingPolicy | None) -> set[int]:
+        """The drafters that read the target's states, and are not expected to be asked for as many sequences."""
+        if policy is None or len(seqs) < 2:
+            return set()
+        heads = {id(member): member for seq in seqs for member in self.members(seq) if member.layers}
+        return {key for key, member in heads.items() if policy.rests(member, len(seqs))}
+
+    def observe(self, step: Step, layers: Seq[int], drafting: bool, resting: Container[int] = ()) -> None:
         """Let the drafters learn from the step, which has the states of all `layers`. Where nobody is drafting, only
-        those that read them do."""
+        those that read them do. `resting`: those that are not asked for long."""
         drafter, bare = self.drafters[step.seq.draft], step if step.hidden is None else replace(step, hidden=None)
         for member in self.members(step.seq):
             if not (drafting or member.layers):
                 continue
             try:
                 hidden = of_layers(step.hidden, layers, member.layers) if member.layers else None
-                shown = bare if hidden is None else step if hidden is step.hidden else replace(step, hidden=hidden)
+                rests = id(member) in resting
+                same = hidden is step.hidden and not rests
+                shown = bare if hidden is None else step if same else replace(step, hidden=hidden, rests=rests)
                 member.observe(shown)
             except Exception as error:
                 self._leave_out(member, [step.seq], error)

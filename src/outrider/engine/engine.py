@@ -144,9 +144,12 @@ class Engine:
         read that too; all of it where nobody would draft anyway."""
         plain = self._paged is not None and self._unattended.prefers_plain(running)
         plain = plain and not self._unattended.is_due(running)
+        plain = plain or (self._paged is None and bool(self._pool.resting(running, self.policy)))
         for seq in running:
             if plain and not seq.output:
-                seq.stats.cached += model.begin(seq.id, seq.tokens, seq.scope)
+                if taken := model.begin(seq.id, seq.tokens, seq.scope):
+                    seq.stats.cached += taken
+                    self._pool.rest([seq])
                 continue
             most = 0 if seq.output else self._pool.prefix(seq)
             if most:
@@ -181,11 +184,11 @@ class Engine:
             ran, worked = perf_counter(), thread_time() - worked
             verdicts = judge.verdicts(plans, drafts, outputs)
         self._learn_cost(plans, drafts, outputs, worked)
-        observing = 0.0
+        observing, resting = 0.0, self._pool.resting([plan.seq for plan in plans], self.policy)
         for place, (plan, draft, verdict) in enumerate(zip(plans, drafts, verdicts, strict=True)):
             step = self._judge(plan, draft, verdict, outputs[place])
             judged = perf_counter()
-            self._pool.observe(step, layers, drafting)
+            self._pool.observe(step, layers, drafting, resting)
             observing += perf_counter() - judged
         verifying = perf_counter() - ran - observing
         share_time(

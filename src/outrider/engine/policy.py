@@ -61,6 +61,9 @@ STARTS, PROVEN = 0.04, 8
 # Tokens that a request is assumed to write before any has ended: without it a head waited in the first request until it
 # had written as much as its prompt takes to read (LOG, 2026-11-17, why auto was slower than the head).
 ASSUMED_LENGTH = 64.0
+# Passes in a row in which a drafter was not asked for several sequences, from which on only every fourth one is looked
+# at: to find out takes as long as it might save where rows are dear (LOG, 2026-11-18, several at once on a CPU).
+LONG_DECLINED, LOOK_AGAIN = 24, 4
 # Share of a request's time that may go into drafts that are not expected to pay, so that a change is noticed.
 EXPLORATION = 0.015
 # Tokens of a sequence up to which a row costs the same: each doubling of the length has a cost curve of its own.
@@ -189,6 +192,7 @@ class DraftingPolicy:
         self._records: dict[Hashable, DrafterRecord] = {}
         self._free: dict[int, FreeDrafts] = {}  # by the bits of the number of sequences
         self._explored: dict[int, float] = {}  # by sequence: seconds of drafts that were not expected to pay
+        self._declined: dict[tuple[int, int], int] = {}  # by drafter and bits of sequences: passes since it was asked
         self._prompt = 0.0  # seconds of the target for a token of a prompt; 0: not measured
         self._length = ASSUMED_LENGTH  # tokens that sequences write, on average
         self._lived = self._starts = 0.0  # seconds of all sequences that ended; of first texts that drafters read
@@ -231,23 +235,42 @@ class DraftingPolicy:
     ) -> list[int]:
         """How many nodes to ask a drafter for whose drafts cost something, for each sequence; 0: do not ask.
         `chances`: that each draft is needed."""
-        record = self.record(drafter)
+        record, case = self.record(drafter), (id(drafter), len(seqs).bit_length())
+        declined = self._declined.get(case, 0)
+        if len(seqs) > 1 and declined >= LONG_DECLINED and declined % LOOK_AGAIN:
+            self._declined[case] = declined + 1
+            return [0] * len(seqs)
         asked, record.trial = self._paid(drafter, seqs, budgets, chances, plan), False
         if record.outcomes < PROVEN and not drafter.layers:
             self._starts += sum(self._start(drafter, seq) for seq, count in zip(seqs, asked, strict=True) if count)
         if not any(asked):
             asked = self._tried(drafter, seqs, budgets, chances, plan)
             record.trial = any(asked)
+        self._declined[case] = 0 if any(asked) else declined + 1
         return asked
+
+    def rests(self, drafter: Drafter, seqs: int) -> bool:
+        """Whether no draft of it is expected where so many sequences run, so that what it would read can wait."""
+        if seqs == 1 or not self.cost.known:
+            return False
+        if self._declined.get((id(drafter), seqs.bit_length()), 0) >= LONG_DECLINED:
+            return True
+        plan, record = PassPlan(float(seqs), self.cost.at(seqs), seqs), self.record(drafter)
+        return self._best(drafter, seqs, 1, 1.0, plan, record.doubt)[1] <= 0.0
 
     def _paid(
         self, drafter: Drafter, seqs: Seq[Sequence], budgets: Seq[int], chances: Seq[float], plan: PassPlan
     ) -> list[int]:
         asked, record = [], self.record(drafter)
+        found: dict[tuple[int, float, float], tuple[int, float]] = {}  # most sequences of a batch are in the same case
         for seq, budget, chance in zip(seqs, budgets, chances, strict=True):
-            start = self._start(drafter, seq) / self._steps_left(seq)
-            length, profit = self._best(drafter, len(seqs), budget, chance, plan, 0.0 if start else record.doubt)
-            asked.append(length if profit > start and (not start or self._may_start(drafter, seq)) else 0)
+            start = self._start(drafter, seq)
+            case = budget, chance, 0.0 if start else record.doubt
+            if case not in found:
+                found[case] = self._best(drafter, len(seqs), budget, chance, plan, case[2])
+            length, profit = found[case]
+            pays = profit > 0.0 and (not start or profit > start / self._steps_left(seq))
+            asked.append(length if pays and (not start or self._may_start(drafter, seq)) else 0)
         return asked
 
     def _may_start(self, drafter: Drafter, seq: Sequence) -> bool:
@@ -288,7 +311,7 @@ class DraftingPolicy:
     ) -> list[int]:
         """Asked although it is not expected to pay, as far as the time of each request allows. Not where it pays in
         other steps, in which less was guessed for nothing: there it is asked anyway."""
-        if any(self._paid(drafter, seqs, budgets, [1.0] * len(seqs), plan)):
+        if min(chances) < 1.0 and any(self._paid(drafter, seqs, budgets, [1.0] * len(seqs), plan)):
             return [0] * len(seqs)
         each, asked = self._seconds(drafter, len(seqs)) + self._rows(plan.rows, len(seqs), 1.0), []
         for seq, budget, chance in zip(seqs, budgets, chances, strict=True):
@@ -415,6 +438,7 @@ class DraftingPolicy:
     def forget(self, drafter: Hashable) -> None:
         """A drafter is gone, known by its identity."""
         self._records.pop(drafter, None)
+        self._declined = {case: count for case, count in self._declined.items() if case[0] != drafter}
 
 
 def _first(draft: Draft) -> float:

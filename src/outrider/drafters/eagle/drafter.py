@@ -40,9 +40,11 @@ from outrider.models.base import Paged, Readable
 from outrider.models.native.packed import packable
 from outrider.models.paged_cache import PagedCache
 
-# Rows of the target's states that may wait before the head takes them in: in torch a chunk of a prompt at a time; where
-# the kernels do it, soon, since a prompt belongs to the time before the first token.
+# Rows of the target's states that may wait before the head takes them in: a chunk of a prompt at a time; where the
+# kernels do it, soon, since a prompt belongs to the time before the first token, unless no draft will be asked for.
 PENDING, NATIVE_PENDING = 512, 64
+# Passes whose rows that wait are put together at a time: they hang on to no more passes, and each row is copied once.
+JOINED = 16
 LENGTH = 5  # tokens of a chain where the options say nothing
 DEEPEST = 16  # levels of a tree, at most; it ends earlier where no deeper node can be among its best
 # Levels of a tree that a GPU grows without the host, which does not end early: with 8 levels a tree of 24 keeps 3 %
@@ -184,14 +186,15 @@ class Eagle(Drafter):
     def waiting(self, seq: Sequence) -> tuple[list[int], list[ShownStates]]:
         """The tokens that the head has not taken in, and the states before them."""
         state = self._states[seq.id]
-        return seq.tokens[state.first + state.taken + 1 :], list(state.pending)
+        return seq.tokens[state.first + state.taken + 1 :], state.joined()
 
     def took(self, seq: Sequence, rounds: LoopedRounds) -> None:
         """The head has taken in all but the tokens of the last round."""
         state = self._states[seq.id]
         state.taken += state.waiting + sum(map(len, rounds.tokens[:-1]))
         assert rounds.states is not None
-        state.pending, state.waiting, state.written = [(rounds.states, rounds.rows)], len(rounds.tokens[-1]), None
+        state.pending, state.loose = [(rounds.states, rounds.rows)], 1
+        state.waiting, state.written = len(rounds.tokens[-1]), None
 
     def calibrate(self, seq: Sequence, rounds: LoopedRounds) -> None:
         """How sure the head was in the first round, and what was kept."""
@@ -216,7 +219,7 @@ class Eagle(Drafter):
         state.show(step.hidden, rows)
         if step.verdict is not None:
             self._learn(state, step)
-        most = NATIVE_PENDING if isinstance(self._runner, PackedRunner) else PENDING
+        most = NATIVE_PENDING if isinstance(self._runner, PackedRunner) and not step.rests else PENDING
         if state.waiting > most:  # a prompt, or long not asked: all but the last, from which a draft begins
             self._restart_long()
             if step.seq.id in self._states:
@@ -494,21 +497,31 @@ class _EagleState:
     first: int  # the place of the first state; not 0 where the target knew the beginning already
     taken: int = 0
     pending: list[ShownStates] = field(default_factory=list)
+    loose: int = 0  # of the pending pieces, the last ones that are of one pass each
     waiting: int = 0  # rows that are pending
     written: Chooser | None = None  # the last draft, in full
     length: int = 0  # tokens that were committed then
 
     def show(self, hidden: Tensor, rows: list[int]) -> None:
-        """Rows of a pass, which hang on to all of it: what lay here before is copied."""
-        self.pending = [*([] if not self.pending else [_own(self.pending)]), (hidden, rows)]
-        self.waiting += len(rows)
+        """Rows of a pass, which hang on to all of it: of the passes before they are copied now and then."""
+        self.pending.append((hidden, rows))
+        self.waiting, self.loose = self.waiting + len(rows), self.loose + 1
+        if self.loose > JOINED:
+            self.pending[-self.loose : -1], self.loose = [_own(self.pending[-self.loose : -1])], 1
+
+    def joined(self) -> list[ShownStates]:
+        """What is pending, in two pieces at most."""
+        if len(self.pending) > 2:
+            self.pending, self.loose = [_own(self.pending[:-1]), self.pending[-1]], 1
+        return list(self.pending)
 
     def take(self, keep: int) -> list[ShownStates]:
         """All but the last `keep` rows."""
-        taken, self.pending = self.pending, []
+        taken, self.pending, self.loose = self.pending, [], 0
         if keep:
             hidden, rows = _own(taken)
             taken, self.pending = [(hidden, rows[:-keep])], [(hidden[-keep:].clone(), list(range(keep)))]
+            self.loose = 1
         self.taken, self.waiting = self.taken + self.waiting - keep, keep
         return taken
 
