@@ -38,6 +38,7 @@ struct RowGroup {  // neighbours with the same adapter, within a group of 8 rows
 constexpr int ADAPTED = 4;    // rows of one adapter that share a reading of its matrices
 constexpr int SEGMENT = 6;    // blocks of inputs whose products are added up by themselves, so that threads can share one row's
 constexpr int FEW_GROUPS = 4; // groups of rows up to which they do
+constexpr int LATE = 2;       // rows up to which a product is as fast as memory; see AdaptedProduct
 
 // The rows of a pass that have adapters, and memory that its products use one after the other.
 struct AdaptedRows {
@@ -365,14 +366,14 @@ Pool::Ahead ahead_of(const Added& added) {
     return ahead;
 }
 
-// y = x W^T (+ add), and what adapters add: the work of the threads, on few lines, which they read from the caller. To one row, whose
-// product is as fast as memory, B is added when a thread has done its tiles: nothing comes between the weights that it reads. To more
-// rows it is added piece by piece, while y is near.
+// y = x W^T (+ add), and what adapters add: the work of the threads, on few lines, which they read from the caller. To few rows,
+// whose product is as fast as memory, B is added when a thread has done its tiles: nothing comes between the weights that it reads. To
+// more rows it is added piece by piece, while y is near.
 class AdaptedProduct {
   public:
     AdaptedProduct(const JoinedMatrices& w, const Activations& x, int64_t rows, float* y, const float* add, const Added& added)
         : w_(&w), x_(x), rows_(rows), y_(y), add_(add), added_(added), narrowing_(added, w, x, rows), few_(added.rows->few()),
-          late_(rows == 1) {}
+          late_(rows <= LATE) {}
 
     void operator()(int64_t begin, int64_t end, int64_t id) const {
         if (!few_ || id) narrowing_.help();
