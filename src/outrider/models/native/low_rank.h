@@ -38,8 +38,7 @@ struct RowGroup {  // neighbours with the same adapter, within a group of 8 rows
 constexpr int ADAPTED = 4;    // rows of one adapter that share a reading of its matrices
 constexpr int SEGMENT = 6;    // blocks of inputs whose products are added up by themselves, so that threads can share one row's
 constexpr int FEW_GROUPS = 4; // groups of rows up to which they do
-constexpr int MEANWHILE = 6;  // lines of weights that are asked for while a tile of B is multiplied
-constexpr int FEWEST_TILES = 6;  // that a thread takes at a time: each time costs a look at the others, and reads a bit of B
+constexpr int LATE = 2;       // rows up to which a product is as fast as memory; see AdaptedProduct
 
 // The rows of a pass that have adapters, and memory that its products use one after the other.
 struct AdaptedRows {
@@ -47,9 +46,12 @@ struct AdaptedRows {
     int64_t layers;  // of the model
     int64_t blocks;  // of inner values that a row has at most
     std::vector<RowGroup> groups;
-    std::vector<int64_t> starts;
     std::vector<float> parts;
     std::vector<AskedBlock> inner;  // [rows][blocks], in a group of rows [blocks][rows]
+    int64_t items = 0;  // pieces of inner values in all products until now, the one at hand included; see Narrowing
+    alignas(LINE) std::atomic<int64_t> taken{0};  // how many of them some thread has begun
+    std::atomic<int64_t> done{0};                 // and ended
+    alignas(LINE) std::atomic<int64_t> ready{0};  // `items` of the last product whose inner values are all there
 
     AdaptedRows(const Adapters* given, int64_t rows, int64_t layers)
         : adapters(given), layers(layers), blocks(given ? given->stride / BLOCK + 3 : 0), inner(rows * blocks) {
@@ -86,6 +88,11 @@ struct Added {
         return found - first < 4 * rows->layers ? found : nullptr;
     }
 };
+
+// Ask memory for where A and B of a product lie, or for nothing.
+inline void ask(const AdapterMatrix* matrix) {
+    for (size_t i = 0; matrix && i < sizeof(AdapterMatrix); i += LINE) soon(reinterpret_cast<const char*>(matrix) + i);
+}
 
 // A block of a tile of A times the activations of N rows, whose blocks lie side by side; PAIRED_ROWS: see Activations.
 template <int N, bool PAIRED_ROWS>
@@ -145,14 +152,12 @@ inline void segment_sums(const uint8_t* a, const Activations& x, int64_t at, int
     }
 }
 
-// y += B low for N rows and some tiles of outputs. `weights`: what the product after it will read, which is asked for meanwhile, or
-// null; it moves on.
+// y += B low for N rows and some tiles of outputs.
 template <int N>
-void widen_tiles(const uint8_t* b, int64_t rank, int64_t tiles, const AskedBlock* inner, float* y, int64_t step, const char*& weights) {
+void widen_tiles(const uint8_t* b, int64_t rank, int64_t tiles, const AskedBlock* inner, float* y, int64_t step) {
     const int64_t whole = rank / BLOCK, vectors = (rank + 3) / 4;
     const int rest = static_cast<int>(vectors - 8 * whole);
     for (int64_t tile = 0; tile < tiles; tile++, b += vectors * 4 * TILE, y += TILE) {
-        for (int line = 0; weights && line < MEANWHILE; line++, weights += LINE) soon(weights);
         Lanes sums[N], dots[N];
         for (int n = 0; n < N; n++) sums[n] = all_lanes(0.0f);
         const auto take = [&](int64_t block) {
@@ -175,51 +180,55 @@ void widen_tiles(const uint8_t* b, int64_t rank, int64_t tiles, const AskedBlock
 // them before their first tile, having asked for A while they waited, and the caller helps only when it needs them; else everybody
 // does. Where few rows meet many workers, the segments of a row's sums are shared out, and the last thread that is done adds them up;
 // a row's sums are the same.
+//
+// What threads tell each other costs more than the sums of one row. So this is a value that lies in the work itself, on few lines, and
+// the counters go on from product to product: nobody sets them back.
 class Narrowing {
   public:
     Narrowing(const Added& added, const JoinedMatrices& w, const Activations& x, int64_t rows)
-        : added_(added), groups_(added.rows->groups), starts_(added.rows->starts), parts_(added.rows->parts), x_(x), rows_(rows),
-          bits_(w.activations), blocks_(w.parts[0].inputs / BLOCK), segments_((blocks_ + SEGMENT - 1) / SEGMENT),
-          split_(added.rows->few() && pool().size() > 2) {
+        : added_(added), x_(x), rows_(rows), bits_(w.activations), blocks_(w.parts[0].inputs / BLOCK),
+          segments_((blocks_ + SEGMENT - 1) / SEGMENT), split_(added.rows->few() && pool().size() > 2) {
         const int64_t workers = pool().size() > 1 ? pool().size() - 1 : 1;
-        int64_t tiles = 0;
-        starts_.clear();
-        for (const RowGroup& group : groups_) {
-            starts_.push_back(count_);
-            count_ += split_ ? added.of(group).rank / TILE * segments_ : 1;
-            tiles += added.of(group).rank / TILE * group.count;
+        int64_t count = 0, tiles = 0;
+        for (size_t g = 0; g < added_.rows->groups.size(); g++) {
+            count += items(g);
+            tiles += this->tiles(g) * group(g).count;
         }
-        if (split_ && static_cast<int64_t>(parts_.size()) < tiles * segments_ * TILE) parts_.resize(tiles * segments_ * TILE);
-        share_ = split_ ? (count_ + workers - 1) / workers : 1;
-        left_.store(count_, std::memory_order_relaxed);
+        std::vector<float>& parts = added_.rows->parts;
+        if (split_ && static_cast<int64_t>(parts.size()) < tiles * segments_ * TILE) parts.resize(tiles * segments_ * TILE);
+        share_ = split_ ? (count + workers - 1) / workers : 1;
+        first_ = added_.rows->items;
+        end_ = added_.rows->items += count;
     }
 
-    // Take part, as long as there is something to do. Whoever comes again only looks: to write would take the line from the others.
-    void help() {
-        while (next_.load(std::memory_order_relaxed) < count_) {
-            const int64_t begin = next_.fetch_add(share_, std::memory_order_relaxed);
-            if (begin >= count_) return;
-            const int64_t end = begin + share_ < count_ ? begin + share_ : count_;
-            for (int64_t item = begin; item < end; item++) {
-                size_t g = groups_.size() - 1;
-                while (starts_[g] > item) g--;
-                run(g, item - starts_[g]);
+    // Take part, as long as there is something to do.
+    void help() const {
+        std::atomic<int64_t>& taken = added_.rows->taken;
+        for (int64_t begin = taken.load(std::memory_order_relaxed); begin < end_;) {
+            const int64_t end = begin + share_ < end_ ? begin + share_ : end_;
+            if (!taken.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
+            for (int64_t item = begin; item < end; item++) run(item - first_);
+            if (added_.rows->done.fetch_add(end - begin, std::memory_order_acq_rel) + end - begin == end_) {
+                if (split_) add_up();
+                added_.rows->ready.store(end_, std::memory_order_release);
             }
-            if (left_.fetch_sub(end - begin, std::memory_order_acq_rel) > end - begin) continue;
-            if (split_) add_up();
-            ready_.store(true, std::memory_order_release);
+            begin = taken.load(std::memory_order_relaxed);
         }
     }
 
-    // Until all inner values are there: others are about to finish theirs.
+    bool ready() const { return added_.rows->ready.load(std::memory_order_acquire) == end_; }
+
+    // Until all inner values are there: others are about to finish theirs. Who need not wait writes nothing that others read.
     void wait() const {
-        for (int spins = 0; !ready_.load(std::memory_order_acquire); spins++)
+        if (ready()) return;
+        help();
+        for (int spins = 0; !ready(); spins++)
             if (spins < 60000) relax();
             else std::this_thread::yield();  // a thread has lost its core to somebody
     }
 
   private:
-    using Run = void (Narrowing::*)(size_t, int64_t);
+    using Run = void (Narrowing::*)(size_t, int64_t) const;
 
     template <bool PAIRED_ROWS>
     static Run run_of(int64_t count) {
@@ -229,16 +238,19 @@ class Narrowing {
                             : &Narrowing::run_rows<4, PAIRED_ROWS>;
     }
 
-    void run(size_t g, int64_t item) {
-        const RowGroup& group = groups_[g];
+    void run(int64_t item) const {
+        size_t g = 0;
+        for (; item >= items(g); g++) item -= items(g);
+        const RowGroup& group = this->group(g);
+        ask(added_.later(group, 1));
         const bool paired = paired_rows(group_rows(group.first / ROWS * ROWS, rows_), bits_);
         (this->*(paired ? run_of<PAIRED> : run_of<false>)(group.count))(g, item);
     }
 
     // A segment of a tile, or all of a group.
     template <int N, bool PAIRED_ROWS>
-    void run_rows(size_t g, int64_t item) {
-        const RowGroup& group = groups_[g];
+    void run_rows(size_t g, int64_t item) const {
+        const RowGroup& group = this->group(g);
         const int64_t eight = group.first / ROWS * ROWS, step = group_rows(eight, rows_), at = eight * blocks_ + group.first - eight;
         const auto sums = [&](int64_t tile, int64_t segment, Lanes(&to)[N]) {
             const int64_t begin = segment * SEGMENT, end = begin + SEGMENT < blocks_ ? begin + SEGMENT : blocks_;
@@ -262,24 +274,24 @@ class Narrowing {
         finish(group);
     }
 
-    void add_up() {
-        for (size_t g = 0; g < groups_.size(); g++) {
-            for (int64_t n = 0; n < groups_[g].count; n++)
+    void add_up() const {
+        for (size_t g = 0; g < added_.rows->groups.size(); g++) {
+            for (int64_t n = 0; n < group(g).count; n++)
                 for (int64_t tile = 0; tile < tiles(g); tile++) {
                     Lanes total = load(part(g, n, tile, 0));
                     for (int64_t s = 1; s < segments_; s++) total = add(total, load(part(g, n, tile, s)));
-                    scale(groups_[g], n, tile, total);
+                    scale(group(g), n, tile, total);
                 }
-            finish(groups_[g]);
+            finish(group(g));
         }
     }
 
-    void scale(const RowGroup& group, int64_t n, int64_t tile, const Lanes& total) {
+    void scale(const RowGroup& group, int64_t n, int64_t tile, const Lanes& total) const {
         store(added_.low(group.first + n) + tile * TILE, mul(total, load(added_.of(group).scales + tile * TILE)));
     }
 
     // The inner values of a group in 16 bits, each part's from a block of its own on.
-    void finish(const RowGroup& group) {
+    void finish(const RowGroup& group) const {
         const AdapterMatrix& matrix = added_.of(group);
         AskedBlock* to = added_.inner(group);
         for (int64_t p = 0; p < matrix.count; p++)
@@ -292,24 +304,20 @@ class Narrowing {
                 }
     }
 
-    int64_t tiles(size_t g) const { return added_.of(groups_[g]).rank / TILE; }
+    const RowGroup& group(size_t g) const { return added_.rows->groups[g]; }
+    int64_t tiles(size_t g) const { return added_.of(group(g)).rank / TILE; }
+    int64_t items(size_t g) const { return split_ ? tiles(g) * segments_ : 1; }
 
-    float* part(size_t g, int64_t n, int64_t tile, int64_t segment) {
+    float* part(size_t g, int64_t n, int64_t tile, int64_t segment) const {
         int64_t before = 0;
-        for (size_t i = 0; i < g; i++) before += groups_[i].count * tiles(i);
-        return parts_.data() + ((before + n * tiles(g) + tile) * segments_ + segment) * TILE;
+        for (size_t i = 0; i < g; i++) before += group(i).count * tiles(i);
+        return added_.rows->parts.data() + ((before + n * tiles(g) + tile) * segments_ + segment) * TILE;
     }
 
-    const Added& added_;
-    const std::vector<RowGroup>& groups_;
-    std::vector<int64_t>& starts_;
-    std::vector<float>& parts_;
-    const Activations& x_;
-    int64_t rows_, bits_, blocks_, segments_, count_ = 0, share_;
+    Added added_;
+    Activations x_;
+    int64_t rows_, bits_, blocks_, segments_, first_, end_, share_;  // [first, end) of all items of the pass
     bool split_;
-    alignas(LINE) std::atomic<int64_t> next_{0};
-    alignas(LINE) std::atomic<int64_t> left_{0};
-    alignas(LINE) std::atomic<bool> ready_{false};
 };
 
 // Of some tiles of B.
@@ -329,7 +337,7 @@ void parts_of_tiles(const AdapterMatrix& matrix, int64_t begin, int64_t end, con
 }
 
 // y += what the adapters of rows [from, to) add to tiles [begin, end).
-void widen(const Added& added, int64_t begin, int64_t end, int64_t from, int64_t to, float* y, int64_t outputs, const char* weights) {
+void widen(const Added& added, int64_t begin, int64_t end, int64_t from, int64_t to, float* y, int64_t outputs) {
     for (const RowGroup& group : added.rows->groups) {
         if (group.first < from || group.first >= to) continue;
         const auto some = group.count == 1   ? widen_tiles<1>
@@ -337,60 +345,67 @@ void widen(const Added& added, int64_t begin, int64_t end, int64_t from, int64_t
                           : group.count == 3 ? widen_tiles<3>
                                              : widen_tiles<4>;
         const auto add_part = [&](const AdapterPart& part, int64_t blocks, const uint8_t* b, int64_t tile, int64_t tiles) {
-            some(b, part.rank, tiles, added.inner(group) + blocks * group.count, y + group.first * outputs + tile * TILE, outputs, weights);
+            some(b, part.rank, tiles, added.inner(group) + blocks * group.count, y + group.first * outputs + tile * TILE, outputs);
         };
         parts_of_tiles(added.of(group), begin, end, add_part);
     }
 }
 
-// Ask memory for what these tiles will add.
-void ask(const Added& added, int64_t begin, int64_t end) {
-    for (const RowGroup& group : added.rows->groups)
-        parts_of_tiles(added.of(group), begin, end, [](const AdapterPart& part, int64_t, const uint8_t* b, int64_t, int64_t tiles) {
-            for (int64_t i = 0; i < part_bytes(part, tiles); i += LINE) soon(b + i);
-        });
-}
-
-// Where A and B of the next product lie. Where to find them is read here, while nothing else can be done, so the description of the
-// one after it is asked for.
+// A and B of the product after the next one. Where they lie is read here, so for where those of the one after it lie memory is asked.
 Pool::Ahead ahead_of(const Added& added) {
     Pool::Ahead ahead;
     for (const RowGroup& group : added.rows->groups) {
-        const AdapterMatrix *const next = added.later(group, 1), *const then = added.later(group, 2);
+        const AdapterMatrix* const next = added.later(group, 2);
         if (next && next->rank && ahead.count < Pool::Ahead::MOST) {
             const AdapterPart& last = next->parts[next->count - 1];
             const int64_t a = next->parts[0].b - next->a, all = last.b + part_bytes(last, last.outputs / TILE) - next->a;
             ahead.ranges[ahead.count++] = {reinterpret_cast<const char*>(next->a), a, all - a};
         }
-        for (size_t i = 0; then && i < sizeof(AdapterMatrix); i += LINE) soon(reinterpret_cast<const char*>(then) + i);
+        ask(added.later(group, 3));
     }
     return ahead;
 }
 
-// The weights that a thread reads after the tiles before `end`, beyond those that the product has asked for; null at the end of its run.
-const char* weights_after(const JoinedMatrices& w, int64_t end, int64_t id, int64_t threads) {
-    if (end >= (id + 1) * (w.outputs / TILE) / threads) return nullptr;
-    int64_t part = 0;
-    for (; end >= w.parts[part].outputs / TILE; part++) end -= w.parts[part].outputs / TILE;
-    const Matrix& own = w.parts[part];
-    return reinterpret_cast<const char*>(own.q) + end * (own.inputs * TILE * own.bits / 8) + AHEAD;
-}
+// y = x W^T (+ add), and what adapters add: the work of the threads, on few lines, which they read from the caller. To few rows,
+// whose product is as fast as memory, B is added when a thread has done its tiles: nothing comes between the weights that it reads. To
+// more rows it is added piece by piece, while y is near.
+class AdaptedProduct {
+  public:
+    AdaptedProduct(const JoinedMatrices& w, const Activations& x, int64_t rows, float* y, const float* add, const Added& added)
+        : w_(&w), x_(x), rows_(rows), y_(y), add_(add), added_(added), narrowing_(added, w, x, rows), few_(added.rows->few()),
+          late_(rows <= LATE) {}
 
-// y = x W^T (+ add), and what adapters add.
+    void operator()(int64_t begin, int64_t end, int64_t id) const {
+        if (!few_ || id) narrowing_.help();
+        rows_in_turn(*w_, rows_, [&](int64_t from, int64_t to) {
+            product_of_tiles(*w_, x_, {from, to, rows_}, begin, end, y_, add_);
+            if (!late_) widen_rows(begin, end, from, to);
+        });
+    }
+
+    void done(int64_t begin, int64_t end) const {
+        if (late_) widen_rows(begin, end, 0, rows_);
+    }
+
+  private:
+    void widen_rows(int64_t begin, int64_t end, int64_t from, int64_t to) const {
+        narrowing_.wait();
+        widen(added_, begin, end, from, to, y_, w_->outputs);
+    }
+
+    const JoinedMatrices* w_;
+    Activations x_;
+    int64_t rows_;
+    float* y_;
+    const float* add_;
+    Added added_;
+    Narrowing narrowing_;
+    bool few_, late_;
+};
+
 void adapted_product(const JoinedMatrices& w, const Activations& x, int64_t rows, float* y, const float* add, const Added& added) {
     if (!added.some()) return product(w, x, rows, y, add);
-    Narrowing narrowing(added, w, x, rows);
-    const bool few = added.rows->few();
-    const int64_t threads = pool().size();
-    const auto some = [&](int64_t begin, int64_t end, int64_t id) {
-        if (!few || id) narrowing.help();
-        if (few) ask(added, begin, end);
-        rows_in_turn(w, rows, [&](int64_t from, int64_t to) {
-            product_of_tiles(w, x, {from, to, rows}, begin, end, y, add);
-            narrowing.help();
-            narrowing.wait();
-            widen(added, begin, end, from, to, y, w.outputs, few ? weights_after(w, end, id, threads) : nullptr);
-        });
-    };
-    pool().run(w.outputs / TILE, FEWEST_TILES, some, few ? ahead_of(added) : Pool::Ahead{});
+    const AdaptedProduct work(w, x, rows, y, add, added);
+    const Pool::Ahead ahead = added.rows->few() ? ahead_of(added) : Pool::Ahead{};
+    pool().run(w.outputs / TILE, 1, work, &ahead);
 }

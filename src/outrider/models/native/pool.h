@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <mutex>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -46,33 +47,42 @@ class Pool {
         for (int64_t id = 1; id < threads; id++) workers_.emplace_back([this, id, now] { serve(id, now); });
     }
 
-    // Memory that the next jobs will read: to ask for it is no access, so it may be gone by then.
+    // Memory that the job after the next one will read: to ask for it is no access, so it may be gone by then.
     struct Ahead {
         struct Range {
             const char* begin;
             int64_t first, rest;  // bytes that the workers read; then those that all threads do, each a run
         };
         static constexpr int MOST = 4;
-        Range ranges[MOST];
         int count = 0;
+        Range ranges[MOST];
     };
 
     // work(begin, end, thread) over [0, count); returns when all is done. Each thread has a run of its own, which it takes in pieces
     // that become smaller towards the end, of at least `grain`: what it asks memory for beyond a piece is its next piece. Who is done
-    // takes from the ends of the others' runs. The threads ask for what lies `ahead` when nothing is left to do.
+    // takes from the ends of the others' runs. Where work has a `done`, a thread calls it when it leaves a run, for what it has done of
+    // that. Threads that wait ask for what lies ahead; a job without `ahead` changes nothing about that.
     template <class Work>
-    void run(int64_t count, int64_t grain, const Work& work) { run(count, grain, work, Ahead{}); }
-
-    template <class Work>
-    void run(int64_t count, int64_t grain, const Work& work, const Ahead& ahead) {
+    void run(int64_t count, int64_t grain, const Work& work, const Ahead* ahead = nullptr) {
         if (workers_.empty() || count <= grain) {
-            if (count > 0) work(int64_t{0}, count, int64_t{0});
+            if (count > 0) {
+                work(int64_t{0}, count, int64_t{0});
+                if constexpr (HasDone<Work>::value) work.done(int64_t{0}, count);
+            }
             return;
         }
         grain_ = grain;
         work_ = &work;
-        ahead_ = ahead;
+        has_ahead_ = ahead != nullptr;
+        if (ahead) {
+            ahead_.count = ahead->count;
+            for (int i = 0; i < ahead->count; i++) ahead_.ranges[i] = ahead->ranges[i];
+            own_.take(*ahead, 0, size());
+        }
         call_ = [](const void* erased, int64_t begin, int64_t end, int64_t id) { (*static_cast<const Work*>(erased))(begin, end, id); };
+        done_ = nullptr;
+        if constexpr (HasDone<Work>::value)
+            done_ = [](const void* erased, int64_t begin, int64_t end) { static_cast<const Work*>(erased)->done(begin, end); };
         const int64_t threads = size();
         for (int64_t id = 0; id < threads; id++)
             runs_[id].left.store(pair(id * count / threads, (id + 1) * count / threads), std::memory_order_relaxed);
@@ -80,15 +90,16 @@ class Pool {
         announce();
         take(0);
         door_.fetch_sub(OPEN);  // who has not come by now, because it sleeps, is not waited for
-        const Ahead::Range own = ahead.count ? ahead.ranges[0] : Ahead::Range{nullptr, 0, 0};
-        for (int64_t spins = 0, end = own.rest / threads; door_.load(std::memory_order_acquire) > 0; spins++)
-            if (spins * LINE < end) soon(own.begin + own.first + spins * LINE);
-            else if (spins < PATIENCE) relax();
+        for (int64_t spins = 0; door_.load(std::memory_order_acquire) > 0; spins++) {
+            own_.ask();
+            if (spins < PATIENCE) relax();
             else std::this_thread::yield();  // a worker has lost its core to somebody
+        }
     }
 
   private:
     static constexpr int PATIENCE = 60000;  // turns of a waiting loop, about a millisecond
+    static constexpr int BURST = 8;  // lines to ask for at a time: of many at once a processor forgets those that it has no place for
     static constexpr int64_t OPEN = int64_t{1} << 32;
 
     void announce() {
@@ -99,25 +110,53 @@ class Pool {
         }
     }
 
+    // What a thread asks memory for while it waits: its part of what the next job will read, then of the one after it.
+    class Asking {
+      public:
+        void take(const Ahead& ahead, int64_t id, int64_t threads) {
+            next_ = then_;
+            then_ = {};
+            for (int i = 0; i < ahead.count; i++) {
+                const Ahead::Range& range = ahead.ranges[i];
+                const char* rest = range.begin + range.first;
+                if (id) then_.add(range.begin + (id - 1) * range.first / (threads - 1), range.begin + id * range.first / (threads - 1));
+                then_.add(rest + id * range.rest / threads, rest + (id + 1) * range.rest / threads);
+            }
+        }
+
+        void ask() {
+            if (!next_.ask()) then_.ask();
+        }
+
+      private:
+        struct Job {
+            struct Run {
+                const char *at, *end;
+            } runs[2 * Ahead::MOST];
+            int count = 0, now = 0;
+
+            void add(const char* begin, const char* end) { runs[count++] = {begin, end}; }
+
+            bool ask() {
+                if (now == count) return false;
+                Run& run = runs[now];
+                for (int line = 0; line < BURST && run.at < run.end; line++, run.at += LINE) soon(run.at);
+                if (run.at >= run.end) now++;
+                return true;
+            }
+        } next_, then_;
+    };
+
     void serve(int64_t id, uint32_t seen) {
+        Asking asking;
         for (;;) {
-            seen = await(seen);
+            seen = await(seen, asking);
             if (stop_) return;
             if (!enter()) continue;
             take(id);
-            const Ahead ahead = ahead_;
-            const int64_t threads = size();
+            if (has_ahead_) asking.take(ahead_, id, size());
             door_.fetch_sub(1, std::memory_order_release);
-            for (int i = 0; i < ahead.count; i++) {
-                const Ahead::Range& range = ahead.ranges[i];
-                ask(range.begin, (id - 1) * range.first / (threads - 1), id * range.first / (threads - 1));
-                ask(range.begin + range.first, id * range.rest / threads, (id + 1) * range.rest / threads);
-            }
         }
-    }
-
-    static void ask(const char* begin, int64_t from, int64_t to) {
-        for (; from < to; from += LINE) soon(begin + from);
     }
 
     // Whether the job that was announced is still open; then it does not end before this worker has left it.
@@ -129,10 +168,11 @@ class Pool {
     }
 
     // The newest generation, once it is another than `seen`.
-    uint32_t await(uint32_t seen) {
+    uint32_t await(uint32_t seen, Asking& asking) {
         for (int spins = 0; spins < PATIENCE; spins++) {
             const uint32_t now = generation_.load(std::memory_order_acquire);
             if (now != seen) return now;
+            asking.ask();
             relax();
         }
         std::unique_lock<std::mutex> lock(mutex_);
@@ -146,6 +186,10 @@ class Pool {
         for (int64_t n = 0, threads = size(); n < threads; n++) {
             Run& run = runs_[(id + n) % threads];
             uint64_t left = run.left.load(std::memory_order_relaxed);
+            int64_t first = 0, last = 0;  // what this thread has done of the run: pieces that lie side by side
+            const auto done = [&] {
+                if (done_ && first < last) done_(work_, first, last);
+            };
             for (;;) {
                 const int64_t begin = static_cast<int64_t>(left >> 32), end = static_cast<int64_t>(left & UINT32_MAX);
                 if (begin >= end) break;
@@ -154,10 +198,24 @@ class Pool {
                 const uint64_t then = n ? pair(begin, from) : pair(begin + some, end);
                 if (!run.left.compare_exchange_weak(left, then, std::memory_order_relaxed)) continue;
                 call_(work_, from, from + some, id);
+                if (from + some == first) first = from;
+                else {
+                    if (from != last) {  // another thread has taken what lies between
+                        done();
+                        first = from;
+                    }
+                    last = from + some;
+                }
                 left = run.left.load(std::memory_order_relaxed);
             }
+            done();
         }
     }
+
+    template <class Work, class = void>  // has it a `done`?
+    struct HasDone : std::false_type {};
+    template <class Work>
+    struct HasDone<Work, std::void_t<decltype(&Work::done)>> : std::true_type {};
 
     // What is left of the run of a thread, in one number; on a line of its own.
     struct alignas(LINE) Run {
@@ -173,10 +231,13 @@ class Pool {
     std::atomic<bool> stop_{false};
     std::mutex mutex_;
     std::condition_variable wake_;
-    int64_t grain_ = 1;
-    Ahead ahead_;
+    alignas(LINE) int64_t grain_ = 1;  // of the job, and what follows
     const void* work_ = nullptr;
     void (*call_)(const void*, int64_t, int64_t, int64_t) = nullptr;
+    void (*done_)(const void*, int64_t, int64_t) = nullptr;
+    bool has_ahead_ = false;
+    Ahead ahead_;
+    alignas(LINE) Asking own_;  // of the calling thread
 };
 
 // One for each thread that calls the kernels: two engines do not wait for each other.
