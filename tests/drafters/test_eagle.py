@@ -523,6 +523,24 @@ def test_a_long_prompt_is_taken_in_piece_by_piece(monkeypatch):
     assert drafts[0].acceptance == pytest.approx(drafts[1].acceptance, abs=1e-4)
 
 
+@pytest.mark.parametrize("spec", ["eagle:head=eagle,length=5", "eagle:head=eagle,tree=9"])
+def test_what_waits_in_pieces_is_what_waits_as_a_whole(monkeypatch, spec):
+    """The head is not asked for many passes of two sequences; then it drafts as if nothing had been put together."""
+    drafts = []
+    for joined in (1000, 1, 5):
+        monkeypatch.setattr("outrider.drafters.eagle.drafter.JOINED", joined)
+        drafter = drafters.build(spec, parts("llama"))
+        seqs = [Sequence(id, list(TEXTS[id]), SamplingParams(max_tokens=40)) for id in range(2)]
+        with begun(InVain(drafter, asks=False), seqs, 23):
+            pieces = [len(drafter._states[id].pending) for id in range(2)]
+            assert max(pieces) == {1000: 23, 1: 23, 5: 7}[joined]
+            tokens, shown = drafter.waiting(seqs[0])
+            assert (len(tokens), len(shown)) == (sum(len(rows) for _, rows in shown), 2)
+            drafts.append([(d.tokens, d.parents, d.acceptance) for d in drafter.propose(seqs, [5, 5])])
+    assert drafts[0] == drafts[1] == drafts[2]
+    assert all(tokens for tokens, _, _ in drafts[0])
+
+
 def test_lookup_is_taken_where_it_promises_more_and_the_head_elsewhere():
     repeating = [5, 9, 13, 22, 31, 7] * 6
     seqs = [

@@ -10,6 +10,8 @@ from outrider.core.stats import estimated_speedup
 from outrider.engine.policy import (
     EXPLORATION,
     FIRST_FREE,
+    LONG_DECLINED,
+    LOOK_AGAIN,
     PROVEN,
     DraftingPolicy,
     DraftOutcome,
@@ -356,6 +358,52 @@ class TestWhoIsAsked:
         tokens = policy.record(drafter).tokens
         assert policy.chance(drafter, seq, [chain(0.9, 1.0)]) == pytest.approx(max(0.0, 1.0 - 1.8 / tokens))
         assert policy.chance(drafter, seq, [chain(0.3)]) == pytest.approx(1.0 - 0.3 / tokens)
+
+
+class TestManyAtOnce:
+    """Where rows are dear a head has nothing to do with several sequences at once."""
+
+    def declined(self, count, seqs=4):
+        policy, drafter, draft = learned(0.0001, 0.010, rows=(1, 2, 4, 8, 16)), Head(), Draft.chain([1, 2, 3])
+        for _ in range(40):  # what it drafts is half right
+            policy.learn_cost(drafter, 0.0001, [draft], 0)
+            policy.learn([DraftOutcome(drafter, draft, 1.0, 3)], [1, 9], 1)
+        several, plan = [sequence() for _ in range(seqs)], PassPlan(float(seqs), policy.cost.at(seqs), seqs)
+        for _ in range(count):
+            assert not any(policy.wanted(drafter, several, [3] * seqs, [1.0] * seqs, plan))
+        return policy, drafter
+
+    def test_after_many_passes_in_vain_few_are_looked_at(self):
+        policy, drafter = self.declined(LONG_DECLINED - 1)
+        assert policy.looks(drafter, 4)
+        policy, drafter = self.declined(LONG_DECLINED + 1)
+        looked = [policy.looks(drafter, 4) for _ in range(LOOK_AGAIN)]
+        assert looked == [False] * (LOOK_AGAIN - 1) + [True]
+        assert all(policy.looks(drafter, 1) for _ in range(LOOK_AGAIN))
+        assert policy.looks(drafter, 8), "with other numbers of sequences nothing is known of it"
+
+    def test_it_rests_where_nothing_pays_and_not_alone(self):
+        policy, drafter = self.declined(0)
+        assert policy.rests(drafter, 4)
+        assert not policy.rests(drafter, 1)
+        cheap = learned(0.010, 0.0, rows=(1, 2, 4, 8))
+        assert not cheap.rests(drafter, 4)
+        assert not DraftingPolicy().rests(drafter, 4), "what rows cost is not known yet"
+
+    def test_it_rests_where_it_was_not_asked_for_long(self):
+        policy, drafter = self.declined(LONG_DECLINED)
+        for _ in range(400):
+            for rows in (1, 2, 4, 8, 16):
+                policy.cost.learn(rows, 0.010)  # rows have become cheap
+        assert policy.rests(drafter, 4)
+        plan = PassPlan(4.0, policy.cost.at(4), 4)
+        assert any(policy.wanted(drafter, [sequence() for _ in range(4)], [3] * 4, [1.0] * 4, plan))
+        assert not policy.rests(drafter, 4)
+
+    def test_a_drafter_that_is_gone_is_forgotten(self):
+        policy, drafter = self.declined(LONG_DECLINED)
+        policy.forget(id(drafter))
+        assert not policy._declined
 
 
 class TestFree:

@@ -16,6 +16,10 @@ from outrider.core.errors import OutriderError
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext, Drafter
+from outrider.drafters.eagle.native_runner import PackedRunner
+from outrider.engine.cost import PassCost
+from outrider.engine.engine import Engine
+from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Paged, SharesPrefixes
 from outrider.models.llama import PackedLlama
@@ -345,6 +349,36 @@ def test_heads_of_chats_at_once_share_too():
     drain(engine)
     assert [bits(seq) for seq in chats] == [alone(seq) for seq in chats]
     assert min(seq.stats.cached for seq in chats[1:]) >= 4 * SIZE
+
+
+def test_a_head_that_rests_reads_nothing_and_keeps_nobody_from_sharing(monkeypatch):
+    """Where rows are dear nothing is drafted for four at once; for one alone, which comes later, the head reads."""
+    taken, extend = [], PackedRunner.extend
+    monkeypatch.setattr(PackedRunner, "extend", lambda self, *given: (taken.append(1), extend(self, *given))[1])
+    model, cost = fresh(), PassCost()
+    for rows in (1, 2, 4, 8, 16) * 20:
+        cost.learn(rows, 0.001 if rows < 3 else 0.010 * rows)
+    drafter = drafters.build("eagle:head=eagle,length=3", BuildContext(model, None, heads=heads()))
+    policy = DraftingPolicy(cost)
+    policy.record(drafter).learn_gain(0.0, 100.0, 3)  # of a hundred drafts nothing was kept
+    monkeypatch.setattr(policy, "use_length", lambda tokens: None)
+    monkeypatch.setattr(policy.cost, "learn", lambda rows, seconds: None)
+    engine = Engine(model, drafter, Limits(chunk=80), policy)
+    taken.clear()  # it tried itself on loading
+    chats = [ask([*tokens(6 * SIZE), *tokens(3, seed)], 9 + seed) for seed in range(4)]
+    for seq in chats:
+        engine.add(seq)
+    while not any(seq.finish for seq in chats):
+        engine.step()
+    assert not taken
+    drain(engine)
+    assert [bits(seq) for seq in chats] == [alone(seq) for seq in chats]
+    assert min(seq.stats.cached for seq in chats[1:]) >= 4 * SIZE
+    policy.forget(id(drafter))
+    last = Sequence(next(IDS), tokens(3 * SIZE, 9), SamplingParams(max_tokens=30))
+    engine.add(last)
+    drain(engine)
+    assert taken
 
 
 def test_a_draft_model_runs_no_prefix_twice_either():

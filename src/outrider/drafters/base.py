@@ -75,7 +75,7 @@ class Step:
     draft: Draft
     verdict: Verdict | None  # None: a chunk of a long prompt, nothing to judge; else the path is cut where it ended
     hidden: Tensor | None  # [len(tokens) + len(draft), layers, hidden] of the layers that the drafter asked for
-    rests: bool = False  # no draft is expected to be asked for soon: what the drafter would read now can wait
+    rests: bool = False  # no draft that begins from states is expected soon: who would read them now can wait
 
 
 class Drafter:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Container, Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -93,7 +93,8 @@ class DrafterPool:
             return drafts
         begin = self._now()
         size = PassSize(sum(len(plan.tokens) for plan in plans), sum(plan.last for plan in plans))
-        self._ask_all(asking, size, policy)
+        if not self._ask_all(asking, size, policy):
+            return drafts
         merged = [self._merged(each) for each in asking]
         if policy is not None:
             merged = policy.trim(merged, size, self._now() - begin)
@@ -106,18 +107,22 @@ class DrafterPool:
         device, seconds that have passed."""
         return time.perf_counter() if self._on_device else time.thread_time()
 
-    def _ask_all(self, asking: Seq[_Asking], size: PassSize, policy: DraftingPolicy | None) -> None:
-        """The drafters that run no model first: what they found tells whether others pay."""
+    def _ask_all(self, asking: Seq[_Asking], size: PassSize, policy: DraftingPolicy | None) -> bool:
+        """The drafters that run no model first: what they found tells whether others pay. Whether any was asked, or
+        might have been."""
         asked, spent = self._ask_free(asking, policy)
         costly = _by_member(asking, free=False)
         if policy is None:
             for member, own in costly:
                 self._ask(member, own, [0 if each.drawn else each.budget for each in own], None)
-        elif asked or costly:
+            return True
+        costly = [(member, own) for member, own in costly if policy.looks(member, len(own))]
+        if asked or costly:
             expected = policy.expected([each.drafts for each in asking], size)
             if asked:
                 policy.learn_free(len(asking), expected, size, spent)
             self._ask_costly(costly, expected, policy)
+        return asked or bool(costly)
 
     def _ask_free(self, asking: Seq[_Asking], policy: DraftingPolicy | None) -> tuple[bool, float]:
         """The drafters that run no model, where that pays for batches of this size, or the caller told what comes.
@@ -259,25 +264,26 @@ class DrafterPool:
             except Exception as error:
                 self._leave_out(member, [seq], error)
 
-    def resting(self, seqs: Seq[Sequence], policy: DraftingPolicy | None) -> set[int]:
-        """The drafters that read the target's states, and are not expected to be asked for as many sequences."""
+    def rests(self, seqs: Seq[Sequence], policy: DraftingPolicy | None) -> bool:
+        """Whether no drafter that reads the target's states is expected to be asked for as many sequences."""
         if policy is None or len(seqs) < 2:
-            return set()
+            return False
         heads = {id(member): member for seq in seqs for member in self.members(seq) if member.layers}
-        return {key for key, member in heads.items() if policy.rests(member, len(seqs))}
+        return bool(heads) and all(policy.rests(member, len(seqs)) for member in heads.values())
 
-    def observe(self, step: Step, layers: Seq[int], drafting: bool, resting: Container[int] = ()) -> None:
+    def observe(self, step: Step, layers: Seq[int], drafting: bool) -> None:
         """Let the drafters learn from the step, which has the states of all `layers`. Where nobody is drafting, only
-        those that read them do. `resting`: those that are not asked for long."""
-        drafter, bare = self.drafters[step.seq.draft], step if step.hidden is None else replace(step, hidden=None)
+        those that read them do."""
+        drafter, bare = self.drafters[step.seq.draft], None if step.hidden is not None else step
         for member in self.members(step.seq):
             if not (drafting or member.layers):
                 continue
             try:
                 hidden = of_layers(step.hidden, layers, member.layers) if member.layers else None
-                rests = id(member) in resting
-                same = hidden is step.hidden and not rests
-                shown = bare if hidden is None else step if same else replace(step, hidden=hidden, rests=rests)
+                if hidden is None:
+                    shown = bare = bare or replace(step, hidden=None)
+                else:
+                    shown = step if hidden is step.hidden else replace(step, hidden=hidden)
                 member.observe(shown)
             except Exception as error:
                 self._leave_out(member, [step.seq], error)

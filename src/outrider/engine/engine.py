@@ -144,7 +144,7 @@ class Engine:
         read that too; all of it where nobody would draft anyway."""
         plain = self._paged is not None and self._unattended.prefers_plain(running)
         plain = plain and not self._unattended.is_due(running)
-        plain = plain or (self._paged is None and bool(self._pool.resting(running, self.policy)))
+        plain = plain or (self._paged is None and self._pool.rests(running, self.policy))
         for seq in running:
             if plain and not seq.output:
                 if taken := model.begin(seq.id, seq.tokens, seq.scope):
@@ -184,11 +184,11 @@ class Engine:
             ran, worked = perf_counter(), thread_time() - worked
             verdicts = judge.verdicts(plans, drafts, outputs)
         self._learn_cost(plans, drafts, outputs, worked)
-        observing, resting = 0.0, self._pool.resting([plan.seq for plan in plans], self.policy)
+        observing, rests = 0.0, self._pool.rests(self.scheduler.running, self.policy)
         for place, (plan, draft, verdict) in enumerate(zip(plans, drafts, verdicts, strict=True)):
-            step = self._judge(plan, draft, verdict, outputs[place])
+            step = self._judge(plan, draft, verdict, outputs[place], rests)
             judged = perf_counter()
-            self._pool.observe(step, layers, drafting, resting)
+            self._pool.observe(step, layers, drafting)
             observing += perf_counter() - judged
         verifying = perf_counter() - ran - observing
         share_time(
@@ -210,7 +210,9 @@ class Engine:
             elif draft and stats.steps > 1:
                 stats.drafting_seconds += seconds * share * len(draft)
 
-    def _judge(self, plan: FeedPlan, draft: Draft, verdict: Verdict | Exception | None, output: Output) -> Step:
+    def _judge(
+        self, plan: FeedPlan, draft: Draft, verdict: Verdict | Exception | None, output: Output, rests: bool
+    ) -> Step:
         """Commit and crop."""
         seq = plan.seq
         if isinstance(verdict, Exception):  # of a processor of the caller's: it ends this sequence, not the others
@@ -225,7 +227,7 @@ class Engine:
                 self._pool.learn(seq, draft, seen, len(verdict.path), self.policy)
         if self._prefixes is not None:
             self._prefixes.seen(seq.id, seq.tokens, seq.scope)
-        return Step(seq, plan.tokens, draft, verdict, output.hidden)
+        return Step(seq, plan.tokens, draft, verdict, output.hidden, rests)
 
     def _measures_drafting(self, running: Seq[Sequence]) -> bool:
         """Whether this batch may be faster without drafts, so that both ways are tried."""

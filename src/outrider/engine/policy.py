@@ -61,9 +61,9 @@ STARTS, PROVEN = 0.04, 8
 # Tokens that a request is assumed to write before any has ended: without it a head waited in the first request until it
 # had written as much as its prompt takes to read (LOG, 2026-11-17, why auto was slower than the head).
 ASSUMED_LENGTH = 64.0
-# Passes in a row in which a drafter was not asked for several sequences, from which on only every fourth one is looked
-# at: to find out takes as long as it might save where rows are dear (LOG, 2026-11-18, several at once on a CPU).
-LONG_DECLINED, LOOK_AGAIN = 24, 4
+# Passes in a row in which no draft of a drafter paid for several sequences, from which on only every fourth one is
+# looked at: to find out takes as long as it might save where rows are dear (LOG, 2026-11-18, several at once).
+LONG_DECLINED, LOOK_AGAIN = 32, 4
 # Share of a request's time that may go into drafts that are not expected to pay, so that a change is noticed.
 EXPLORATION = 0.015
 # Tokens of a sequence up to which a row costs the same: each doubling of the length has a cost curve of its own.
@@ -192,7 +192,7 @@ class DraftingPolicy:
         self._records: dict[Hashable, DrafterRecord] = {}
         self._free: dict[int, FreeDrafts] = {}  # by the bits of the number of sequences
         self._explored: dict[int, float] = {}  # by sequence: seconds of drafts that were not expected to pay
-        self._declined: dict[tuple[int, int], int] = {}  # by drafter and bits of sequences: passes since it was asked
+        self._declined: dict[tuple[int, int], int] = {}  # by drafter and bits of sequences: passes since it paid
         self._prompt = 0.0  # seconds of the target for a token of a prompt; 0: not measured
         self._length = ASSUMED_LENGTH  # tokens that sequences write, on average
         self._lived = self._starts = 0.0  # seconds of all sequences that ended; of first texts that drafters read
@@ -236,18 +236,24 @@ class DraftingPolicy:
         """How many nodes to ask a drafter for whose drafts cost something, for each sequence; 0: do not ask.
         `chances`: that each draft is needed."""
         record, case = self.record(drafter), (id(drafter), len(seqs).bit_length())
-        declined = self._declined.get(case, 0)
-        if len(seqs) > 1 and declined >= LONG_DECLINED and declined % LOOK_AGAIN:
-            self._declined[case] = declined + 1
-            return [0] * len(seqs)
         asked, record.trial = self._paid(drafter, seqs, budgets, chances, plan), False
         if record.outcomes < PROVEN and not drafter.layers:
             self._starts += sum(self._start(drafter, seq) for seq, count in zip(seqs, asked, strict=True) if count)
+        self._declined[case] = 0 if any(asked) else self._declined.get(case, 0) + 1
         if not any(asked):
             asked = self._tried(drafter, seqs, budgets, chances, plan)
             record.trial = any(asked)
-        self._declined[case] = 0 if any(asked) else declined + 1
         return asked
+
+    def looks(self, drafter: Drafter, seqs: int) -> bool:
+        """Whether it is worked out for which of so many sequences the drafter is asked: not in every pass where it was
+        not asked for long."""
+        case = id(drafter), seqs.bit_length()
+        declined = self._declined.get(case, 0)
+        if seqs == 1 or declined < LONG_DECLINED or declined % LOOK_AGAIN == 0:
+            return True
+        self._declined[case] = declined + 1
+        return False
 
     def rests(self, drafter: Drafter, seqs: int) -> bool:
         """Whether no draft of it is expected where so many sequences run, so that what it would read can wait."""
