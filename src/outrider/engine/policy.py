@@ -64,6 +64,9 @@ ASSUMED_LENGTH = 64.0
 # Passes in a row in which no draft of a drafter paid for several sequences, from which on only every fourth one is
 # looked at: to find out takes as long as it might save where rows are dear (LOG, 2026-11-18, several at once).
 LONG_DECLINED, LOOK_AGAIN = 32, 4
+# Times what its row costs that a node must be worth beside other sequences: these end apart, and of what one is ahead
+# the others have nothing (LOG, 2026-11-18, several at once on a CPU; by recorded texts, from 1.1 to 1.5 alike).
+BESIDE_OTHERS = 1.2
 # Share of a request's time that may go into drafts that are not expected to pay, so that a change is noticed.
 EXPLORATION = 0.015
 # Tokens of a sequence up to which a row costs the same: each doubling of the length has a cost curve of its own.
@@ -383,10 +386,10 @@ class DraftingPolicy:
         # the step takes as long as the drafts took, whatever is kept of them
         tokens, seconds, rows = float(size.writing), self.cost.at(size.writing) + drafting, size.rows
         kept: list[list[int]] = [[] for _ in drafts]
-        before = self.cost.at(rows)
+        before, margin = self.cost.at(rows), 1.0 if size.writing == 1 else BESIDE_OTHERS
         for negative, index, node in order:
             after = self.cost.at(rows + 1)
-            if -negative * seconds <= (after - before) * tokens:
+            if -negative * seconds <= margin * (after - before) * tokens:
                 break
             kept[index].append(node)
             tokens, seconds, before, rows = tokens - negative, seconds + after - before, after, rows + 1
