@@ -609,7 +609,7 @@ class TestPacked:
 
     def test_the_same_bits_with_any_number_of_threads_and_rows(self):
         """Inputs of several segments: threads share one row's sums, or each takes rows of its own."""
-        sizes = dict(hidden_size=416, intermediate_size=448, num_hidden_layers=1)
+        sizes = dict(hidden_size=416, intermediate_size=448, num_hidden_layers=2)
         model = packs.packed(packs.reference("llama", seed=3, **sizes), 8)
         configs = {
             "first": dict(r=5, lora_alpha=5, target_modules=ALL),
@@ -634,8 +634,18 @@ class TestPacked:
             torch.set_num_threads(1)
             alone = {name: rows([59], [name])[0] for name in ("first", "second", "")}
             assert not torch.equal(alone["first"], alone["second"])
-            for threads in (1, 2, 3):
+            for threads in (1, 2, 3, 5):
                 torch.set_num_threads(threads)
+                for chosen in (("first",), ("second",), ("first", "second"), ("second", "", "first")):
+                    for count in (2, 3, 4, 8)[: 5 - len(chosen)]:  # few rows after a text that is read: sums are shared
+                        for i, name in enumerate(chosen):
+                            model.forward([tiny.Feed(i, text[:50], adapter=adapters.get(name))])
+                        draft = tiny.Draft.chain(text[51 : 50 + count])
+                        few = [tiny.Feed(i, text[50:51], draft, adapters.get(name)) for i, name in enumerate(chosen)]
+                        for name, output in zip(chosen, model.forward(few), strict=True):
+                            assert torch.equal(output.logits, alone[name][50 : 50 + count])
+                        for i in range(len(chosen)):
+                            model.free(i)
                 assert torch.equal(rows([59], ["second"])[0], alone["second"])
                 for name, found in zip(names, rows((1, 3, 2, 7, 12, 1), names), strict=True):
                     assert torch.equal(found, alone[name][-len(found) :])
