@@ -30,11 +30,13 @@ from tiny import (
 
 from outrider import drafters
 from outrider.core.dice import Dice
+from outrider.core.draft import EMPTY
 from outrider.core.errors import OutriderError
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
-from outrider.drafters.base import BuildContext, Drafter
-from outrider.drafters.eagle.drafter import Eagle
+from outrider.core.verify import Verdict
+from outrider.drafters.base import BuildContext, Drafter, Step
+from outrider.drafters.eagle.drafter import Eagle, _EagleState
 from outrider.drafters.eagle.native_runner import PackedRunner
 from outrider.drafters.eagle.torch_runner import DenseRunner
 from outrider.drafters.heads.chooser import Chooser
@@ -528,7 +530,7 @@ def test_what_waits_in_pieces_is_what_waits_as_a_whole(monkeypatch, spec):
     """The head is not asked for many passes of two sequences; then it drafts as if nothing had been put together."""
     drafts = []
     for joined in (1000, 1, 5):
-        monkeypatch.setattr("outrider.drafters.eagle.drafter.JOINED", joined)
+        monkeypatch.setattr("outrider.drafters.eagle.drafter.JOIN_EVERY", joined)
         drafter = drafters.build(spec, parts("llama"))
         seqs = [Sequence(id, list(TEXTS[id]), SamplingParams(max_tokens=40)) for id in range(2)]
         with begun(InVain(drafter, asks=False), seqs, 23):
@@ -539,6 +541,32 @@ def test_what_waits_in_pieces_is_what_waits_as_a_whole(monkeypatch, spec):
             drafts.append([(d.tokens, d.parents, d.acceptance) for d in drafter.propose(seqs, [5, 5])])
     assert drafts[0] == drafts[1] == drafts[2]
     assert all(tokens for tokens, _, _ in drafts[0])
+
+
+def test_a_large_pass_is_not_kept_for_a_row_of_it(monkeypatch):
+    monkeypatch.setattr("outrider.drafters.eagle.drafter.LARGE", 0)
+    hidden = torch.randn(40, 3, 8)
+    state = _EagleState(0)
+    state.show(hidden[4:6], [0])
+    state.show(hidden[:30], range(30))
+    (few, rows), (many, _) = state.pending
+    assert few.untyped_storage().nbytes() == hidden[:1].nbytes
+    assert many.untyped_storage().data_ptr() == hidden.untyped_storage().data_ptr()
+    assert torch.equal(few[rows], hidden[4:5])
+
+
+def test_a_head_that_rests_keeps_no_more_than_it_may(monkeypatch):
+    """What comes later it is shown again, from there on."""
+    monkeypatch.setattr("outrider.drafters.eagle.drafter.RESTING", 60)
+    drafter = drafters.build("eagle:head=eagle,length=3", parts("llama"))
+    seq = Sequence(0, [1] * 51, SamplingParams(max_tokens=20))
+    for count, waiting in ((50, 50), (10, 60), (1, 0), (4, 4)):
+        seq.tokens.extend([1] * count)
+        drafter.observe(
+            Step(seq, [1] * count, EMPTY, Verdict((), 1), torch.randn(count, len(drafter.layers), 32), True)
+        )
+        assert (drafter._states[0].waiting if 0 in drafter._states else 0) == waiting
+    assert drafter._ready(seq)
 
 
 def test_lookup_is_taken_where_it_promises_more_and_the_head_elsewhere():

@@ -284,23 +284,6 @@ class TestParts:
         assert 2 in asked
         assert target().free_pages == target()._pages.count - 1
 
-    def test_when_all_have_ended_what_is_under_way_is_not_waited_for(self, loops, asked, monkeypatch):
-        """And the next text, which is given the same places and memory, is its own."""
-        (one, two), begun = plain([SamplingParams(14)] * 2), []
-        launch = DeviceLoop._launch_part
-        monkeypatch.setattr(
-            DeviceLoop, "_launch_part", lambda self, *given: (begun.append(given[2]), launch(self, *given))[1]
-        )
-        made, seqs = engine("ngram:length=3,tree=3"), sequences([SamplingParams(14)] * 2)
-        seqs[0].ends = frozenset({one.tokens[one.prompt + 4]})
-        for seq in seqs:
-            drain(made, [seq])
-            if seq is seqs[0]:
-                assert len(loops) < len(begun), "a part was under way"
-        assert seqs[0].tokens == one.tokens[: one.tokens.index(seqs[0].tokens[-1], one.prompt) + 1]
-        assert seqs[1].tokens == two.tokens
-        assert target().free_pages == target()._pages.count - 1
-
     def test_a_cancel_while_rounds_are_under_way(self, loops, asked):
         params = [SamplingParams(14)] * 2
         one, two = plain(params)

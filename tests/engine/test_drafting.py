@@ -276,3 +276,17 @@ def test_lookups_that_do_not_pay_are_not_asked_and_learn_each_token_once():
     assert seq.tokens[5:] == outputs([plainly(model, [1, 2, 1, 2, 1], PARAMS)])[0]
     assert seq.stats.asked["ngram"]["steps"] == engine.policy.steps // 2
     assert 0 < len(learned) <= len(seq.output)
+
+
+def test_what_was_declined_for_long_is_worked_out_in_few_passes(monkeypatch):
+    """And the others are written as ever."""
+    model, policy, worked_out = Markov(seed=3), DraftingPolicy(), []
+    monkeypatch.setattr(policy, "considers", lambda drafter, seqs: len(worked_out) < 2)
+    monkeypatch.setattr(
+        policy, "wanted", lambda drafter, seqs, *more: (worked_out.append(len(seqs)), [0] * len(seqs))[1]
+    )
+    failing = Failing("never", 0, model)
+    seqs = run(failing, Failing("never", 0, model), policy)
+    assert outputs(seqs) == expected(seqs)
+    assert len(worked_out) == 2
+    assert not failing.asked

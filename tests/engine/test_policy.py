@@ -375,12 +375,28 @@ class TestManyAtOnce:
 
     def test_after_many_passes_in_vain_few_are_looked_at(self):
         policy, drafter = self.declined(LONG_DECLINED - 1)
-        assert policy.looks(drafter, 4)
+        assert policy.considers(drafter, 4)
         policy, drafter = self.declined(LONG_DECLINED + 1)
-        looked = [policy.looks(drafter, 4) for _ in range(LOOK_AGAIN)]
+        looked = [policy.considers(drafter, 4) for _ in range(LOOK_AGAIN)]
         assert looked == [False] * (LOOK_AGAIN - 1) + [True]
-        assert all(policy.looks(drafter, 1) for _ in range(LOOK_AGAIN))
-        assert policy.looks(drafter, 8), "with other numbers of sequences nothing is known of it"
+        assert all(policy.considers(drafter, 1) for _ in range(LOOK_AGAIN))
+        assert policy.considers(drafter, 8), "with other numbers of sequences nothing is known of it"
+
+    def test_what_others_found_anyway_is_no_decline(self):
+        policy, drafter, several = learned(0.010, 0.0), Head(), [sequence() for _ in range(4)]
+        plan = PassPlan(4.0, policy.cost.at(4), 4)
+        for _ in range(2 * LONG_DECLINED):
+            assert not any(policy.wanted(drafter, several, [3] * 4, [0.0] * 4, plan))
+        assert all(policy.considers(drafter, 4) for _ in range(LOOK_AGAIN))
+
+    def test_a_node_must_be_worth_more_in_a_batch(self):
+        """A row costs a third of a pass of one sequence, and two thirds of what a token of four at once takes."""
+        policy = learned(0.002, 0.001, rows=(1, 2, 4, 5, 8, 9))
+        alone, beside = 0.001 / 0.003, 0.001 / 0.0015
+        for share, count in ((0.95, 0), (1.1, 1), (1.3, 1)):
+            assert len(trim(policy, [chain(share * alone)], 1)[0]) == count
+        for share, count in ((0.95, 0), (1.1, 0), (1.3, 1)):
+            assert len(trim(policy, [chain(share * beside)], 4)[0]) == count
 
     def test_it_rests_where_nothing_pays_and_not_alone(self):
         policy, drafter = self.declined(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -116,7 +117,7 @@ class DrafterPool:
             for member, own in costly:
                 self._ask(member, own, [0 if each.drawn else each.budget for each in own], None)
             return True
-        costly = [(member, own) for member, own in costly if policy.looks(member, len(own))]
+        costly = [(member, own) for member, own in costly if policy.considers(member, len(own))]
         if asked or costly:
             expected = policy.expected([each.drafts for each in asking], size)
             if asked:
@@ -268,8 +269,9 @@ class DrafterPool:
         """Whether no drafter that reads the target's states is expected to be asked for as many sequences."""
         if policy is None or len(seqs) < 2:
             return False
-        heads = {id(member): member for seq in seqs for member in self.members(seq) if member.layers}
-        return bool(heads) and all(policy.rests(member, len(seqs)) for member in heads.values())
+        heads = [member for seq in seqs for member in self.members(seq) if member.layers]
+        counts = Counter(map(id, heads))
+        return bool(heads) and all(policy.rests(member, counts[id(member)]) for member in set(heads))
 
     def observe(self, step: Step, layers: Seq[int], drafting: bool) -> None:
         """Let the drafters learn from the step, which has the states of all `layers`. Where nobody is drafting, only

@@ -144,7 +144,7 @@ class Engine:
         read that too; all of it where nobody would draft anyway."""
         plain = self._paged is not None and self._unattended.prefers_plain(running)
         plain = plain and not self._unattended.is_due(running)
-        plain = plain or (self._paged is None and self._pool.rests(running, self.policy))
+        plain = plain or self._rests(running)
         for seq in running:
             if plain and not seq.output:
                 if taken := model.begin(seq.id, seq.tokens, seq.scope):
@@ -156,6 +156,11 @@ class Engine:
                 tokens = seq.tokens if most >= len(seq.tokens) else seq.tokens[: most + 1]
                 seq.stats.cached += model.begin(seq.id, tokens, seq.scope)
                 self._pool.begin(seq, self.model.length(seq.id))
+
+    def _rests(self, running: Seq[Sequence]) -> bool:
+        """Whether heads have nothing to do for so many. On a device it is tried which way is faster, for which they must
+        have read the prompts."""
+        return self._paged is None and self._pool.rests(running, self.policy)
 
     def _takes_prefix(self, seq: Sequence) -> bool:
         return self._prefixes is not None and self._pool.takes_prefixes(seq)
@@ -184,7 +189,7 @@ class Engine:
             ran, worked = perf_counter(), thread_time() - worked
             verdicts = judge.verdicts(plans, drafts, outputs)
         self._learn_cost(plans, drafts, outputs, worked)
-        observing, rests = 0.0, self._pool.rests(self.scheduler.running, self.policy)
+        observing, rests = 0.0, self._rests(self.scheduler.running)
         for place, (plan, draft, verdict) in enumerate(zip(plans, drafts, verdicts, strict=True)):
             step = self._judge(plan, draft, verdict, outputs[place], rests)
             judged = perf_counter()

@@ -64,9 +64,9 @@ ASSUMED_LENGTH = 64.0
 # Passes in a row in which no draft of a drafter paid for several sequences, from which on only every fourth one is
 # looked at: to find out takes as long as it might save where rows are dear (LOG, 2026-11-18, several at once).
 LONG_DECLINED, LOOK_AGAIN = 32, 4
-# Times what its row costs that a node must be worth beside other sequences: these end apart, and of what one is ahead
-# the others have nothing (LOG, 2026-11-18, several at once on a CPU; by recorded texts, from 1.1 to 1.5 alike).
-BESIDE_OTHERS = 1.2
+# How many times the cost of its row a node must be worth in a batch: a sequence that gets ahead ends earlier, and the
+# passes of the others go on (LOG, 2026-11-18, several at once on a CPU; on recorded texts 1.1 to 1.5 do equally well).
+BATCH_MARGIN = 1.2
 # Share of a request's time that may go into drafts that are not expected to pay, so that a change is noticed.
 EXPLORATION = 0.015
 # Tokens of a sequence up to which a row costs the same: each doubling of the length has a cost curve of its own.
@@ -242,13 +242,15 @@ class DraftingPolicy:
         asked, record.trial = self._paid(drafter, seqs, budgets, chances, plan), False
         if record.outcomes < PROVEN and not drafter.layers:
             self._starts += sum(self._start(drafter, seq) for seq, count in zip(seqs, asked, strict=True) if count)
-        self._declined[case] = 0 if any(asked) else self._declined.get(case, 0) + 1
-        if not any(asked):
+        if any(asked):
+            self._declined[case] = 0
+        elif min(chances) == 1.0 or not any(self._paid(drafter, seqs, budgets, [1.0] * len(seqs), plan)):
+            self._declined[case] = self._declined.get(case, 0) + 1
             asked = self._tried(drafter, seqs, budgets, chances, plan)
             record.trial = any(asked)
         return asked
 
-    def looks(self, drafter: Drafter, seqs: int) -> bool:
+    def considers(self, drafter: Drafter, seqs: int) -> bool:
         """Whether it is worked out for which of so many sequences the drafter is asked: not in every pass where it was
         not asked for long."""
         case = id(drafter), seqs.bit_length()
@@ -312,16 +314,14 @@ class DraftingPolicy:
         return best, profit
 
     def _rows(self, rows: int, seqs: int, nodes: float) -> float:
-        """Seconds that so many nodes of each of these sequences add, for one of them."""
-        return (self.cost.at(rows + round(seqs * nodes)) - self.cost.at(rows)) / seqs
+        """Seconds that so many nodes of each of these sequences add, for one of them; what they must be worth."""
+        return _margin(seqs) * (self.cost.at(rows + round(seqs * nodes)) - self.cost.at(rows)) / seqs
 
     def _tried(
         self, drafter: Drafter, seqs: Seq[Sequence], budgets: Seq[int], chances: Seq[float], plan: PassPlan
     ) -> list[int]:
-        """Asked although it is not expected to pay, as far as the time of each request allows. Not where it pays in
-        other steps, in which less was guessed for nothing: there it is asked anyway."""
-        if min(chances) < 1.0 and any(self._paid(drafter, seqs, budgets, [1.0] * len(seqs), plan)):
-            return [0] * len(seqs)
+        """Asked although it is not expected to pay, as far as the time of each request allows. Not called where it pays
+        in other steps, in which less was guessed for nothing: there it is asked anyway."""
         each, asked = self._seconds(drafter, len(seqs)) + self._rows(plan.rows, len(seqs), 1.0), []
         for seq, budget, chance in zip(seqs, budgets, chances, strict=True):
             cost = each + self._start(drafter, seq)
@@ -386,7 +386,7 @@ class DraftingPolicy:
         # the step takes as long as the drafts took, whatever is kept of them
         tokens, seconds, rows = float(size.writing), self.cost.at(size.writing) + drafting, size.rows
         kept: list[list[int]] = [[] for _ in drafts]
-        before, margin = self.cost.at(rows), 1.0 if size.writing == 1 else BESIDE_OTHERS
+        before, margin = self.cost.at(rows), _margin(size.writing)
         for negative, index, node in order:
             after = self.cost.at(rows + 1)
             if -negative * seconds <= margin * (after - before) * tokens:
@@ -447,7 +447,13 @@ class DraftingPolicy:
     def forget(self, drafter: Hashable) -> None:
         """A drafter is gone, known by its identity."""
         self._records.pop(drafter, None)
-        self._declined = {case: count for case, count in self._declined.items() if case[0] != drafter}
+        for case in list(self._declined):
+            if case[0] == drafter:
+                self._declined.pop(case, None)
+
+
+def _margin(seqs: int) -> float:
+    return 1.0 if seqs == 1 else BATCH_MARGIN
 
 
 def _first(draft: Draft) -> float:

@@ -101,7 +101,7 @@ class _KindOfStep:
 
     @property
     def is_due(self) -> bool:
-        return self.prefers_plain and self._since >= self._again
+        return self.prefers_plain and self._since >= self._again and self._trying < TRY_PASSES
 
     @property
     def saved(self) -> float | None:
@@ -121,8 +121,8 @@ class _KindOfStep:
         way.learn(tokens, seconds, passes)
         way.passes += passes
         if not known:
-            return
-        if drafted == self._better:
+            self._better = not self._tried or self._faster
+        elif drafted == self._better:
             self._since += passes
         else:
             self._trying += passes

@@ -41,10 +41,15 @@ from outrider.models.native.packed import packable
 from outrider.models.paged_cache import PagedCache
 
 # Rows of the target's states that may wait before the head takes them in: a chunk of a prompt at a time; where the
-# kernels do it, soon, since a prompt belongs to the time before the first token, unless no draft will be asked for.
+# kernels do it, soon, since a prompt belongs to the time before the first token.
 PENDING, NATIVE_PENDING = 512, 64
-# Passes whose rows that wait are put together at a time: they hang on to no more passes, and each row is copied once.
-JOINED = 16
+# Rows that may wait of all sequences together while no draft is expected: 60 MB of SmolLM2, 150 of a model of 1.5B. Of
+# what is more, nothing is kept, and the head begins anew with what the target shows next.
+RESTING = 8192
+JOIN_EVERY = 16  # passes whose rows that wait are put together at a time, so that they hang on to no more passes
+# Bytes of a pass from which on, and times as many as the rows that wait, these are copied at once: of a pass with a
+# prompt beside, whose states would be kept for one row of them.
+LARGE, MOST_OF = 1 << 20, 8
 LENGTH = 5  # tokens of a chain where the options say nothing
 DEEPEST = 16  # levels of a tree, at most; it ends earlier where no deeper node can be among its best
 # Levels of a tree that a GPU grows without the host, which does not end early: with 8 levels a tree of 24 keeps 3 %
@@ -219,7 +224,11 @@ class Eagle(Drafter):
         state.show(step.hidden, rows)
         if step.verdict is not None:
             self._learn(state, step)
-        most = NATIVE_PENDING if isinstance(self._runner, PackedRunner) and not step.rests else PENDING
+        if step.rests:
+            if state.waiting > RESTING // len(self._states):
+                self._let_go(step.seq.id)
+            return
+        most = NATIVE_PENDING if isinstance(self._runner, PackedRunner) else PENDING
         if state.waiting > most:  # a prompt, or long not asked: all but the last, from which a draft begins
             self._restart_long()
             if step.seq.id in self._states:
@@ -504,9 +513,12 @@ class _EagleState:
 
     def show(self, hidden: Tensor, rows: list[int]) -> None:
         """Rows of a pass, which hang on to all of it: of the passes before they are copied now and then."""
+        whole = hidden.untyped_storage().nbytes()
+        if whole > LARGE and whole > MOST_OF * hidden[:1].nbytes * len(rows):
+            hidden, rows = hidden[torch.tensor(rows, device=hidden.device)], list(range(len(rows)))
         self.pending.append((hidden, rows))
         self.waiting, self.loose = self.waiting + len(rows), self.loose + 1
-        if self.loose > JOINED:
+        if self.loose > JOIN_EVERY:
             self.pending[-self.loose : -1], self.loose = [_own(self.pending[-self.loose : -1])], 1
 
     def joined(self) -> list[ShownStates]:

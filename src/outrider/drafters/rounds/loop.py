@@ -2,8 +2,7 @@
 
 A round is one graph. The host launches a part of the rounds and reads all its tokens at once, while the device is at
 the next part. So a text may be written past its end: what comes after the end is never committed, and its memory is the
-sequence's own until the last part is read. When all have ended, that part is not waited for: whoever is given their
-memory next writes to it after that part, since all passes are in one stream.
+sequence's own until the last part is read.
 """
 
 from __future__ import annotations
@@ -138,9 +137,6 @@ class DeviceLoop:
                 return
             wait()
             yield self._read_part(loop, seqs, parts.popleft())
-            if all(seq.finish is not None for seq in seqs):  # what is under way is for nobody: it is not waited for
-                loop.resident = []
-                return
 
     @torch.inference_mode()
     def _begin(self, seqs: Seq[Sequence], rounds: int) -> _Looped | None:
