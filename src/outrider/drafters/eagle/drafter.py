@@ -47,8 +47,8 @@ PENDING, NATIVE_PENDING = 512, 64
 # what is more, nothing is kept, and the head begins anew with what the target shows next.
 RESTING = 8192
 JOIN_EVERY = 16  # passes whose rows that wait are put together at a time, so that they hang on to no more passes
-# Bytes of a pass from which on, and times as many as the rows that wait, these are copied at once: of a pass with a
-# prompt beside, whose states would be kept for one row of them.
+# A row that waits keeps the states of its whole pass in memory. It is copied at once if these take more than LARGE
+# bytes and MOST_OF times as much as the row: a pass in which another sequence's prompt was read.
 LARGE, MOST_OF = 1 << 20, 8
 LENGTH = 5  # tokens of a chain where the options say nothing
 DEEPEST = 16  # levels of a tree, at most; it ends earlier where no deeper node can be among its best
