@@ -158,8 +158,8 @@ class Engine:
                 self._pool.begin(seq, self.model.length(seq.id))
 
     def _rests(self, running: Seq[Sequence]) -> bool:
-        """Whether heads have nothing to do for so many. On a device it is tried which way is faster, for which they must
-        have read the prompts."""
+        """Whether heads have nothing to do for so many. On a device it is tried which way is faster, and for that they
+        must have read the prompts."""
         return self._paged is None and self._pool.rests(running, self.policy)
 
     def _takes_prefix(self, seq: Sequence) -> bool:
