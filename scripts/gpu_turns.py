@@ -5,13 +5,15 @@
 
 All modes take their turn at every prompt (one at a time) or batch, plain decoding among them, in an order that changes;
 a call is timed from `chat` to its last result (`--tokens` each, no end before that). Texts that differ from plain
-decoding's make a mode void. The first call of each mode with each batch comes before the rounds and is told apart: it
-is "from the first request on", but for what loading has prepared. Prompts are in the cache after it. Lines of JSON are
-written to --out as they come, the table is printed last. What does not fit into --seconds, loading included, is left
-out and named. `outrider bench --device cuda` has a process for each mode, peers, and prompts that no cache knows.
+decoding's make a mode void. A first pass over all calls comes before the rounds and is told apart: prompts are in no
+cache of a head, and what loading did not prepare is compiled and captured. Lines of JSON are written to --out as they
+come, the table is printed last. What does not fit into --seconds, loading included, is left out and named. `outrider
+bench --device cuda` has a process for each mode, peers, and prompts that no cache knows.
 
-The columns "rounds" and "plain passes" are of the sequence of a call that has most, as medians over the calls;
-"ms a round" and "a pass" are what the engine itself measured (0: it did not), "tries" are of all calls.
+"First call" is the very first one of a mode with that batch, beside plain decoding's median of the same prompts, which
+are in the cache then; "least first" the least of all of them. The columns "rounds" and "plain passes" are of the
+sequence of a call that has most, as medians over the calls; "ms/round" and "ms/pass" are what the engine itself
+measured (0: it did not), "tries" are of all calls.
 """
 
 from __future__ import annotations
@@ -93,12 +95,13 @@ class Turns:
         self._say("loaded", engine=OURS, mode=mode, seconds=round(time.monotonic() - begin, 2))
 
     def _measure(self, batch: int) -> None:
-        """The first call of each mode, then rounds of all calls, as long as there is time for them."""
+        """All calls once, then rounds of them, as long as there is time."""
         calls = self._calls(batch)
-        for mode in self.modes:
-            if not self._fits(batch, mode):
+        for call in calls:
+            if not self._fits(batch, *self.modes):
                 return self._leave_out(f"{batch} at once")
-            self._say("first", **self._call(mode, calls[0]))
+            for mode in self.modes:
+                self._say("first", **self._call(mode, call))
         for number in range(1, self._given.rounds + 1):
             for call in calls:
                 if not self._fits(batch, *self.modes):
@@ -168,25 +171,28 @@ def counted(results: Sequence[Result]) -> Line:
 
 
 def table(lines: Sequence[Line], report: Report) -> ReportTable:
-    columns = ("mode", "at once", "tok/s", "of plain", "least call", "first call", "equal", "tok/round", "ms/round",
-               "ms/pass", "rounds", "plain passes", "tries")  # fmt: skip
+    columns = ("mode", "at once", "tok/s", "of plain", "least call", "first call", "least first", "equal", "tok/round",
+               "ms/round", "ms/pass", "rounds", "plain passes", "tries")  # fmt: skip
     return ReportTable("In turns with plain decoding", columns, list(_rows(lines, report)), 1)
 
 
 def _rows(lines: Sequence[Line], report: Report) -> Iterator[tuple[str, ...]]:
     for row in report["rows"]:
         own = [line for line in lines if is_of(line, row["batch"], row["mode"])]
-        turns, first = [line for line in own if line["what"] == "turn"], own[0]
-        plain = next(line for line in lines if is_of(line, row["batch"], PLAIN))
+        plain = [line for line in lines if is_of(line, row["batch"], PLAIN)]
+        turns, first = ([line for line in own if line["what"] == what] for what in ("turn", "first"))
         ratio, drafts = row["ratio"], sum(line["drafts"] for line in turns)
-        void = row["equal"] < row["compared"] or first["texts"] != plain["texts"]
+        texts = {line["group"]: line["texts"] for line in plain}
+        void = row["equal"] < row["compared"] or any(line["texts"] != texts[line["group"]] for line in first)
+        firsts = [usual(plain, line["group"]) / line["seconds"] for line in first]
         yield (
             row["mode"],
             str(row["batch"]),
             f"{row['tokens_per_second']:,.0f}",
             "void" if void else f"{ratio['value']:.3f} [{ratio['least']:.3f}-{ratio['most']:.3f}]",
             f"{row['least_call']:.3f}",
-            f"{plain['seconds'] / first['seconds']:.3f} ({1e3 * first['seconds']:,.0f} ms)",
+            f"{firsts[0]:.3f} ({1e3 * first[0]['seconds']:,.0f} ms)",
+            f"{min(firsts):.3f}",
             f"{row['equal']}/{row['compared']}",
             f"{1 + sum(line['accepted'] for line in turns) / drafts:.2f}" if drafts else "-",
             f"{turns[-1].get('round_ms', 0.0):.3f}",
@@ -195,6 +201,12 @@ def _rows(lines: Sequence[Line], report: Report) -> Iterator[tuple[str, ...]]:
             f"{statistics.median(line['plain_passes'] for line in turns):g}",
             str(sum(line.get("tries", 0) for line in own)),
         )
+
+
+def usual(plain: Sequence[Line], group: int) -> float:
+    """Seconds of plain decoding's call with these prompts, in the rounds; of the first pass where there were none."""
+    own = [line for line in plain if line["group"] == group]
+    return statistics.median(line["seconds"] for line in [line for line in own if line["what"] == "turn"] or own)
 
 
 def is_of(line: Line, batch: int, mode: str) -> bool:
