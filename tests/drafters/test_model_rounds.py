@@ -221,6 +221,7 @@ def test_a_prompt_that_does_not_repay_is_not_read(parts, monkeypatch, repays):
         return repays
 
     monkeypatch.setattr(policy, "reading_repays", answer)
+    monkeypatch.setattr(policy.trial, "drafts", lambda *batch: True)
     (seq,) = sequences([SamplingParams(6)])
     made = engine("ngram:length=3,tree=4+" + LIKE, policy)
     drain(made, [seq])

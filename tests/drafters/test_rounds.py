@@ -3,6 +3,7 @@
 The kernels are interpreted on a CPU."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -283,6 +284,36 @@ class TestParts:
         assert seqs[1].tokens == two.tokens
         assert 2 in asked
         assert target().free_pages == target()._pages.count - 1
+
+    @pytest.mark.parametrize("spec", ["eagle:head=it,tree=3,width=2,length=2", "draft_model:model=like,length=2"])
+    def test_where_one_ends_the_others_go_on(self, loops, asked, monkeypatch, spec):
+        """Without a new beginning, until half of the places are free; the rows of the one that ended are nobody's."""
+        begun, begin, written = [], DeviceLoop._begin, []
+        watch(monkeypatch, lambda seqs, found: written.append([len(tokens) for tokens in found[0].tokens]))
+        monkeypatch.setattr(DeviceLoop, "_begin", lambda *given: (begun.append(len(given[1])), begin(*given))[1])
+        params = [SamplingParams(2), SamplingParams(9), SamplingParams(9, 0.9, seed=5), SamplingParams(14)]
+        seqs = drain(engine(spec), sequences(params))
+        assert outputs(seqs) == outputs(plain(params))
+        assert begun == [4, 1]
+        assert (min(written[0]), max(map(max, written[2:-1]))) == (1, 0)
+        assert target().free_pages == target()._pages.count - 1
+
+    def test_one_that_draws_ends_before_the_others(self, loops, asked):
+        """Under rejection too, whose kernels look at the laws of all rows: the others' texts are the same."""
+        later = [SamplingParams(8, 1.0)] * 3
+        early, late = (
+            drain(engine("eagle:head=it,length=2"), sequences([SamplingParams(count, 1.0), *later])) for count in (2, 8)
+        )
+        assert outputs(early)[1:] == outputs(late)[1:]
+        assert outputs(early)[0] == outputs(late)[0][:2]
+
+    def test_somebody_who_waits_gets_the_place_of_one_that_ends(self, loops, asked):
+        made = engine("ngram:length=3,tree=3")
+        made.scheduler.limits = replace(made.scheduler.limits, batch=3)
+        params = [SamplingParams(2), *[SamplingParams(12)] * 3]
+        seqs = drain(made, sequences(params))
+        assert outputs(seqs) == outputs(plain(params))
+        assert len(seqs[3].output) == 12
 
     def test_a_cancel_while_rounds_are_under_way(self, loops, asked):
         params = [SamplingParams(14)] * 2

@@ -195,9 +195,11 @@ def test_each_part_of_a_step_is_measured_by_itself():
     engine.add(Sequence(0, [1, 2], SamplingParams(60)))
     engine.step()
     policy.trial.drafts = lambda *batch: False
-    policy.trial.learn = lambda seqs, drafted, tokens, seconds, passes, work: learned.append((seqs, tokens, passes))
+    policy.trial.learn = lambda seqs, drafted, tokens, seconds, passes, work, begins: learned.append(
+        (seqs, tokens, passes, begins)
+    )
     engine.step()
-    assert learned == [(1, 4, 4)] * (FIRST_PASSES // 4)
+    assert learned == [(1, 4, 4, place == 0) for place in range(FIRST_PASSES // 4)]
 
 
 @pytest.mark.parametrize("due", [False, True])
@@ -218,7 +220,7 @@ def test_whether_drafts_pay_is_found_out_for_each_drafter_and_adapter():
     policy, asked = DraftingPolicy(), collections.defaultdict(set)
 
     def noted(name, own, *batch, **named):
-        asked[name].add(named.get("work", batch[-1]))
+        asked[name].add(next(each for each in batch if isinstance(each, frozenset)))
         return own(*batch, **named)
 
     for name in ("drafts", "learn", "prefers_plain"):

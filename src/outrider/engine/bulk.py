@@ -37,14 +37,16 @@ def write(
 ) -> Iterator[WrittenTokens]:
     """Write and commit, part after part; `wait` is called while the device works, `going` before another part is begun:
     whether there may be one after as many tokens. `model` and `paged` are the same one. `layers`: whose states are
-    wanted."""
+    wanted. A sequence that ends is written on for nobody until half of them have ended: to begin anew without it takes
+    the host longer than its row takes the device."""
     tokens_each, begun = next(tokens for least, tokens in TOKENS if len(running) >= least), 0
 
     def plan(unread: int) -> int:
         nonlocal begun
-        if begun and not going(begun):
+        left = [seq.left for seq in running if seq.finish is None]
+        if begun and (2 * len(left) <= len(running) or not going(begun)):
             return 0
-        steps = max(0, min(tokens_each, max(seq.left for seq in running) - unread))
+        steps = max(0, min(tokens_each, max(left) - unread))
         begun += steps
         return steps
 
@@ -62,6 +64,7 @@ def write(
         for seq, tokens in zip(running, written.tokens.T.tolist(), strict=True):
             if seq.finish is None:
                 commit_plain(seq, tokens)
-                model.crop(seq.id, len(seq.tokens) - 1)
+                if seq.finish is None:  # else the cache goes on with what is written past its end, which nobody sees
+                    model.crop(seq.id, len(seq.tokens) - 1)
                 paged.seen(seq.id, seq.tokens, seq.scope)
         yield written

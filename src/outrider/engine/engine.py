@@ -7,7 +7,6 @@ it has not seen plus a draft. Plain decoding is the same loop with empty drafts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
-from functools import partial
 from time import perf_counter, thread_time
 
 from outrider.core.draft import EMPTY, Draft
@@ -48,7 +47,9 @@ class Engine:
         page = 1 if self._prefixes is None else self._prefixes.page
         self.scheduler = Scheduler(limits, model.context, model.capacity, page)
         self._passing = False
-        self._unattended = UnattendedSteps(model, self._pool, policy, self._wait, lambda: self.interrupted())
+        self._unattended = UnattendedSteps(
+            model, self._pool, policy, self._wait, lambda: self.interrupted(), lambda: bool(self.scheduler.waiting)
+        )
         self.stats = Stats()  # of every sequence that has ended
         self.meanwhile: Callable[[], None] | None = None  # called while a pass runs, where the host only waits for it
         self.interrupted: Callable[[], bool] = lambda: False  # whether somebody waits for the step to end
@@ -95,18 +96,18 @@ class Engine:
         writer = self._pool.writer(running, self.scheduler.widest) if self._rounds else None
         if writer is not None and (unread := bulk.unread(running, self.model.length)):
             return self._read(unread)
-        if writer is not None and not self._pool.writes(writer, running):
-            writer = None
-            if self.policy is not None:  # a head that was not shown what was written: drafts from there are few
-                return self._advance(None, drafting=False)
-        if writer is not None and not self._repays(writer, running):
-            return self._advance(None, drafting=False)
+        able = writer is not None and self._pool.writes(writer, running)
         if self.policy is None or not self._measures_drafting(running):
-            return self._advance(writer, drafting=True)
-        trial, settled = self.policy.trial, all(seq.output for seq in running)  # no prompt is left: it takes longer
-        work = self._unattended.work(running)
-        drafting = trial.drafts(len(running), work)
-        learn = partial(trial.learn, len(running), drafting, work=work)
+            return self._advance(writer if able else None, drafting=True)
+        trial, count, work = self.policy.trial, len(running), self._unattended.work(running)
+        drafting = trial.drafts(count, work, self.policy.most_left(running))
+        if drafting and writer is not None and not (able and self._repays(writer, running)):
+            drafting = False  # a head that was not shown what was written: drafts from there are few
+        settled = not bulk.unread(running, self.model.length)  # a prompt takes longer
+
+        def learn(tokens: float, seconds: float, passes: int, begins: bool) -> None:
+            trial.learn(count, drafting, tokens, seconds, passes, work, begins)
+
         return self._advance(writer, drafting, learn if settled else None)
 
     def _repays(self, writer: Drafter, running: Seq[Sequence]) -> bool:
@@ -124,7 +125,7 @@ class Engine:
             begin, seqs, before = perf_counter(), list(running), tokens_of(running)
             ended = self._pass(self._plan(), drafting)
             if learn is not None:
-                learn(tokens_of(seqs) - before, perf_counter() - begin, 1)
+                learn(tokens_of(seqs) - before, perf_counter() - begin, 1, False)
             return ended
         if unread := bulk.unread(running, self.model.length):
             return self._read(unread)
@@ -142,9 +143,7 @@ class Engine:
     def _take_prefixes(self, model: SharesPrefixes, running: Seq[Sequence]) -> None:
         """A sequence whose prompt is not run yet takes what others have run of it by now, as far as its drafter has
         read that too; all of it where nobody would draft anyway."""
-        plain = self._paged is not None and self._unattended.prefers_plain(running)
-        plain = plain and not self._unattended.is_due(running)
-        plain = plain or self._rests(running)
+        plain = self._rests(running)
         for seq in running:
             if plain and not seq.output:
                 if taken := model.begin(seq.id, seq.tokens, seq.scope):
@@ -158,9 +157,10 @@ class Engine:
                 self._pool.begin(seq, self.model.length(seq.id))
 
     def _rests(self, running: Seq[Sequence]) -> bool:
-        """Whether heads have nothing to do for so many. On a device it is tried which way is faster, and for that they
-        must have read the prompts."""
-        return self._paged is None and self._pool.rests(running, self.policy)
+        """Whether heads have nothing to do for so many."""
+        if self._paged is not None:
+            return self._measures_drafting(running) and self._unattended.rests(running)
+        return self._pool.rests(running, self.policy)
 
     def _takes_prefix(self, seq: Sequence) -> bool:
         return self._prefixes is not None and self._pool.takes_prefixes(seq)
@@ -172,11 +172,11 @@ class Engine:
         if not plans:
             assert not self.scheduler.running, "a running sequence has nothing to feed"
             return []
-        begin = perf_counter()
+        begin, rests = perf_counter(), self._rests(self.scheduler.running)
         if self.policy is not None:
             self.policy.use_length(sum(len(plan.seq.tokens) for plan in plans) // len(plans))
         drafts = self._pool.propose(plans, self.policy) if drafting else [EMPTY] * len(plans)
-        drafted, worked, layers = perf_counter(), thread_time(), self._pool.layers([plan.seq for plan in plans])
+        drafted, worked, layers = perf_counter(), thread_time(), self._shown_layers([plan.seq for plan in plans], rests)
         feeds = [Feed(p.seq.id, p.tokens, d, p.seq.adapter) for p, d in zip(plans, drafts, strict=True)]
         outputs = self.model.forward(feeds, layers)
         if isinstance(outputs, Outputs):  # the device still works: its time ends when the verdicts are there
@@ -189,7 +189,7 @@ class Engine:
             ran, worked = perf_counter(), thread_time() - worked
             verdicts = judge.verdicts(plans, drafts, outputs)
         self._learn_cost(plans, drafts, outputs, worked)
-        observing, rests = 0.0, self._rests(self.scheduler.running)
+        observing = 0.0
         for place, (plan, draft, verdict) in enumerate(zip(plans, drafts, verdicts, strict=True)):
             step = self._judge(plan, draft, verdict, outputs[place], rests)
             judged = perf_counter()
@@ -201,7 +201,23 @@ class Engine:
             [plan.seq for plan in plans],
         )
         self._charge(plans, drafts, ran - drafted)
+        self._charge_try(plans, perf_counter() - begin)
         return self.sweep()
+
+    def _shown_layers(self, seqs: Seq[Sequence], rests: bool) -> list[int]:
+        """The layers whose states a pass shows: on a device none where no draft begins from them, which takes time."""
+        if self._paged is None or not rests:
+            return self._pool.layers(seqs)
+        self._pool.rest(seqs)
+        return []
+
+    def _charge_try(self, plans: Seq[FeedPlan], seconds: float) -> None:
+        """Prompts are read for drafters whose drafts are tried again though they did not pay: a cost of that try."""
+        running = self.scheduler.running
+        if self.policy is None or not self._measures_drafting(running) or all(len(p.tokens) == 1 for p in plans):
+            return
+        if self._unattended.prefers_plain(running) and self._unattended.is_due(running):
+            self.policy.trial.charge(len(running), self._unattended.work(running), seconds)
 
     def _charge(self, plans: Seq[FeedPlan], drafts: Seq[Draft], seconds: float) -> None:
         """What drafted nodes added to a pass that took so long, to the sequences that they were for."""
@@ -268,6 +284,7 @@ class Engine:
             self.model.free(seq.id)
             self.stats += seq.stats
             self._pool.end(seq)
+            self._unattended.end(seq)
             if self.policy is not None:
                 self.policy.end(seq)
         return ended

@@ -364,6 +364,10 @@ class DraftingPolicy:
         """Steps that a sequence is expected to go on."""
         return max(1.0, self._tokens_left(seq) / max(1.0, seq.stats.tokens_per_step))
 
+    def most_left(self, seqs: Seq[Sequence]) -> float:
+        """Tokens that the longest of these sequences is expected to write."""
+        return max(map(self._tokens_left, seqs), default=0.0)
+
     def _tokens_left(self, seq: Sequence) -> float:
         """Tokens that a sequence is expected to write: as many as it has written, or as others have."""
         written = len(seq.output)

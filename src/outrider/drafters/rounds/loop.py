@@ -72,6 +72,7 @@ class _Looped:
     out: Tensor  # [rounds, sequences, 1 + 2 wide + HEADER + 3 nodes], a ring
     read: list[Tensor]  # the same on the host, of each part in flight
     resident: list[tuple[int, int]] = field(default_factory=list)  # whose tokens the tables have: id, how many
+    retired: set[int] = field(default_factory=set)  # places of sequences that have ended since the first round
     launched: int = 0
     graph: torch.cuda.CUDAGraph | None = None
 
@@ -108,15 +109,19 @@ class DeviceLoop:
         count = _places(len(seqs))
         if self._rows(count) > MOST_ROWS:
             return 0
-        left = self._target.context - max(len(seq.tokens) for seq in seqs) - self._ahead(self._of(count), unread)
+        left = self._target.context - _longest(_going(seqs)) - self._ahead(self._of(count), unread)
         return max(0, min(wanted, MOST_ROUNDS, left // _wide(self._of(count))))
+
+    def shrinks(self, seqs: Seq[Sequence]) -> bool:
+        """Whether so many of them have ended that the others have rounds with larger drafts, or cheaper ones."""
+        return _places(max(1, len(_going(seqs)))) < _places(len(seqs))
 
     def run(
         self, seqs: Seq[Sequence], plan: Callable[[int], int], wait: Callable[[], None]
     ) -> Iterator[list[LoopedRounds]]:
         """Rounds of each, part after part; none: there is no memory for as many. `plan` says how many the next part has
         where some are not read yet; 0: no more now. `wait` is called while the device works. A sequence that has ended
-        is no longer looked at."""
+        is no longer looked at, and the rows of its next rounds are nobody's."""
         parts: deque[_Part] = deque()
         loop, begun, places = None, 0, cycle(range(IN_FLIGHT))
         while True:
@@ -147,18 +152,23 @@ class DeviceLoop:
         slots = self._target.reserve(ids, ahead)
         if slots is None or not all(guesser.begin(seqs, ahead, wide) for guesser in self.guessers):
             return None
-        loop = self._looped(count, max(len(seq.tokens) for seq in seqs) + ahead, self._kind(seqs, of))
+        loop = self._looped(count, _longest(seqs) + ahead, self._kind(seqs, of))
         self._send(loop, seqs, slots)
         return loop
 
     @torch.inference_mode()
     def _goes_on(self, loop: _Looped, seqs: Seq[Sequence], rounds: int) -> bool:
         """Make ready for more rounds, `rounds` of them after those that are read; False: they do not fit."""
-        ahead = self._ahead(loop.guesses, rounds)
-        if max(len(seq.tokens) for seq in seqs) + ahead > loop.tables.longest:
+        ahead, going = self._ahead(loop.guesses, rounds), _going(seqs)
+        if _longest(going) + ahead > loop.tables.longest:
             return False
-        slots = self._target.reserve([seq.id for seq in seqs], ahead)
-        return slots is not None and all(guesser.go_on(seqs, ahead) for guesser in self.guessers)
+        slots = self._target.reserve([seq.id for seq in going], ahead)
+        if slots is None or not all(guesser.go_on(going, ahead) for guesser in self.guessers):
+            return False
+        for place in {place for place, seq in enumerate(seqs) if seq.finish is not None} - loop.retired:
+            loop.tables.texts[RoundField.SLOT, place] = self._target.padding
+            loop.retired.add(place)
+        return True
 
     @torch.inference_mode()
     def _launch_part(self, loop: _Looped, begun: int, rounds: int, place: int) -> _Part:
@@ -272,6 +282,7 @@ class DeviceLoop:
         """What the first round reads; the rounds before it are over."""
         host, count, some = loop.staging.numpy(), loop.tables.sequences, slice(len(seqs))
         host[:] = 0
+        loop.retired.clear()
         table = host[: len(RoundField) * count].reshape(-1, count)
         table[RoundField.SLOT] = self._target.padding
         table[RoundField.SLOT, some] = slots
@@ -370,6 +381,15 @@ class DeviceLoop:
             one, drafted = partial(_one, own, wide, nodes, names), int(np.count_nonzero(own[:, 1 + 2 * wide]))
             every.append(LoopedRounds(tokens, sources, drafted, depths[place], by_source, part.states, last, one))
         return every
+
+
+def _going(seqs: Seq[Sequence]) -> list[Sequence]:
+    return [seq for seq in seqs if seq.finish is None]
+
+
+def _longest(seqs: Seq[Sequence]) -> int:
+    """Tokens of the longest text."""
+    return max(len(seq.tokens) for seq in seqs)
 
 
 def _places(count: int) -> int:
