@@ -120,8 +120,7 @@ class Pass:
         self.sums: list[dict[str, Any]] = [{} for _ in model.layers]
         if any(owners):
             table = tables(owners)
-            values = rows * 3 * low_rank.PLACES * low_rank.UNIT
-            inner = low_rank.inner_places(torch.zeros(2 * values, dtype=BF16, device=DEVICE), values, rows)
+            inner = torch.empty(rows * 3 * low_rank.PLACES * low_rank.UNIT, dtype=BF16, device=DEVICE)
             tickets = Tickets(4 * len(model.layers), x.device)
             for number, layer in enumerate(model.layers):
                 for place, (field, own) in enumerate(layer.items()):

@@ -13,19 +13,8 @@ MATRICES = tuple(FIELDS)
 
 
 def weights(
-    layers=1,
-    vocab=60,
-    hidden=32,
-    inner=40,
-    heads=4,
-    kv=2,
-    d=16,
-    dtype=torch.float32,
-    device="cpu",
-    context=256,
-    norms=True,
+    layers=1, vocab=60, hidden=32, inner=40, heads=4, kv=2, d=16, dtype=torch.float32, device="cpu", context=256
 ):
-    """`norms`: of queries and keys; a product of few rows rotates queries and keys itself where there are none."""
     made = torch.Generator(device).manual_seed(0)
 
     def rand(*sizes):
@@ -41,7 +30,8 @@ def weights(
             1 + rand(hidden),
             Dense(rand(2 * inner, hidden)),
             Dense(rand(hidden, inner)),
-            *((1 + rand(d), 1 + rand(d)) if norms else ()),
+            1 + rand(d),
+            1 + rand(d),
         )
 
     config = LlamaConfig(hidden, heads, kv, d, 1e-5, None, vocab_size=vocab, num_layers=layers, context=context)

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from outrider.models.cuda.tickets import Tickets, look, tagged, take_ticket, untagged, wait_for_tag, word_type
+from outrider.models.cuda.tickets import Tickets, take_ticket, tell_done, wait_for_first
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -17,46 +17,43 @@ FIRST, EACH = 64, 64
 
 @triton.jit
 def _sums(
-    tickets_ptr, place, seed_ptr, words_ptr, out_ptr, PROGRAMS: tl.constexpr, FIRST: tl.constexpr, EACH: tl.constexpr,
+    tickets_ptr, seed_ptr, values_ptr, out_ptr,
+    PROGRAMS: tl.constexpr, FIRST: tl.constexpr, EACH: tl.constexpr, LOADS: tl.constexpr,
 ):  # fmt: skip
     """The first programs write values, the others sum all of them."""
-    number, tag = take_ticket(tickets_ptr, place, PROGRAMS)
+    number, launch = take_ticket(tickets_ptr, PROGRAMS)
     if number < FIRST:
         lane = number * EACH + tl.arange(0, EACH)
-        value = tl.load(seed_ptr) + lane % 64
+        value = tl.load(seed_ptr) + lane
         for _ in range(200 * (number % 2)):  # some are late
-            value = tl.load(seed_ptr, volatile=True) + lane % 64
-        tl.store(words_ptr + lane, tagged(value.to(out_ptr.dtype.element_ty), tag))
+            value = tl.load(seed_ptr, volatile=True) + lane
+        tl.store(values_ptr + lane, value)
+        tell_done(tickets_ptr)
         return
-    at = words_ptr + tl.arange(0, FIRST * EACH)
-    every = tl.arange(0, FIRST * EACH) >= 0
-    words = wait_for_tag(at, every, tag, look(at, every))
-    values = untagged(words, out_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(out_ptr + number, (tl.sum(values, 0) / (FIRST * EACH)).to(out_ptr.dtype.element_ty))
+    wait_for_first(tickets_ptr, launch, FIRST, LOADS)
+    values = tl.load(values_ptr + tl.arange(0, FIRST * EACH), cache_modifier=".cg")
+    tl.store(out_ptr + number, tl.sum(values, 0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("loads", [False, True])
 @pytest.mark.parametrize("programs", [FIRST + 1, 200, 20_000])
-def test_all_read_what_the_first_programs_of_their_own_launch_wrote(programs, dtype):
-    """Kernel by kernel and replayed, two places by turns over the same words: what is written changes with each
-    launch."""
-    tickets = Tickets(2, torch.device("cuda"))
-    seed = torch.zeros(1, dtype=torch.int64, device="cuda")
-    words = torch.zeros(FIRST * EACH, dtype=word_type(dtype), device="cuda")
-    out = torch.zeros(2, programs, dtype=dtype, device="cuda")
+def test_all_read_what_the_first_programs_of_their_own_launch_wrote(programs, loads):
+    """Kernel by kernel and replayed: what is written changes with each launch."""
+    tickets = Tickets(1, torch.device("cuda")).of(0, programs)
+    seed, values = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.zeros(FIRST * EACH, device="cuda").long()
+    out = torch.zeros(programs, dtype=torch.int64, device="cuda")
 
     def run():
-        for place in range(2):
-            seed.add_(1)
-            _sums[(programs,)](tickets.of(place, programs), place, seed, words, out[place], programs, FIRST, EACH)
+        seed.add_(1)
+        _sums[(programs,)](tickets, seed, values, out, programs, FIRST, EACH, loads)
 
-    def check(turn):
-        for place in range(2):
-            assert (out[place, FIRST:] == 2 * turn + place - 1 + 31.5).all(), (turn, place)
+    def check(launch):
+        every = FIRST * EACH
+        assert (out[FIRST:] == every * launch + every * (every - 1) // 2).all()
 
-    for turn in range(1, 4):
+    for launch in range(1, 4):
         run()
-        check(turn)
+        check(launch)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(3):
@@ -64,4 +61,4 @@ def test_all_read_what_the_first_programs_of_their_own_launch_wrote(programs, dt
     for replay in range(1, 21):
         graph.replay()
         check(3 + 3 * replay)
-    assert tickets.of(1, programs)[0] == 63 * programs
+    assert tickets[:, 0].tolist() == [63 * programs, 63 * FIRST]

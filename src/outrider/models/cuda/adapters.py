@@ -20,7 +20,7 @@ from outrider.core.errors import OutriderError
 from outrider.models.adapters.adapter import EMBEDDING, OUTPUT, Adapter, AdapterBase
 from outrider.models.adapters.dense import FIELDS, joined
 from outrider.models.cuda.batch import FEW_ROWS
-from outrider.models.cuda.low_rank import HEADER, PLACES, UNIT, LowRankSum, inner_places, is_inside
+from outrider.models.cuda.low_rank import HEADER, PLACES, UNIT, LowRankSum
 from outrider.models.cuda.tickets import Tickets
 
 MOST_UNITS = 1024  # of a pool: every pass with adapters sends a table of them, 4 KiB
@@ -176,10 +176,9 @@ class PassAdapters:
     """The adapters of the rows of a pass, as the kernels read them; `rows` and the pool decide its sizes."""
 
     def __init__(self, pool: AdapterPool, rows: int, inner: Tensor, pinned: Tensor, tickets: Tickets) -> None:
-        """`inner`: memory for inner values. `pinned`: on the host, as large as `size`. `tickets`: of all passes with
-        this `inner`."""
-        self._pool, self._rows, self._tickets = pool, rows, tickets
-        self._inner = inner_places(inner, rows * pool.inner_values, rows)
+        """`inner`: where inner values go. `pinned`: on the host, as large as `size`. `tickets`: of all passes with this
+        `inner`."""
+        self._pool, self._inner, self._rows, self._tickets = pool, inner, rows, tickets
         self._tile = FEW_TILE if rows <= FEW_ROWS else LARGE_TILE
         self._most, self._tiles = _whole(pool.most), _tiles(rows, self._tile, pool.most)
         self._host = pinned[: self.size(pool, rows)]
@@ -221,8 +220,6 @@ class PassAdapters:
                 at += 1
         units[:3] = len(listed), at, max((len(placed.units) for placed in begins), default=0)
         self._device.copy_(self._host, non_blocking=True)
-        if is_inside(self._rows):  # no word has a tag of before (tickets.py)
-            self._inner.zero_()
 
     def sum(self, layer: int, field: str) -> LowRankSum:
         """What the adapters add to one joined matrix."""

@@ -310,7 +310,7 @@ def best_workspace(logits: Tensor) -> tuple[Tensor, Tensor]:
 def qkv(x: Tensor, weight: Tensor, bias: Tensor | None, norms: tuple[Tensor, Tensor] | None, eps: float,
         places: HeadPlaces, work: Workspace, around: Around) -> None:  # fmt: skip
     """Queries, keys and values of rows x, where the attention reads them. `norms`: of queries and keys."""
-    if norms is None and can_place(len(x), weight, places.sizes[2]):
+    if norms is None and can_place(len(x), weight, places.sizes[2], around.adapters is not None):
         linear(x, weight, bias, None, work, replace(around, places=places))
         return
     joined = x.new_empty(len(x), len(weight))

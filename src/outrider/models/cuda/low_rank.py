@@ -6,9 +6,6 @@ cut into units of UNIT inner values, so a rank is any number of units, and a pas
 only. They are listed in the order in which their adapters' rows come, those of an adapter side by side, so a row's
 units are a range of the list.
 
-A product of more rows than GROUP takes them in the order of their adapters, and GROUP rows at a time: a group has the
-units of few adapters, and multiplies with those alone.
-
 The order of a row's sums is fixed by the model and by the row's own adapter. Inner values are summed over their inputs
 in CHAINS sums, whose inputs the matrix decides, which are added in order. Outputs are summed on over the units of the
 pass; those of another adapter count as zeros, which change no bit, and a row's own come in their own order, UNIT values
@@ -26,7 +23,7 @@ from torch import Tensor
 
 from outrider.models.cuda.batch import FEW_ROWS
 from outrider.models.cuda.launch import begin_after, early, fetch, nearly_done
-from outrider.models.cuda.tickets import Tickets, look, tagged, untagged, wait_for_tag, word_type
+from outrider.models.cuda.tickets import Tickets, tell_done
 
 UNIT = 16  # inner values of a unit: what the matrix units sum at once; a smaller rank is filled up with zeros
 PLACES = 16  # units of one adapter, at most: rank 256 (models/adapters/adapter.py, MOST_RANK)
@@ -40,13 +37,9 @@ STAGES = 6  # blocks of inputs that such a program has on their way at once, at 
 WARPS = 4  # of a product of few rows with adapters, at least
 LANES = 192  # inner values and factors of B that a thread of a product holds at once, at most
 FEW_WIDE = 64  # inner values that a product takes at once where its pass has no more: a smaller step is over sooner
-GROUP = 16  # rows that multiply with the same units: the fewest that the matrix units take well
-GROUP_WIDE = 64  # inner values that a group takes at once: four adapters of rank 16, as 64 rows with 16 adapters have
-FETCHED = 256  # inner values of a pass whose factors of B are fetched into the cache before x is there
 MANY_WIDE = 32  # inner values that a product of many rows takes at once: rows of a tile are mostly of one adapter
 
 _UNIT, _PLACES, _HEADER, _CHAINS = tl.constexpr(UNIT), tl.constexpr(PLACES), tl.constexpr(HEADER), tl.constexpr(CHAINS)
-_GROUP, _FETCHED = tl.constexpr(GROUP), tl.constexpr(FETCHED)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +49,7 @@ class LowRankSum:
     a: Tensor  # [units, matrices, UNIT, inputs]
     b: Tensor  # [units, outputs, UNIT]
     ends: tuple[int, ...]  # the outputs of the joined matrix at which each of its matrices ends
-    inner: Tensor  # where the inner values go: in the model's dtype, or as words with tags where `is_inside`
+    inner: Tensor  # where the inner values go, in the model's dtype
     units: Tensor  # [HEADER + most] int32: how many units and tiles, the most of an adapter; the units' numbers
     firsts: Tensor  # [rows] int32: the first unit of each row, in the list
     counts: Tensor  # [rows] int32: its units; 0: no adapter
@@ -69,9 +62,8 @@ class LowRankSum:
 
 @triton.jit
 def _inner_values(
-    x_ptr, a_ptr, inner_ptr, units_ptr, rows, live, matrix, number, place, tag,
+    x_ptr, a_ptr, inner_ptr, units_ptr, rows, live, matrix, number, place,
     MATRICES: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    TAGGED: tl.constexpr,
 ):  # fmt: skip
     """Of some rows and one unit."""
     each, value = tl.arange(0, BK), tl.arange(0, _UNIT)
@@ -87,11 +79,9 @@ def _inner_values(
         second = _step(second, x_rows, a_rows, k + BK, each, live, K)
         third = _step(third, x_rows, a_rows, k + 2 * BK, each, live, K)
         fourth = _step(fourth, x_rows, a_rows, k + 3 * BK, each, live, K)
-    total = ((first + second) + (third + fourth)).to(x_ptr.dtype.element_ty)
-    if TAGGED:
-        total = tagged(total, tag)
+    total = (first + second) + (third + fourth)
     to = inner_ptr + ((rows * MATRICES + matrix) * _PLACES + place)[:, None] * _UNIT + value[None, :]
-    tl.store(to, total, mask=live[:, None])
+    tl.store(to, total.to(inner_ptr.dtype.element_ty), mask=live[:, None])
 
 
 @triton.jit
@@ -137,13 +127,13 @@ def _multiply_inner(
     begin_after(SOON)
     nearly_done(SOON)  # x is there: the product may begin, and waits for this kernel before it reads inner values
     for place in range(share, held, SHARES):
-        _inner_values(x_ptr, a_ptr, inner_ptr, units_ptr, rows, live, matrix, first + place, place, 0,
-                      MATRICES, K, BK, ROWS, 3, False)  # fmt: skip
+        _inner_values(x_ptr, a_ptr, inner_ptr, units_ptr, rows, live, matrix, first + place, place,
+                      MATRICES, K, BK, ROWS, 3)  # fmt: skip
 
 
 @triton.jit
 def write_inner(
-    number, tag, x_ptr, a_ptr, inner_ptr, units_ptr, order_ptr, tiles_ptr, tiles,
+    number, x_ptr, a_ptr, inner_ptr, units_ptr, order_ptr, tiles_ptr, tiles, tickets_ptr,
     MATRICES: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
     SHARES: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, SOON: tl.constexpr,
 ):  # fmt: skip
@@ -161,8 +151,9 @@ def write_inner(
         if task != number:
             rows, live, first, held = _tile_rows(order_ptr, tiles_ptr, task % tasks // MATRICES, tiles, ROWS)
         for place in range(task // tasks, held, shares):
-            _inner_values(x_ptr, a_ptr, inner_ptr, units_ptr, rows, live, task % MATRICES, first + place, place, tag,
-                          MATRICES, K, BK, ROWS, STAGES, True)  # fmt: skip
+            _inner_values(x_ptr, a_ptr, inner_ptr, units_ptr, rows, live, task % MATRICES, first + place, place,
+                          MATRICES, K, BK, ROWS, STAGES)  # fmt: skip
+    tell_done(tickets_ptr)
 
 
 @triton.jit
@@ -177,11 +168,11 @@ def outer_factors(b_ptr, units_ptr, held, begin, outputs, inside, size, WIDE: tl
 
 
 @triton.jit
-def fetch_factors(b_ptr, units_ptr, held, column, size, BN: tl.constexpr):
-    """What is read of the first units' factors for BN outputs from `column` on, on its way to the cache."""
+def fetch_factors(b_ptr, units_ptr, held, column, size, BN: tl.constexpr, WIDE: tl.constexpr):
+    """What `outer_factors` reads of the first units for BN outputs from `column` on, on its way to the cache."""
     EACH: tl.constexpr = 1024 // b_ptr.dtype.element_ty.primitive_bitwidth
     if held > 0:
-        number = tl.minimum(tl.arange(0, _FETCHED // _UNIT), held - 1)
+        number = tl.minimum(tl.arange(0, WIDE // _UNIT), held - 1)
         unit = tl.load(units_ptr + _HEADER + number).to(tl.int64)
         line = tl.minimum(column * _UNIT + tl.arange(0, BN * _UNIT // EACH) * EACH, size * _UNIT - 1)
         at = b_ptr + (unit * (size.to(tl.int64) * _UNIT))[:, None] + line[None, :]
@@ -203,10 +194,9 @@ def first_factors(b_ptr, units_ptr, held, outputs, inside, size, WIDE: tl.conste
 
 
 @triton.jit
-def _own_places(inner_ptr, rows, firsts, counts, matrix, begin, MATRICES: tl.constexpr, WIDE: tl.constexpr,
+def _own_values(inner_ptr, rows, firsts, counts, matrix, begin, MATRICES: tl.constexpr, WIDE: tl.constexpr,
                 ROWS_FIRST: tl.constexpr):  # fmt: skip
-    """[rows, WIDE] or transposed: where the inner values of the units from `begin` on are, and which are the row's
-    own."""
+    """[rows, WIDE] or transposed: inner values of the units from `begin` on, where they are the row's own, else 0."""
     lane = tl.arange(0, WIDE)
     at = (rows.to(tl.int64) * MATRICES + matrix) * (_PLACES * _UNIT)
     shift = begin - firsts
@@ -215,33 +205,8 @@ def _own_places(inner_ptr, rows, firsts, counts, matrix, begin, MATRICES: tl.con
     else:
         lane, at, shift, counts = lane[:, None], at[None, :], shift[None, :], counts[None, :]
     place = lane // _UNIT + shift
-    return inner_ptr + at + shift * _UNIT + lane, (place >= 0) & (place < counts)
-
-
-@triton.jit
-def first_look(inner_ptr, own, TAGGED: tl.constexpr):
-    """Values, or words that may not be there yet; 0 in place of those that are not the row's own."""
-    if TAGGED:
-        found = look(inner_ptr, own)
-    else:
-        found = tl.load(inner_ptr, mask=own, other=0.0, cache_modifier=".cg")
-    return found
-
-
-@triton.jit
-def _values(inner_ptr, own, found, tag, VALUES: tl.constexpr, TAGGED: tl.constexpr):
-    """The values, after that first look."""
-    if TAGGED:
-        found = untagged(wait_for_tag(inner_ptr, own, tag, found), VALUES)
-    return found
-
-
-@triton.jit
-def _own_values(inner_ptr, rows, firsts, counts, matrix, begin, tag, VALUES: tl.constexpr, MATRICES: tl.constexpr,
-                WIDE: tl.constexpr, ROWS_FIRST: tl.constexpr, TAGGED: tl.constexpr):  # fmt: skip
-    """[rows, WIDE] or transposed: inner values of the units from `begin` on, where they are the row's own, else 0."""
-    at, own = _own_places(inner_ptr, rows, firsts, counts, matrix, begin, MATRICES, WIDE, ROWS_FIRST)
-    return _values(at, own, first_look(at, own, TAGGED), tag, VALUES, TAGGED)
+    own = (place >= 0) & (place < counts)
+    return tl.load(inner_ptr + at + shift * _UNIT + lane, mask=own, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -253,26 +218,23 @@ def matrix_of(outputs, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr):
 @triton.jit
 def added(
     total, b, b_few, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, outputs, inside, column, last_column, size,
-    matrix, low, high, tag, MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr,
-    WIDE: tl.constexpr, FEW: tl.constexpr, READ: tl.constexpr, ROWS_FIRST: tl.constexpr, TAGGED: tl.constexpr,
+    matrix, low, high, MATRICES: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, WIDE: tl.constexpr,
+    FEW: tl.constexpr, READ: tl.constexpr, ROWS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """`total` and what each row's adapter adds to outputs from `column` to `last_column`, before any scale: [rows,
     outputs], or transposed. READ: `b` is what `first_factors` found of the first units, `b_few` where there are few.
     With three matrices that of an output is told by FIRST_END and SECOND_END, else it is `matrix`. `low`, `high`: the
-    units of these rows are among those. TAGGED: inner values may not be there yet, and have this tag when they are."""
-    VALUES: tl.constexpr = b_ptr.dtype.element_ty
+    units of these rows are among those."""
     last = matrix
     if MATRICES == 3:
         matrix = matrix_of(column, FIRST_END, SECOND_END)
         last = matrix_of(last_column, FIRST_END, SECOND_END)
     if READ:
         if FEW < WIDE and high <= FEW // _UNIT:
-            inner = _own_values(inner_ptr, rows, firsts, counts, matrix, low, tag, VALUES, MATRICES, FEW, ROWS_FIRST,
-                                TAGGED)  # fmt: skip
+            inner = _own_values(inner_ptr, rows, firsts, counts, matrix, low, MATRICES, FEW, ROWS_FIRST)
             total = _summed_on(total, b_few, inner, ROWS_FIRST)
         else:
-            values = _own_values(inner_ptr, rows, firsts, counts, matrix, low, tag, VALUES, MATRICES, WIDE, ROWS_FIRST,
-                                 TAGGED)  # fmt: skip
+            values = _own_values(inner_ptr, rows, firsts, counts, matrix, low, MATRICES, WIDE, ROWS_FIRST)
             total = _summed_on(total, b, values, ROWS_FIRST)
     for each in range(matrix, last + 1):
         own = inside
@@ -283,8 +245,7 @@ def added(
             begin = tl.where(each == matrix, low + WIDE // _UNIT, low)
         for number in tl.range(begin, high, WIDE // _UNIT, num_stages=1):
             factors = outer_factors(b_ptr, units_ptr, high, number, outputs, own, size, WIDE)
-            values = _own_values(inner_ptr, rows, firsts, counts, each, number, tag, VALUES, MATRICES, WIDE, ROWS_FIRST,
-                                 TAGGED)  # fmt: skip
+            values = _own_values(inner_ptr, rows, firsts, counts, each, number, MATRICES, WIDE, ROWS_FIRST)
             total = _summed_on(total, factors, values, ROWS_FIRST)
     return total
 
@@ -292,115 +253,25 @@ def added(
 @triton.jit
 def added_both(
     gate, up, gate_b, gate_few, up_b, up_few, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, outputs, inside, half,
-    size, high, tag, WIDE: tl.constexpr, FEW: tl.constexpr, TAGGED: tl.constexpr,
+    size, high, WIDE: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """The same for gate and up, whose outputs begin at `half`: inner values of both are on their way at once."""
-    VALUES: tl.constexpr = b_ptr.dtype.element_ty
     if FEW < WIDE and high <= FEW // _UNIT:
-        gate, up = _summed_both(gate, up, gate_few, up_few, inner_ptr, rows, firsts, counts, tag, VALUES, FEW, TAGGED)
+        few_gate = _own_values(inner_ptr, rows, firsts, counts, 0, 0, 2, FEW, False)
+        few_up = _own_values(inner_ptr, rows, firsts, counts, 1, 0, 2, FEW, False)
+        gate, up = _summed_on(gate, gate_few, few_gate, False), _summed_on(up, up_few, few_up, False)
     else:
-        gate, up = _summed_both(gate, up, gate_b, up_b, inner_ptr, rows, firsts, counts, tag, VALUES, WIDE, TAGGED)
+        of_gate = _own_values(inner_ptr, rows, firsts, counts, 0, 0, 2, WIDE, False)
+        of_up = _own_values(inner_ptr, rows, firsts, counts, 1, 0, 2, WIDE, False)
+        gate, up = _summed_on(gate, gate_b, of_gate, False), _summed_on(up, up_b, of_up, False)
     for number in tl.range(WIDE // _UNIT, high, WIDE // _UNIT, num_stages=1):
         factors = outer_factors(b_ptr, units_ptr, high, number, outputs, inside, size, WIDE)
-        values = _own_values(inner_ptr, rows, firsts, counts, 0, number, tag, VALUES, 2, WIDE, False, TAGGED)
+        values = _own_values(inner_ptr, rows, firsts, counts, 0, number, 2, WIDE, False)
         gate = _summed_on(gate, factors, values, False)
         factors = outer_factors(b_ptr, units_ptr, high, number, outputs + half, inside, size, WIDE)
-        values = _own_values(inner_ptr, rows, firsts, counts, 1, number, tag, VALUES, 2, WIDE, False, TAGGED)
+        values = _own_values(inner_ptr, rows, firsts, counts, 1, number, 2, WIDE, False)
         up = _summed_on(up, factors, values, False)
     return gate, up
-
-
-@triton.jit
-def _summed_both(gate, up, gate_b, up_b, inner_ptr, rows, firsts, counts, tag, VALUES: tl.constexpr,
-                 WIDE: tl.constexpr, TAGGED: tl.constexpr):  # fmt: skip
-    gate_at, gate_own = _own_places(inner_ptr, rows, firsts, counts, 0, 0, 2, WIDE, False)
-    up_at, up_own = _own_places(inner_ptr, rows, firsts, counts, 1, 0, 2, WIDE, False)
-    of_gate, of_up = first_look(gate_at, gate_own, TAGGED), first_look(up_at, up_own, TAGGED)
-    gate = _summed_on(gate, gate_b, _values(gate_at, gate_own, of_gate, tag, VALUES, TAGGED), False)
-    return gate, _summed_on(up, up_b, _values(up_at, up_own, of_up, tag, VALUES, TAGGED), False)
-
-
-@triton.constexpr_function
-def is_grouped(matrices, rows):
-    """Whether a product of few rows takes them in groups."""
-    return matrices > 0 and rows > GROUP
-
-
-@triton.jit
-def rows_by_adapter(order_ptr, count, ROWS: tl.constexpr):
-    """All rows, those of one adapter side by side; the last are those past `count`."""
-    lane = tl.arange(0, ROWS)
-    return tl.where(lane < count, tl.load(order_ptr + lane, mask=lane < count, other=0), lane)
-
-
-@triton.jit
-def group_units(firsts, counts, ROWS: tl.constexpr):
-    """[groups] the first of the units that the rows of a group have, and where these end."""
-    firsts = tl.reshape(firsts, [ROWS // _GROUP, _GROUP])
-    counts = tl.reshape(counts, [ROWS // _GROUP, _GROUP])
-    high = tl.max(tl.where(counts > 0, firsts + counts, 0), 1)
-    return tl.minimum(tl.min(tl.where(counts > 0, firsts, 1 << 30), 1), high), high
-
-
-@triton.jit
-def group_factors(b_ptr, units_ptr, low, high, outputs, inside, size, WIDE: tl.constexpr):
-    """[groups, outputs, WIDE] of B: of the units from `low` on. `size`: outputs of the joined matrix."""
-    lane = tl.arange(0, WIDE)
-    number = low[:, None] + (lane // _UNIT)[None, :]
-    unit = tl.load(units_ptr + _HEADER + number, mask=number < high[:, None], other=0).to(tl.int64)
-    at = (unit * (size.to(tl.int64) * _UNIT))[:, None, :] + (outputs.to(tl.int64) * _UNIT)[None, :, None]
-    wanted = inside[None, :, None] & (number < high[:, None])[:, None, :]
-    return tl.load(b_ptr + at + (lane % _UNIT)[None, None, :], mask=wanted, other=0.0)
-
-
-@triton.jit
-def group_places(inner_ptr, rows, firsts, counts, low, matrix, MATRICES: tl.constexpr, WIDE: tl.constexpr,
-                 ROWS: tl.constexpr):  # fmt: skip
-    """[groups, WIDE, rows of a group]: where the inner values of the units from `low` on are, and which are the row's
-    own."""
-    lane = tl.arange(0, WIDE)[None, :, None]
-    # multiplied last: the compiler then knows where a row begins, and reads 16 bytes at a time
-    at = (tl.reshape(rows, [ROWS // _GROUP, 1, _GROUP]).to(tl.int64) * MATRICES + matrix) * (_PLACES * _UNIT)
-    shift = low[:, None, None] - tl.reshape(firsts, [ROWS // _GROUP, 1, _GROUP])
-    place = lane // _UNIT + shift
-    own = (place >= 0) & (place < tl.reshape(counts, [ROWS // _GROUP, 1, _GROUP]))
-    return inner_ptr + at + shift * _UNIT + lane, own
-
-
-@triton.jit
-def _summed_in_groups(total, factors, values, BN: tl.constexpr, ROWS: tl.constexpr):
-    """total [BN, ROWS] and the products of each group."""
-    each = tl.permute(tl.reshape(total, [BN, ROWS // _GROUP, _GROUP]), (1, 0, 2))
-    each = tl.dot(factors, values, each, input_precision="ieee")
-    return tl.reshape(tl.permute(each, (1, 0, 2)), [BN, ROWS])
-
-
-@triton.jit
-def added_in_groups(
-    total, factors, places, own_places, found, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, low, high, outputs,
-    inside, column, last_column, size, matrix, tag, MATRICES: tl.constexpr, FIRST_END: tl.constexpr,
-    SECOND_END: tl.constexpr, WIDE: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, TAGGED: tl.constexpr,
-):  # fmt: skip
-    """`total` [outputs, rows] and what each row's adapter adds, as `added` has it. `factors` are those of the first
-    units of every group, `places` and `own_places` what `group_places` says of these, `found` a first look there."""
-    VALUES: tl.constexpr = b_ptr.dtype.element_ty
-    values = _values(places, own_places, found, tag, VALUES, TAGGED)
-    total = _summed_in_groups(total, factors, values, BN, ROWS)
-    last = matrix
-    if MATRICES == 3:
-        matrix = matrix_of(column, FIRST_END, SECOND_END)
-        last = matrix_of(last_column, FIRST_END, SECOND_END)
-    most = tl.max(high - low, 0)
-    for each in range(matrix, last + 1):
-        own = inside
-        if MATRICES == 3:
-            own = inside & (matrix_of(outputs, FIRST_END, SECOND_END) == each)
-        for done in tl.range(tl.where(each == matrix, WIDE // _UNIT, 0), most, WIDE // _UNIT, num_stages=1):
-            factors = group_factors(b_ptr, units_ptr, low + done, high, outputs, own, size, WIDE)
-            at, wanted = group_places(inner_ptr, rows, firsts, counts, low + done, each, MATRICES, WIDE, ROWS)
-            values = _values(at, wanted, first_look(at, wanted, TAGGED), tag, VALUES, TAGGED)
-            total = _summed_in_groups(total, factors, values, BN, ROWS)
-    return total
 
 
 @triton.jit
@@ -422,16 +293,14 @@ class _Arguments(NamedTuple):
 _NO_ADAPTERS = _Arguments()
 
 
-def low_rank_arguments(own: LowRankSum | None, rows: int, outputs: int, threads: int, many: bool = False) -> _Arguments:
-    """What the kernel of a product takes. `rows`, `outputs`, `threads`: of a program."""
+def low_rank_arguments(own: LowRankSum | None, lanes: int, threads: int, many: bool = False) -> _Arguments:
+    """What the kernel of a product takes. `lanes`: rows and outputs of a program; `threads`: of it."""
     if own is None:
         return _NO_ADAPTERS
     first, second = own.ends[0], own.ends[min(1, len(own.ends) - 1)]
-    grouped = rows > GROUP and not many
-    most = MANY_WIDE if many else GROUP_WIDE if grouped else 256
-    lanes = rows + outputs * (rows // GROUP if grouped else 1)
     # many units at once, so that few steps wait for memory; no more than there are registers for
-    wide = next((w for w in (256, 128, 64, 32) if w <= most and lanes * w <= LANES * threads), UNIT)
+    wide = next((w for w in (256, 128, 64, 32) if lanes * w <= LANES * threads), UNIT)
+    wide = min(wide, MANY_WIDE) if many else wide
     tensors = own.inner, own.b, own.units, own.firsts, own.counts
     return _Arguments(tensors, (len(own.ends), first, second, wide, min(FEW_WIDE, wide)))
 
@@ -439,7 +308,7 @@ def low_rank_arguments(own: LowRankSum | None, rows: int, outputs: int, threads:
 class InnerArguments(NamedTuple):
     """Of the kernel of a product whose first programs write inner values."""
 
-    tensors: tuple[Tensor | None, ...] = (None,) * 3
+    tensors: tuple[Tensor | None, ...] = (None,) * 4
     tiles: int = 0
     sizes: tuple[int, ...] = (0,) * 7  # the first: how many they are; the second: how many programs there are
 
@@ -455,17 +324,12 @@ def inner_arguments(own: LowRankSum | None, rows: int, programs: int) -> InnerAr
     stages = min(STAGES, 1 + triton.cdiv(inputs, CHAINS * block))
     sizes = first, first + programs, own.tile, block, FIRST_SHARES, _lines(own.a, inputs), stages
     tickets = own.tickets.of(own.place, first + programs)
-    return InnerArguments((own.a, own.tiles, tickets), own.tiles.shape[1], sizes)
+    return InnerArguments((own.a, own.order, own.tiles, tickets), own.tiles.shape[1], sizes)
 
 
 def is_inside(rows: int) -> bool:
     """Whether a product of so many rows computes its inner values itself."""
     return rows <= FEW_ROWS
-
-
-def inner_places(memory: Tensor, count: int, rows: int) -> Tensor:
-    """Places for inner values of a pass of so many rows, in memory of the model's dtype that has two for each."""
-    return (memory.view(word_type(memory.dtype)) if is_inside(rows) else memory)[:count]
 
 
 def least_warps(own: LowRankSum | None, warps: int) -> int:

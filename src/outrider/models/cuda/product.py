@@ -27,25 +27,18 @@ from outrider.models.cuda.low_rank import (
     LowRankSum,
     added,
     added_both,
-    added_in_groups,
     fetch_factors,
     first_factors,
-    first_look,
-    group_factors,
-    group_places,
-    group_units,
     inner_arguments,
-    is_grouped,
     is_inside,
     least_warps,
     low_rank_arguments,
     matrix_of,
     multiply_inner,
-    rows_by_adapter,
     write_inner,
 )
 from outrider.models.cuda.rotary import HeadPlaces, first_output, head_places, paired_outputs, store_pairs
-from outrider.models.cuda.tickets import take_ticket
+from outrider.models.cuda.tickets import take_ticket, wait_for_first
 
 STRIP_ROWS = 256  # up to which a strip of a matrix whose sums have several parts is read once for all rows
 SHARED = 220_000  # bytes of fast memory that one program may take: 227 KiB on Hopper, less what the compiler adds
@@ -107,12 +100,12 @@ def _squares(squares_ptr, stride, rows, count, STRIPS: tl.constexpr, MOST: tl.co
     return tl.load(squares_ptr + strip[:, None] * stride + rows[None, :], mask=wanted, other=0.0, cache_modifier=PAST)
 
 
-@triton.jit(do_not_specialize=["count", "tiles", "product"])
+@triton.jit(do_not_specialize=["count", "tiles"])
 def _few(
     x_ptr, w_ptr, bias_ptr, squares_ptr, scale_ptr, out_ptr, gain_ptr, next_ptr, part_ptr, done_ptr,
-    inner_ptr, b_ptr, units_ptr, firsts_ptr, counts_ptr, order_ptr, a_ptr, tiles_ptr, tickets_ptr,
+    inner_ptr, b_ptr, units_ptr, firsts_ptr, counts_ptr, a_ptr, order_ptr, tiles_ptr, tickets_ptr,
     q_ptr, keys_ptr, values_ptr, pages_ptr, pages_stride, meta_ptr, meta_stride, cos_ptr, sin_ptr,
-    count, size, eps, squares_stride, tiles, product,
+    count, size, eps, squares_stride, tiles,
     STRIPS: tl.constexpr, MOST: tl.constexpr, SCALED: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
     BIAS: tl.constexpr, SPLIT: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
     ROWS: tl.constexpr, LINES: tl.constexpr, EAGER: tl.constexpr, AHEAD: tl.constexpr, AGAIN: tl.constexpr,
@@ -136,20 +129,16 @@ def _few(
     when x is there (`multiply_inner`), and is waited for there. So nothing waits before x is read, and what kernels
     before wrote is read past the first cache, which knows nothing of other kernels' writes until then.
     """
-    lanes = tl.arange(0, ROWS)
-    rows = lanes
-    GROUPED: tl.constexpr = is_grouped(MATRICES, ROWS)
+    rows = tl.arange(0, ROWS)
     if INNER > 0:
-        number, tag = take_ticket(tickets_ptr, product, PROGRAMS)
+        number, launch = take_ticket(tickets_ptr, PROGRAMS)
         if number < INNER:
-            write_inner(number, tag, x_ptr, a_ptr, inner_ptr, units_ptr, order_ptr, tiles_ptr, tiles,
+            write_inner(number, x_ptr, a_ptr, inner_ptr, units_ptr, order_ptr, tiles_ptr, tiles, tickets_ptr,
                         MATRICES, K, INNER_BK, TILE, INNER, SHARES, INNER_LINES, STAGES, SOON)  # fmt: skip
             return
         strip, share = (number - INNER) // SPLIT, (number - INNER) % SPLIT
     else:
-        strip, share, tag = tl.program_id(0), tl.program_id(1), 0
-    if GROUPED:
-        rows = rows_by_adapter(order_ptr, count, ROWS)
+        strip, share = tl.program_id(0), tl.program_id(1)
     column, last_column = strip * BN, tl.minimum(strip * BN + BN, size) - 1
     first = column + tl.arange(0, BN)
     if D > 0:
@@ -181,12 +170,12 @@ def _few(
             own &= matrix_of(first, FIRST_END, SECOND_END) == matrix_of(column, FIRST_END, SECOND_END)
         if SOON:
             if D > 0:
-                fetch_factors(b_ptr, units_ptr, units, column, whole, BN // 2)
-                fetch_factors(b_ptr, units_ptr, units, column + D // 2, whole, BN // 2)
+                fetch_factors(b_ptr, units_ptr, units, column, whole, BN // 2, WIDE)
+                fetch_factors(b_ptr, units_ptr, units, column + D // 2, whole, BN // 2, WIDE)
             else:
-                fetch_factors(b_ptr, units_ptr, units, column, whole, BN)
+                fetch_factors(b_ptr, units_ptr, units, column, whole, BN, WIDE)
                 if GATE:
-                    fetch_factors(b_ptr, units_ptr, units, column + size, whole, BN)
+                    fetch_factors(b_ptr, units_ptr, units, column + size, whole, BN, WIDE)
     if D > 0:
         cos, sin, to = head_places(
             strip, rows, count, q_ptr, keys_ptr, values_ptr, pages_ptr, pages_stride, meta_ptr, meta_stride, cos_ptr,
@@ -198,7 +187,7 @@ def _few(
         nearly_done(SOON)
     if AHEAD:
         if STRIPS > 0:
-            squares = _squares(squares_ptr, squares_stride, lanes, count, STRIPS, MOST, PAST)
+            squares = _squares(squares_ptr, squares_stride, rows, count, STRIPS, MOST, PAST)
         if ADD:
             before = tl.load(out_ptr + place, mask=inside, other=0.0, cache_modifier=PAST).to(tl.float32)
     for k in range(begin, tl.minimum(begin + PART, K), BK):
@@ -213,7 +202,7 @@ def _few(
     if not EAGER:
         nearly_done(SOON)
     if SPLIT > 1:
-        lane = tl.arange(0, BN)[:, None] * ROWS + lanes[None, :]
+        lane = tl.arange(0, BN)[:, None] * ROWS + rows[None, :]
         mine = part_ptr + (strip * SPLIT).to(tl.int64) * (BN * ROWS) + lane
         tl.store(mine + share * (BN * ROWS), a)
         tl.debug_barrier()
@@ -223,60 +212,36 @@ def _few(
         a = tl.zeros([BN, ROWS], tl.float32)
         for part in tl.static_range(SPLIT):
             a += tl.load(mine + part * (BN * ROWS), cache_modifier=".cg")
-    if GROUPED:
-        low, high = group_units(firsts, counts, ROWS)
-        a_outer = group_factors(b_ptr, units_ptr, low, high, first, own, whole, WIDE)
-        if GATE:
-            b_outer = group_factors(b_ptr, units_ptr, low, high, first + size, own, whole, WIDE)
-    elif MATRICES > 0:
+    if MATRICES > 0:
         a_outer, a_few = first_factors(b_ptr, units_ptr, units, first, own, whole, WIDE, FEW)
         if GATE:
-            b_outer, b_few = first_factors(b_ptr, units_ptr, units, first + size, own, whole, WIDE, FEW)
+            b_outer, b_few = first_factors(b_ptr, units_ptr, units, first + size, first < size, whole, WIDE, FEW)
     if not AHEAD:
         if STRIPS > 0:
-            squares = _squares(squares_ptr, squares_stride, lanes, count, STRIPS, MOST, PAST)
+            squares = _squares(squares_ptr, squares_stride, rows, count, STRIPS, MOST, PAST)
         if ADD:
             before = tl.load(out_ptr + place, mask=inside, other=0.0, cache_modifier=PAST).to(tl.float32)
     if STRIPS > 0:
-        scale = _scale_of(pair_sum(squares, MOST, ROWS), eps, K)
-        if GROUPED:
-            scale = tl.gather(scale, rows, 0)
-        scale = scale[None, :]
+        scale = _scale_of(pair_sum(squares, MOST, ROWS), eps, K)[None, :]
     if SCALED:
         scale = tl.load(scale_ptr + rows, mask=rows < count, other=0.0, cache_modifier=PAST)[None, :]
     bias = tl.zeros([BN], tl.float32)[:, None]
     if BIAS:
         bias = tl.load(bias_ptr + first, mask=first < size, other=0.0).to(tl.float32)[:, None]
     if MATRICES > 0:
-        if INNER == 0:
+        if INNER > 0:
+            wait_for_first(tickets_ptr, launch, INNER, SOON)
+        else:
             begin_after(SOON)
-        if GROUPED:
-            matrix = matrix_of(column, FIRST_END, SECOND_END) if MATRICES == 3 else 0
-            a_at, a_own = group_places(inner_ptr, rows, firsts, counts, low, matrix, MATRICES, WIDE, ROWS)
-            a_found = first_look(a_at, a_own, INNER > 0)
-            if GATE:
-                b_at, b_own = group_places(inner_ptr, rows, firsts, counts, low, 1, MATRICES, WIDE, ROWS)
-                b_found = first_look(b_at, b_own, INNER > 0)
-                b = added_in_groups(
-                    b, b_outer, b_at, b_own, b_found, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, low, high,
-                    first + size, first < size, column, last_column, whole, 1, tag, MATRICES, FIRST_END, SECOND_END,
-                    WIDE, BN, ROWS, INNER > 0,
-                )  # fmt: skip
-            a = added_in_groups(
-                a, a_outer, a_at, a_own, a_found, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, low, high, first,
-                first < size, column, last_column, whole, 0, tag, MATRICES, FIRST_END, SECOND_END, WIDE, BN, ROWS,
-                INNER > 0,
-            )  # fmt: skip
-        elif GATE:
+        if GATE:
             a, b = added_both(
                 a, b, a_outer, a_few, b_outer, b_few, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, first,
-                first < size, size, whole, units, tag, WIDE, FEW, INNER > 0,
+                first < size, size, whole, units, WIDE, FEW,
             )  # fmt: skip
         else:
             a = added(
                 a, a_outer, a_few, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, first, first < size, column,
-                last_column, whole, 0, 0, units, tag, MATRICES, FIRST_END, SECOND_END, WIDE, FEW, True, False,
-                INNER > 0,
+                last_column, whole, 0, 0, units, MATRICES, FIRST_END, SECOND_END, WIDE, FEW, True, False,
             )  # fmt: skip
     if STRIPS > 0 or SCALED:
         a, b = _scaled(a, scale, bias), b * scale
@@ -358,12 +323,12 @@ def _many(
         whole, last = size * 2 if GATE else size, tl.minimum(column0 + BN, size) - 1
         a = added(
             a, a, a, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, first, first < size, column0, last, whole, 0,
-            low, high, 0, MATRICES, FIRST_END, SECOND_END, WIDE, FEW, False, True, False,
+            low, high, MATRICES, FIRST_END, SECOND_END, WIDE, FEW, False, True,
         )  # fmt: skip
         if GATE:
             b = added(
                 b, b, b, inner_ptr, b_ptr, units_ptr, rows, firsts, counts, first + size, first < size, column0, last,
-                whole, 1, low, high, 0, MATRICES, FIRST_END, SECOND_END, WIDE, FEW, False, True, False,
+                whole, 1, low, high, MATRICES, FIRST_END, SECOND_END, WIDE, FEW, False, True,
             )  # fmt: skip
     bias = tl.zeros([BN], tl.float32)[None, :]
     if BIAS:
@@ -545,10 +510,10 @@ def linear(
         work.strips = triton.cdiv(size, cut.width)
 
 
-def can_place(rows: int, weight: Tensor, head_dim: int) -> bool:
-    """Whether the product with this matrix places queries, keys and values of as many rows itself: few rows, and whole
-    strips in every head."""
-    return rows <= FEW_ROWS and head_dim % tiling(*weight.shape).width == 0
+def can_place(rows: int, weight: Tensor, head_dim: int, adapted: bool) -> bool:
+    """Whether the product with this matrix places queries, keys and values of as many rows itself: few rows, fewer with
+    adapters, and whole strips in every head."""
+    return rows <= (ALONE_ROWS if adapted else FEW_ROWS) and head_dim % tiling(*weight.shape).width == 0
 
 
 def _linear_few(
@@ -562,17 +527,16 @@ def _linear_few(
         block, warps = next(b for b in (128, 64, 32, 16) if part % b == 0), 8
     elif around.gate and cut.width == 16 and padded <= 32:
         warps, stages = 2, 10
-    if around.adapters is not None and padded > ALONE_ROWS:  # more stages are slower beside what adapters take
+    if crowded := around.adapters is not None and padded > ALONE_ROWS:  # no registers are left for more stages
         stages = min(stages, 6)
     warps = least_warps(around.adapters, warps)
     read = cut.width * (2 if around.gate else 1)  # rows of the matrix that a program reads
     stage = block * (read + padded) * x.element_size()
-    low = low_rank_arguments(around.adapters, padded, read, 32 * warps)
-    order = None if around.adapters is None else around.adapters.order
+    low = low_rank_arguments(around.adapters, padded + read, 32 * warps)
     strips = triton.cdiv(size, cut.width)
     within = inner_arguments(around.adapters, rows, strips * cut.split)
     bytes_read = part * x.element_size()  # of one row of the matrix
-    eager = padded <= FEW_ROWS and read * bytes_read <= EAGER_BYTES
+    eager = padded <= FEW_ROWS and read * bytes_read <= EAGER_BYTES and not crowded
     alone = padded <= ALONE_ROWS
     lines = triton.next_power_of_2(triton.cdiv(bytes_read, LINE)) if eager else FIRST_LINES if alone else 0
     places, strips_before = around.places, 0 if around.eps is None else work.strips
@@ -582,8 +546,7 @@ def _linear_few(
                   places.meta.stride(0), *places.angles)  # fmt: skip
     _few[(within.sizes[1],) if within.tiles else (strips, cut.split)](
         x, weight, bias, work.squares, around.scale, out, around.gain, work.next, work.part, work.done,
-        *low.tensors, order, *within.tensors, *placed, rows, size, around.eps or 0.0, work.squares.stride(0),
-        within.tiles, 0 if around.adapters is None else around.adapters.place,
+        *low.tensors, *within.tensors, *placed, rows, size, around.eps or 0.0, work.squares.stride(0), within.tiles,
         strips_before, triton.next_power_of_2(strips_before), around.scale is not None, around.gate,
         around.gain is not None, bias is not None, cut.split, inner, part, block, cut.width, padded,
         lines if soon else 0, eager, alone, around.again, *((0,) * 4 if places is None else places.sizes), *low.sizes,
@@ -602,7 +565,7 @@ def _linear_many(
     part = cut.part(inner)
     block = next(b for b in (tile.inner, 64, 32, 16) if part % b == 0)
     copied = _copies(x, weight, inner, block)
-    low = low_rank_arguments(around.adapters, tile.rows, tile.outputs, 32 * tile.warps, True)
+    low = low_rank_arguments(around.adapters, tile.rows + tile.outputs, 32 * tile.warps, True)
     _many[(triton.cdiv(rows, tile.rows) * triton.cdiv(size, tile.outputs),)](
         TensorDescriptor.from_tensor(x, [tile.rows, block]) if copied else x,
         TensorDescriptor.from_tensor(weight, [tile.outputs, block]) if copied else weight,
