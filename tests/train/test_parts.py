@@ -22,14 +22,11 @@ from outrider.train.atomic import write_text
 from outrider.train.data import conversations
 from outrider.train.data.batches import BatchOrder, TextBatch
 from outrider.train.data.conversations import (
-    DOCUMENT,
     ChatFormat,
     WriteRequest,
     WrittenText,
     answer_to,
     conversation,
-    openers,
-    pick,
     trim,
 )
 from outrider.train.data.corpus import FOLDER, Corpus, CorpusFolder, CorpusInfo
@@ -158,16 +155,6 @@ def test_a_conversation_that_outgrows_the_context_ends(tmp_path, monkeypatch, lo
     numbered = [(0, answer_to(chat, "a " * 100, Random(0))), (1, answer_to(chat, "a", Random(0)))]
     texts = ConversationRunner(engine, loaded.ends, 2, 0).run(numbered)
     assert [len(text.tokens) <= 60 for text in texts] == [True]
-
-
-def test_openers_are_filled_in():
-    found = openers()
-    assert len(found["turns"]) > 140
-    assert len(set(found["turns"])) == len(found["turns"])
-    assert all(DOCUMENT in line for line in found["documents"])
-    random = Random(0)
-    for section in ("turns", "sources"):
-        assert not any("{" in pick(section, random) for _ in range(300))
 
 
 CORPUS = Corpus.of([WrittenText(range(1000 * n, 1001 * n), n // 2) for n in (5, 70, 64, 3, 130, 66, 20)])

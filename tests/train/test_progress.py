@@ -58,21 +58,21 @@ class TestHeldOut:
 class TestGrowingOrder:
     def order(self, segments):
         order = GrowingOrder(64, 64, 3, CPU)
-        for step, new, every in segments:
-            order.add(step, new, every)
+        for step, old, new in segments:
+            order.add(step, old, new)
         return order
 
-    def test_new_texts_come_first_then_all(self):
-        old, new = corpus(range(4)), corpus(range(100, 103))
-        both = Corpus.join([old, new])
-        order = self.order([(0, old, old), (6, new, both)])
-        seen = [sorted(set(order.batch(step).tokens.flatten().tolist()) - {0}) for step in range(6, 6 + 3 + 7)]
-        assert sorted(chain.from_iterable(seen[:3])) == [100, 101, 102]
-        assert sorted([0, *chain.from_iterable(seen[3:])]) == [0, 1, 2, 3, 100, 101, 102]
+    def test_new_texts_come_by_turns_with_old_ones_then_all(self):
+        none, old, new = corpus([]), corpus(range(1, 5)), corpus(range(100, 103))
+        order = self.order([(0, none, old), (6, old, new)])
+        seen = [sorted(set(order.batch(step).tokens.flatten().tolist()) - {0}) for step in range(6, 6 + 6 + 7)]
+        assert sorted(chain.from_iterable(seen[:6:2])) == [100, 101, 102]
+        assert len(set(chain.from_iterable(seen[1:6:2])) & {1, 2, 3, 4}) == 3
+        assert sorted(chain.from_iterable(seen[6:])) == [1, 2, 3, 4, 100, 101, 102]
 
     def test_a_step_has_the_same_batch_however_it_is_reached(self):
         old, new = corpus(range(9)), corpus(range(100, 105))
-        segments = [(0, old, old), (6, new, Corpus.join([old, new]))]
+        segments = [(0, corpus([]), old), (6, old, new)]
         one, two = self.order(segments), self.order(segments)
         walked = [one.batch(step).tokens for step in range(6, 40)]
         for step in (39, 6, 17):
@@ -82,7 +82,7 @@ class TestGrowingOrder:
 class TestDividingTheTime:
     def test_as_much_is_written_as_is_learned_often_enough(self):
         seconds = writing_seconds(100.0, 1000.0, 5000.0, 0.0, 0.0, 0.0)
-        assert seconds == pytest.approx(100 * 5000 / (4 * 1000 + 5000))
+        assert seconds == pytest.approx(100 * 5000 / (texts.REPEATS * 1000 + 5000))
         learned, written = 5000 * (100 - seconds), 1000 * seconds
         assert learned / written == pytest.approx(texts.REPEATS)
 

@@ -45,6 +45,11 @@ PROMPT_CHUNK = {"cpu": 512, "cuda": 2048}  # prompt tokens of a pass that measur
 # Prompt tokens of a pass that writes. On a GPU a pass costs the host some 15 ms for 2,048 sequences, whatever it feeds:
 # with 2,048 tokens a pass the host alone could write 140,000 tokens/s, with 16,384 it could 350,000 (docs/LOG.md).
 WRITING_CHUNK = {"cpu": 512, "cuda": 16_384}
+# Times the tokens that all conversations may hold: where the cache has as many, they stay in it while a head learns and
+# is measured, and go on later; where it has fewer, they are cut.
+ROOMY = 2
+SHORT_WRITING = 20.0  # seconds of writing below which what runs at the end is cut: it may be most of what there is
+FIRST_ID = 1 << 20  # of their sequences: others of the same model, with which a head is measured, count from 0
 _MOST_REQUESTS = 8  # more than any conversation has: each request gets random numbers of its own
 
 Show = Callable[[str, int, int | None], None]
@@ -65,7 +70,7 @@ class ConversationRunner:
         self._engine, self._ends, self._batch, self._seed = engine, ends, batch, seed
         self._running: dict[int, _Running] = {}  # by the id of its sequence
         self._done: dict[int, list[WrittenText]] = {}  # by the conversation's number
-        self._ids = 0
+        self._ids = FIRST_ID
 
     def run(
         self,
@@ -143,6 +148,7 @@ class CorpusWriter:
         self._endless: Iterator[tuple[int, Conversation]] | None = None
         self.started = 0  # the number of the conversation that would be next
         self.batch = job.writers or at_once(loaded.model.capacity, device)
+        self.pauses = loaded.model.capacity >= ROOMY * HELD_TOKENS * self.batch  # conversations may wait in the cache
         limits = Limits(self.batch, WRITING_CHUNK[device])
         plain = Drafter(Drafter.Options(), BuildContext(loaded.model, _no_other))
         self._runner = ConversationRunner(Engine(loaded.model, plain, limits), loaded.ends, self.batch, job.seed)
@@ -198,17 +204,25 @@ def write_corpus(
 
 
 def write_until(
-    writer: CorpusWriter, folder: CorpusFolder, info: CorpusInfo, end: float, budget: TimeBudget, show: Show
+    writer: CorpusWriter,
+    folder: CorpusFolder,
+    info: CorpusInfo,
+    end: float,
+    budget: TimeBudget,
+    show: Show,
+    cut: bool,
 ) -> CorpusInfo:
-    """Conversations until `end`, in seconds of the run, in shards; at least some. What is begun then is cut."""
+    """Conversations until `end`, in seconds of the run, in shards; at least some. What is begun then goes on in the
+    next call; it is cut where there is none, where it has no room to wait, or where all was written in little time."""
     first = info.talks
+    cut = cut or not writer.pauses or end - budget.spent < SHORT_WRITING
     while budget.spent < end or not info.tokens:
         begin, until = budget.spent, min(end, budget.spent + SHARD_SECONDS)
         progress = _WritingProgress(info, 0, budget, end, show, until)
         corpus = writer.some(first, progress.add, progress.goes_on)
         if not len(corpus) and not info.tokens:
             end = max(end, budget.spent + 1.0)
-        if budget.spent >= end:
+        if cut and budget.spent >= end:
             corpus = Corpus.join([corpus, writer.rest()])
         if len(corpus):
             info = _counted(folder, info, corpus, writer.started, budget.spent - begin)
