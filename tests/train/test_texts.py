@@ -58,7 +58,9 @@ def played(section, say, seed=0):
 class TestOpeners:
     def test_gaps_are_filled_in(self):
         found, random = openers(), Random(0)
-        assert all(len(set(lines)) == len(lines) for name, lines in found.items() if name != "code")
+        assert all(
+            len(set(lines)) == len(lines) for name, lines in found.items() if name not in ("code", "translation")
+        )
         assert all(DOCUMENT in line for name in SOURCED for line in found[name])
         for section in {*USUAL, *CODERS, *(form.section for form in SOURCED.values()), "followups", "manners"}:
             for _ in range(200):
@@ -122,7 +124,7 @@ class TestConversations:
             asked, _ = played(
                 "coding", lambda text, answer: " it adds. The answer\nis 4..." if not answer else "a", seed
             )
-            turns |= {text for text, answer, _ in asked if answer and " it adds." in text}
+            turns |= {text for text, answer, _ in asked if answer and text.count("<") == 1 and "adds" in text}
         assert turns
         alone = [turn for turn in turns if "\n" not in turn]
         assert alone
@@ -150,11 +152,12 @@ class TestConversations:
         assert len(found) > 0.7 * total
 
 
-class TestWriting:
-    @pytest.fixture(scope="class")
-    def loaded(self, tiny_folder):
-        return load(str(tiny_folder), WHERE)
+@pytest.fixture(scope="module")
+def loaded(tiny_folder):
+    return load(str(tiny_folder), WHERE)
 
+
+class TestWriting:
     def writer(self, loaded):
         made = writer.CorpusWriter(loaded, TrainingJob("eagle", writers=3), "cpu", ())
         assert made.pauses

@@ -228,7 +228,7 @@ class _TrainingRun:
                 self._learn_also(learning, before)
             loop.plan(state, left - loop.later - (self._budget.spent - begun))
             self._save(learning.student, learning.optimiser)
-        self._divide_at = state.step + max(1, (state.planned - state.step) // max(self._parts_left(texts), 1))
+        self._divide_at = state.step + max(1, (state.planned - state.step) // (self._parts_left(texts) + 1))
 
     def _parts_left(self, texts: TextSource) -> int:
         """Times that further texts are still to be written."""
@@ -317,6 +317,7 @@ class _TrainingRun:
     def _look(self, student: nn.Module) -> float:
         """Acceptance on the held-out prompts as of now; the seconds it took."""
         begin = time.monotonic()
+        self._task.show(f"measuring after {self._state.step} steps", 0, None)
         kinds.write(student, self._trial, self._destination)  # the file in --out keeps the best weights
         found = results.total(self._evaluator.measure(self._specs[0], self._task.held_out, LOOK_TOKENS))
         self._state.figures.setdefault("live", []).append([self._state.step, round(found.tokens_per_step, 3)])

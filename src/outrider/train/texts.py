@@ -13,10 +13,11 @@ from outrider.train.job import TimeBudget, TrainingJob
 FIRST_SHARE = 0.2  # of the time for the first texts: enough to begin with, and to know how fast both parts are
 # Times that a text is learned from where held-out texts say nothing else. With 3.7 (Qwen2.5-Coder-1.5B, docs/LOG.md)
 # the loss fell by a fifth when texts were read again, that of held-out texts by a twentieth in the same steps.
-REPEATS = 2.0
+REPEATS = 2.5
 # What training gains more than held-out texts, as a share, where REPEATS is right: twice the gap, half the repeats.
-USUAL_GAP = 0.15
-FEWEST_REPEATS, MOST_REPEATS = 1.25, 6.0
+# Half of the batches are of new texts, which are guessed no better than held-out ones.
+USUAL_GAP = 0.06
+FEWEST_REPEATS, MOST_REPEATS = 1.25, 3.0
 LARGEST_SHARE = 0.6  # of the time that is left for further texts, at most: what is written has to be learned, too
 LEAST_SECONDS, LEAST_SHARE = 2.0, 0.01  # of a run: less writing at a time is not worth stopping the steps
 # Times that texts are written beside learning, evenly over the steps: nearly to the end half of the batches are new.

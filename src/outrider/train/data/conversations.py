@@ -33,7 +33,7 @@ class SourceForm:
 
     section: str  # of the requests for it
     passages: Sequence[int] = (1,)  # how many of them, each equally likely
-    tokens: tuple[int, int] = ANSWER  # fewest and most that each may have
+    tokens: tuple[int, int] | None = None  # fewest and most that each may have; None: as an answer
     greedy: float = 0.5  # share of them that are written at temperature 0: they are to differ from each other
     wishes: str = ""  # section of what is added to the requests
     cleaned: Callable[[str], str] = wording.passage
@@ -48,12 +48,12 @@ SOURCED = {
 }
 # Sections and how often a conversation begins with each: much as models are measured, and for coders.
 USUAL = {
-    "turns": 0.28, "data": 0.13, "coding": 0.1, "translation": 0.05,
-    "documents": 0.18, "code_documents": 0.04, "asking": 0.12, "translating": 0.1,
+    "turns": 0.26, "data": 0.12, "coding": 0.1, "translation": 0.14,
+    "documents": 0.18, "code_documents": 0.04, "asking": 0.12, "translating": 0.04,
 }  # fmt: skip
 CODERS = {
-    "turns": 0.2, "data": 0.12, "coding": 0.2, "translation": 0.04,
-    "documents": 0.15, "code_documents": 0.08, "asking": 0.11, "translating": 0.1,
+    "turns": 0.19, "data": 0.12, "coding": 0.17, "translation": 0.14,
+    "documents": 0.15, "code_documents": 0.08, "asking": 0.11, "translating": 0.04,
 }  # fmt: skip
 
 _CONTENT = "\u241fWORDS\u241f"  # stands for the user's words in a rendered template; no template writes it
@@ -216,10 +216,13 @@ def _whole(chat: ChatFormat, tokens: Sequence[int], ends: frozenset[int]) -> str
     return text if tokens and tokens[-1] in ends else wording.whole_sentences(text)
 
 
-def _answer(asked: list[int], random: Random, tokens: tuple[int, int] = ANSWER, greedy: float = GREEDY) -> Conversation:
-    """`tokens`: fewest and most that it may have. `greedy`: how likely it is written at temperature 0."""
-    longer = tokens == ANSWER and random.random() < LONG_ANSWERS
-    longest = LONG_ANSWER if longer else random.randint(*tokens)
+def _answer(
+    asked: list[int], random: Random, tokens: tuple[int, int] | None = None, greedy: float = GREEDY
+) -> Conversation:
+    """`tokens`: fewest and most that it may have, if they are not the usual ones. `greedy`: how likely it is written at
+    temperature 0."""
+    longer = tokens is None and random.random() < LONG_ANSWERS
+    longest = LONG_ANSWER if longer else random.randint(*(tokens or ANSWER))
     temperature = 0.0 if random.random() < greedy else random.uniform(*WARM)
     written = yield WriteRequest(asked, longest, temperature, answer=True)
     return [WrittenText([*asked, *written], len(asked))]

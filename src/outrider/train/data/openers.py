@@ -10,7 +10,8 @@ from random import Random
 DOCUMENT = "{document}"  # the gap in an opener that a document fills
 # Sections that fill gaps of other lines. `language` and `other` are two different ones.
 _FILLINGS = {"topic": "topics", "code": "code", "place": "places", "reader": "readers", "person": "persons"}
-_LANGUAGES = "languages"
+_LANGUAGES, _BEGINNINGS = "languages", "beginnings"
+WITH_ENGLISH = 0.85  # share of the pairs of two other languages of which one becomes English
 WITH_WISH = 0.6  # share of the whole requests to which a wish is added, so that few are the same
 
 
@@ -27,18 +28,26 @@ def openers() -> dict[str, tuple[str, ...]]:
     return {name: tuple(lines) for name, lines in found.items()}
 
 
-def two_languages(random: Random) -> dict[str, str]:
-    """For the gaps {language} and {other}; one of them is English as often as not."""
-    language, other = random.sample(openers()[_LANGUAGES], 2)
-    if random.random() < 0.5 and "English" not in (language, other):
-        language, other = random.choice([(language, "English"), ("English", other)])
+def two_languages(random: Random, language: str = "") -> dict[str, str]:
+    """For the gaps {language}, if it is not given, and {other}; one of them is English mostly."""
+    every = openers()[_LANGUAGES]
+    language = language or random.choice(every)
+    other = random.choice([name for name in every if name != language])
+    if "English" not in (language, other) and random.random() < WITH_ENGLISH:
+        other = "English"
     return {"language": language, "other": other}
+
+
+def _begun_sentence(random: Random) -> dict[str, str]:
+    """For the gap {words}: the first of a sentence, with its language and another one."""
+    language, _, words = random.choice(openers()[_BEGINNINGS]).partition(": ")
+    return {"words": words, **two_languages(random, language)}
 
 
 def pick(section: str, random: Random, filled: Mapping[str, str] | None = None) -> str:
     """A line of the section with its gaps filled in; a document's place stays open. `filled`: gaps that are decided."""
     line = random.choice(openers()[section])
-    gaps = two_languages(random) if filled is None else filled
+    gaps = filled or (_begun_sentence(random) if "{words}" in line else two_languages(random))
     for gap, value in gaps.items():
         line = line.replace(f"{{{gap}}}", value)
     for gap, filling in _FILLINGS.items():

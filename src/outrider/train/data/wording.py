@@ -9,6 +9,7 @@ _LABEL = re.compile(r"^\W*(question|task|exercise|prompt|user|sentence|text|answ
 
 
 _REFUSALS = (
+    "sure, i'd be",
     "i'm sorry",
     "i am sorry",
     "sorry,",
@@ -45,4 +46,4 @@ def passage(text: str) -> str:
 def question(text: str) -> str:
     """The first paragraph, without quotation marks around it or a word that says what it is."""
     first = passage(text).partition("\n\n")[0].strip()
-    return _LABEL.sub("", first).strip().strip('"“”*')
+    return _LABEL.sub("", first).strip(' "“”*')
