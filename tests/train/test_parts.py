@@ -71,9 +71,9 @@ def test_conversations_that_begin_ahead_are_the_same_and_leave_nothing_behind(lo
     chat = ChatFormat.of(loaded.tokenizer)
     line = ((number, conversation(chat, loaded.ends, Random(number))) for number in itertools.count())
     runner = ConversationRunner(engine, loaded.ends, 3, 0)
-    steps = iter(range(60))
-    first = runner.run(line, goes_on=lambda: next(steps) < 40)
-    second = runner.run(line, goes_on=lambda: next(steps, 60) < 59)
+    steps = iter(range(120))  # many conversations have a source and an answer
+    first = runner.run(line, goes_on=lambda: next(steps) < 80)
+    second = runner.run(line, goes_on=lambda: next(steps, 120) < 119)
     assert engine.busy  # with the conversations after them
     ended = {text.talk: [one for one in first + second if one.talk == text.talk] for text in first + second}
     assert len(ended) > 2

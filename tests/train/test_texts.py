@@ -1,9 +1,9 @@
 """What the target is asked to write: requests that differ, whole questions, sources that translations are of; and that
 conversations wait in the cache while a head is measured."""
 
+import itertools
 from collections import Counter
 from random import Random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from outrider.train.data import wording, writer
 from outrider.train.data.conversations import CODERS, SOURCED, USUAL, ChatFormat, conversation, mix_for
 from outrider.train.data.corpus import CorpusFolder, CorpusInfo
 from outrider.train.data.openers import DOCUMENT, is_whole, openers, pick
-from outrider.train.job import TimeBudget, TrainingJob
+from outrider.train.job import TrainingJob
 from outrider.train.results import Evaluator
 
 WHERE = LoadOptions(torch.device("cpu"), torch.float32, 1 << 30)
@@ -157,6 +157,17 @@ def loaded(tiny_folder):
     return load(str(tiny_folder), WHERE)
 
 
+class Clock:
+    """A budget of which a second is spent whenever somebody looks."""
+
+    def __init__(self):
+        self._seconds = itertools.count()
+
+    @property
+    def spent(self):
+        return float(next(self._seconds))
+
+
 class TestWriting:
     def writer(self, loaded):
         made = writer.CorpusWriter(loaded, TrainingJob("eagle", writers=3), "cpu", ())
@@ -170,7 +181,7 @@ class TestWriting:
             steps = iter(range(until))
             return own.some(0, lambda tokens: None, lambda: next(steps, None) is not None)
 
-        pausing, going = self.writer(loaded), None
+        pausing = self.writer(loaded)
         first = some(pausing, 40)
         before = dict(pausing._runner._running)
         Evaluator(loaded, ChatFormat.of(loaded.tokenizer), WHERE, 512).measure("none", [("a", "the sea")], 8)
@@ -189,11 +200,7 @@ class TestWriting:
     @pytest.mark.parametrize(("cut", "short", "busy"), [(False, 0.0, True), (True, 0.0, False), (False, 1e9, False)])
     def test_what_runs_at_the_end_waits_or_is_cut(self, loaded, tmp_path, monkeypatch, cut, short, busy):
         monkeypatch.setattr(writer, "SHORT_WRITING", short)
-        own, budget = self.writer(loaded), TimeBudget(1.0, 0.0)
-        clock = iter(range(10_000))
-        budget = SimpleNamespace(spent=0.0)
-        type(budget).spent = property(lambda self: float(next(clock)))
-        info = CorpusInfo("tiny", loaded.model.vocab_size, 0)
-        writer.write_until(own, CorpusFolder(tmp_path), info, 200.0, budget, lambda *said: None, cut)
+        own, info = self.writer(loaded), CorpusInfo("tiny", loaded.model.vocab_size, 0)
+        writer.write_until(own, CorpusFolder(tmp_path), info, 1500.0, Clock(), lambda *said: None, cut)
         assert own._runner._engine.busy == busy
         own.rest()

@@ -214,10 +214,10 @@ def write_until(
 ) -> CorpusInfo:
     """Conversations until `end`, in seconds of the run, in shards; at least some. What is begun then goes on in the
     next call; it is cut where there is none, where it has no room to wait, or where all was written in little time."""
-    first = info.talks
-    cut = cut or not writer.pauses or end - budget.spent < SHORT_WRITING
+    first, begin = info.talks, budget.spent
+    cut = cut or not writer.pauses or end - begin < SHORT_WRITING
     while budget.spent < end or not info.tokens:
-        begin, until = budget.spent, min(end, budget.spent + SHARD_SECONDS)
+        until = min(end, budget.spent + SHARD_SECONDS)
         progress = _WritingProgress(info, 0, budget, end, show, until)
         corpus = writer.some(first, progress.add, progress.goes_on)
         if not len(corpus) and not info.tokens:
@@ -226,6 +226,7 @@ def write_until(
             corpus = Corpus.join([corpus, writer.rest()])
         if len(corpus):
             info = _counted(folder, info, corpus, writer.started, budget.spent - begin)
+            begin = budget.spent
     return _complete(folder, info)
 
 
