@@ -150,6 +150,7 @@ class _TrainingRun:
             self._progress.best = checkpoint.restore(self._out, student, optimiser)
         learning = _Learning(student, optimiser, self._order(texts, held), texts, held)
         log = self._learn(learning)
+        texts.end()
         self._save(student, optimiser)
         said = advice(self._state.figures, self._epochs(texts))
         self._state.figures["advice"] = said

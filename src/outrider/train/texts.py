@@ -77,6 +77,11 @@ class TextSource:
         end = self._budget.spent + max(seconds, 0.0)
         self.info = writer.write_until(self._make(), self._folder, self.info, end, self._budget, self._show, cut=last)
 
+    def end(self) -> None:
+        """No more is written: conversations that wait leave the cache."""
+        if self._writer is not None:
+            self._writer.rest()
+
     def wanted(self, left: float, step_seconds: float, steps: int, gap: float, parts: int) -> tuple[float, float]:
         """Seconds that should go into further texts now, and later, where `parts` are still to be written."""
         speed, learned = self.info.tokens / max(self.info.seconds, 1e-9), self._job.batch_tokens / step_seconds

@@ -47,8 +47,8 @@ PROMPT_CHUNK = {"cpu": 512, "cuda": 2048}  # prompt tokens of a pass that measur
 WRITING_CHUNK = {"cpu": 512, "cuda": 16_384}
 # Times the tokens that all conversations may hold: where the cache has as many, they stay in it while a head learns and
 # is measured, and go on later; where it has fewer, they are cut.
-ROOMY = 2
-SHORT_WRITING = 20.0  # seconds of writing below which what runs at the end is cut: it may be most of what there is
+ROOMY = 1.2
+SHORT_WRITING = 20.0  # seconds of the first writing below which it is cut: it may be most of what there is
 FIRST_ID = 1 << 20  # of their sequences: others of the same model, with which a head is measured, count from 0
 _MOST_REQUESTS = 8  # more than any conversation has: each request gets random numbers of its own
 
@@ -215,7 +215,7 @@ def write_until(
     """Conversations until `end`, in seconds of the run, in shards; at least some. What is begun then goes on in the
     next call; it is cut where there is none, where it has no room to wait, or where all was written in little time."""
     first, begin = info.talks, budget.spent
-    cut = cut or not writer.pauses or end - begin < SHORT_WRITING
+    cut = cut or not writer.pauses or (not info.tokens and end - begin < SHORT_WRITING)
     while budget.spent < end or not info.tokens:
         until = min(end, budget.spent + SHARD_SECONDS)
         progress = _WritingProgress(info, 0, budget, end, show, until)
