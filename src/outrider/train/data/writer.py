@@ -48,7 +48,6 @@ WRITING_CHUNK = {"cpu": 512, "cuda": 16_384}
 # Times the tokens that all conversations may hold: where the cache has as many, they stay in it while a head learns and
 # is measured, and go on later; where it has fewer, they are cut.
 ROOMY = 1.2
-SHORT_WRITING = 20.0  # seconds of the first writing below which it is cut: it may be most of what there is
 FIRST_ID = 1 << 20  # of their sequences: others of the same model, with which a head is measured, count from 0
 _MOST_REQUESTS = 8  # more than any conversation has: each request gets random numbers of its own
 
@@ -71,6 +70,7 @@ class ConversationRunner:
         self._running: dict[int, _Running] = {}  # by the id of its sequence
         self._done: dict[int, list[WrittenText]] = {}  # by the conversation's number
         self._ids = FIRST_ID
+        self.ended = 0  # conversations
 
     def run(
         self,
@@ -121,6 +121,7 @@ class ConversationRunner:
         except StopIteration as end:
             texts = [replace(text, talk=running.number) for text in end.value]
             self._done[running.number] = texts
+            self.ended += 1
             return texts
         return []
 
@@ -148,10 +149,15 @@ class CorpusWriter:
         self._endless: Iterator[tuple[int, Conversation]] | None = None
         self.started = 0  # the number of the conversation that would be next
         self.batch = job.writers or at_once(loaded.model.capacity, device)
-        self.pauses = loaded.model.capacity >= ROOMY * HELD_TOKENS * self.batch  # conversations may wait in the cache
+        self._roomy = loaded.model.capacity >= ROOMY * HELD_TOKENS * self.batch
         limits = Limits(self.batch, WRITING_CHUNK[device])
         plain = Drafter(Drafter.Options(), BuildContext(loaded.model, _no_other))
         self._runner = ConversationRunner(Engine(loaded.model, plain, limits), loaded.ends, self.batch, job.seed)
+
+    @property
+    def pauses(self) -> bool:
+        """Whether conversations may wait in the cache: there is room, and they are not most of what there is."""
+        return self._roomy and self._runner.ended > self.batch
 
     def wave(self, first: int, count: int, on_tokens: Callable[[int], None]) -> Corpus:
         """The conversations of `count` numbers."""
@@ -213,16 +219,15 @@ def write_until(
     cut: bool,
 ) -> CorpusInfo:
     """Conversations until `end`, in seconds of the run, in shards; at least some. What is begun then goes on in the
-    next call; it is cut where there is none, where it has no room to wait, or where all was written in little time."""
+    next call; it is cut where there is none, or where it cannot wait."""
     first, begin = info.talks, budget.spent
-    cut = cut or not writer.pauses or (not info.tokens and end - begin < SHORT_WRITING)
     while budget.spent < end or not info.tokens:
         until = min(end, budget.spent + SHARD_SECONDS)
         progress = _WritingProgress(info, 0, budget, end, show, until)
         corpus = writer.some(first, progress.add, progress.goes_on)
         if not len(corpus) and not info.tokens:
             end = max(end, budget.spent + 1.0)
-        if cut and budget.spent >= end:
+        if budget.spent >= end and (cut or not writer.pauses):
             corpus = Corpus.join([corpus, writer.rest()])
         if len(corpus):
             info = _counted(folder, info, corpus, writer.started, budget.spent - begin)
