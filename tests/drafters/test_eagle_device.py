@@ -30,6 +30,7 @@ pytestmark = [
 
 CHAIN = DraftShape(3, 1, 3, 1.0, 0.0)
 TREE = DraftShape(3, 3, 9, 1.0 / 0.75, 0.02)
+DEEP = DraftShape(8, 2, 20, 4.0, 0.0)  # of a sharp law, so that its likely paths are long
 TEXTS = [torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (18, 37, 4)]
 
 
@@ -77,8 +78,13 @@ def paths(grown):
 
 @pytest.mark.parametrize(
     ("form", "shape"),
-    [("eagle-3", TREE), ("cut, two layers, normed output", CHAIN), ("cut, two layers, normed output", TREE)],
-    ids=["tree", "chain of a head with two layers", "its tree"],
+    [
+        ("eagle-3", TREE),
+        ("eagle-3", DEEP),
+        ("cut, two layers, normed output", CHAIN),
+        ("cut, two layers, normed output", TREE),
+    ],
+    ids=["tree", "tree of 8 levels", "chain of a head with two layers", "its tree"],
 )
 def test_drafts_that_grow_on_the_device_are_those_that_grow_on_the_host(form, shape):
     """What was committed comes in two parts, of which the second is of fewer sequences."""
@@ -92,6 +98,7 @@ def test_drafts_that_grow_on_the_device_are_those_that_grow_on_the_host(form, sh
     for ours, host in zip(written, (first, second), strict=True):
         assert paths(ours) == pytest.approx(paths(host), rel=2e-3)
         assert ours.tokens
+    assert max(map(len, paths(written[0]))) == shape.depth
 
 
 def test_a_head_whose_numbers_overflow_drafts_nothing():
@@ -137,21 +144,23 @@ def test_a_prefix_that_was_taken_in_before_is_taken_by_the_next():
     assert paths(found) == pytest.approx(paths(wanted), rel=1e-3)
 
 
-def test_texts_equal_plain_decoding():
-    """Two prompts at once; the host looks on where penalties are asked for."""
+@pytest.mark.parametrize(("shape", "levels"), [("tree=6,width=3", 3), ("tree=16,width=2", 8)])
+def test_texts_equal_plain_decoding(shape, levels):
+    """Two prompts at once, however many levels trees have; the host looks on where penalties are asked for."""
     penalised = SamplingParams(3, 1.0, seed=1, repetition_penalty=1.2)
-    asked, params = prompts(2, vocab=VOCAB), [SamplingParams(4), penalised]
+    asked, params = prompts(2, vocab=VOCAB), [SamplingParams(levels + 2), penalised]
     wanted = [
         plainly(family("llama")[1], prompt, each, dice=Dice(1)) for prompt, each in zip(asked, params, strict=True)
     ]
     context = BuildContext(target(), load=None, heads={"it": head("eagle-3")})
-    drafter = drafters.build("eagle:head=it,tree=6,width=3,length=3", context)
+    drafter = drafters.build(f"eagle:head=it,{shape},length={levels}", context)
     assert isinstance(drafter, Eagle)
     assert isinstance(drafter._runner, DeviceRunner)
     seqs = [Sequence(i, list(asked[i]), params[i], dice=Dice(1)) for i in range(2)]
     run(target(), drafter, seqs)
     assert outputs(seqs) == outputs(wanted)
     assert all(seq.stats.drafted for seq in seqs)
+    assert drafter._runner.shape.depth == levels
 
 
 def test_what_the_kernels_cannot_do_runs_in_torch():

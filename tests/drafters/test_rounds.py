@@ -44,6 +44,7 @@ def loops(monkeypatch):
 SEEDED = SamplingParams(5, 0.9, seed=3)
 GUESSERS = {
     "eagle:head=it,tree=6,width=3,length=3": (SEEDED, {"eagle"}),
+    "eagle:head=it,tree=16,width=2,length=8": (SEEDED, {"eagle"}),
     "ngram:length=3,tree=0": (SEEDED, {"ngram"}),
     "ngram:length=3,tree=6": (SEEDED, {"ngram"}),
     "medusa:head=three": (SamplingParams(5), {"medusa"}),

@@ -58,21 +58,21 @@ class TestHeldOut:
 class TestGrowingOrder:
     def order(self, segments):
         order = GrowingOrder(64, 64, 3, CPU)
-        for step, new, every in segments:
-            order.add(step, new, every)
+        for step, old, new in segments:
+            order.add(step, old, new)
         return order
 
-    def test_new_texts_come_first_then_all(self):
-        old, new = corpus(range(4)), corpus(range(100, 103))
-        both = Corpus.join([old, new])
-        order = self.order([(0, old, old), (6, new, both)])
-        seen = [sorted(set(order.batch(step).tokens.flatten().tolist()) - {0}) for step in range(6, 6 + 3 + 7)]
-        assert sorted(chain.from_iterable(seen[:3])) == [100, 101, 102]
-        assert sorted([0, *chain.from_iterable(seen[3:])]) == [0, 1, 2, 3, 100, 101, 102]
+    def test_new_texts_come_by_turns_with_old_ones_then_all(self):
+        none, old, new = corpus([]), corpus(range(1, 5)), corpus(range(100, 103))
+        order = self.order([(0, none, old), (6, old, new)])
+        seen = [sorted(set(order.batch(step).tokens.flatten().tolist()) - {0}) for step in range(6, 6 + 6 + 7)]
+        assert sorted(chain.from_iterable(seen[:6:2])) == [100, 101, 102]
+        assert len(set(chain.from_iterable(seen[1:6:2])) & {1, 2, 3, 4}) == 3
+        assert sorted(chain.from_iterable(seen[6:])) == [1, 2, 3, 4, 100, 101, 102]
 
     def test_a_step_has_the_same_batch_however_it_is_reached(self):
         old, new = corpus(range(9)), corpus(range(100, 105))
-        segments = [(0, old, old), (6, new, Corpus.join([old, new]))]
+        segments = [(0, corpus([]), old), (6, old, new)]
         one, two = self.order(segments), self.order(segments)
         walked = [one.batch(step).tokens for step in range(6, 40)]
         for step in (39, 6, 17):
@@ -81,13 +81,13 @@ class TestGrowingOrder:
 
 class TestDividingTheTime:
     def test_as_much_is_written_as_is_learned_often_enough(self):
-        seconds = writing_seconds(100.0, 1000.0, 5000.0, 0.0, 0.0, 0.0)
-        assert seconds == pytest.approx(100 * 5000 / (4 * 1000 + 5000))
-        learned, written = 5000 * (100 - seconds), 1000 * seconds
+        seconds = writing_seconds(100.0, 4000.0, 5000.0, 0.0, 0.0, 0.0)
+        assert seconds == pytest.approx(100 * 5000 / (texts.REPEATS * 4000 + 5000))
+        learned, written = 5000 * (100 - seconds), 4000 * seconds
         assert learned / written == pytest.approx(texts.REPEATS)
 
     def test_a_gap_calls_for_more_text_and_none_for_less(self):
-        usual, gap, none = (writing_seconds(100.0, 1000.0, 9000.0, 50_000.0, 50_000.0, g) for g in (0.15, 0.3, 0.03))
+        usual, gap, none = (writing_seconds(100.0, 9000.0, 9000.0, 50_000.0, 50_000.0, g) for g in (0.06, 0.09, 0.03))
         assert none < usual < gap
 
     def test_it_is_never_negative_nor_nearly_everything(self):
@@ -173,6 +173,18 @@ def test_without_a_terminal_there_is_a_line_every_so_often(capsys, monkeypatch):
     assert capsys.readouterr().err.split("\n") == ["at 0", "at 10", "at 20", ""]
 
 
+def test_what_says_nothing_for_long_has_its_lines_too(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(screen, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    lines = screen.PlainLines(10.0)
+    lines.tick()  # nothing was shown yet
+    lines.show("loading", 0, None)
+    for second in range(1, 25):
+        now[0] = float(second)
+        lines.tick()
+    assert capsys.readouterr().err.split("\n") == ["loading", "loading (for 10 s)", "loading (for 20 s)", ""]
+
+
 def test_a_run_by_time_writes_more_text_and_says_how_it_goes(calm_folder, tmp_path, capsys, monkeypatch):
     """The first texts are few, so that learning would repeat them: more are written while it learns."""
     monkeypatch.setattr(texts, "FIRST_SHARE", 0.02)
@@ -219,7 +231,7 @@ class TestPlan:
         state, shares = TrainingState(), []
         state.warm = 1
         found = loop.TrainingLoop.__new__(loop.TrainingLoop)
-        found._device, found.seconds, found._by_time = CPU, 0.0, False
+        found._device, found.seconds, found.later, found._by_time = CPU, 0.0, 0.0, False
         found._order = SimpleNamespace(batch=lambda step: None)
 
         def step(batch, state, log):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,7 +56,9 @@ def bar(*columns: str | ProgressColumn, plain: float = 0.0) -> Iterator[Callable
     """A progress bar on stderr, gone when done. Yields show(what, done, total). No terminal, no bar, but with `plain` a
     line every so many seconds."""
     if plain and not sys.stderr.isatty():
-        yield _plain_lines(plain)
+        lines = PlainLines(plain)
+        with lines.ticking():
+            yield lines.show
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
@@ -70,14 +73,43 @@ def bar(*columns: str | ProgressColumn, plain: float = 0.0) -> Iterator[Callable
         yield show
 
 
-def _plain_lines(every: float) -> Callable[[str, int, int | None], None]:
-    """The first thing to be shown at once, then the newest one every so many seconds."""
-    last = -math.inf
+class PlainLines:
+    """The first thing to be shown at once, then the newest one every so many seconds, also where nothing new came: what
+    compiles or loads says nothing for a while."""
 
-    def show(what: str, done: int, total: int | None) -> None:
-        nonlocal last
-        if time.monotonic() - last >= every:
-            last = time.monotonic()
-            note(what)
+    def __init__(self, every: float) -> None:
+        self._every, self._last, self._lock = every, -math.inf, threading.Lock()
+        self._what, self._since = "", 0.0  # the newest thing, and since when it is the newest
 
-    return show
+    def show(self, what: str, done: int, total: int | None) -> None:
+        with self._lock:
+            if what != self._what:
+                self._what, self._since = what, time.monotonic()
+            self._say(what)
+
+    def tick(self) -> None:
+        """Called from time to time."""
+        with self._lock:
+            if self._what:
+                self._say(f"{self._what} (for {time.monotonic() - self._since:.0f} s)")
+
+    def _say(self, line: str) -> None:
+        if time.monotonic() - self._last >= self._every:
+            self._last = time.monotonic()
+            note(line)
+
+    @contextmanager
+    def ticking(self) -> Iterator[None]:
+        over = threading.Event()
+
+        def tick() -> None:
+            while not over.wait(self._every / 4):
+                self.tick()
+
+        thread = threading.Thread(target=tick, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()

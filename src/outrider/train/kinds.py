@@ -22,6 +22,9 @@ from outrider.train.objective import Figures, TeacherBatch
 from outrider.train.teacher import Target
 
 CHAIN, TREE = 5, 16  # nodes of the drafts that are measured, as in docs/benchmarks
+# Levels of the EAGLE trees that are measured: what a GPU grows unless `length` says otherwise, and more, which pay
+# where a head is good. They decide how much is kept, never what is written.
+LEVELS = (5, 8)
 BLOCK_CHAIN, LARGE_TREES = 7, (32, 64)  # those of block heads, too: longer drafts cost them little
 _HEADS = {"eagle": EagleHead, "block": BlockHead, "medusa": MedusaHead}
 _LAYERS = {"eagle": 1, "block": block.DEPTH, "medusa": 1, "draft": 4}  # where none are asked for
@@ -95,6 +98,8 @@ def specs(kind: str, out: Path) -> dict[str, str]:
         return {f"chain {CHAIN}": f"draft_model:model={out},length={CHAIN}"}
     if kind == "medusa":
         return {"tree": f"medusa:head={out}"}
-    chains, trees = ((CHAIN, BLOCK_CHAIN), (TREE, *LARGE_TREES)) if kind == "block" else ((CHAIN,), (TREE,))
-    found = {f"chain {length}": f"{kind}:head={out},length={length}" for length in chains}
-    return found | {f"tree {nodes}": f"{kind}:head={out},tree={nodes}" for nodes in trees}
+    if kind == "eagle":
+        chain = {f"chain {CHAIN}": f"eagle:head={out},length={CHAIN}"}
+        return chain | {f"tree {TREE}, {n} levels": f"eagle:head={out},tree={TREE},length={n}" for n in LEVELS}
+    chains = {f"chain {length}": f"block:head={out},length={length}" for length in (CHAIN, BLOCK_CHAIN)}
+    return chains | {f"tree {nodes}": f"block:head={out},tree={nodes}" for nodes in (TREE, *LARGE_TREES)}

@@ -43,6 +43,7 @@ class TrainingLoop:
         self._gradients, self._order, self._optimiser = GradientStep(student, teacher, unroll), order, optimiser
         self._device = teacher.model.device
         self.seconds = 0.0  # of a step; 0: not known yet
+        self.later = 0.0  # seconds of the time left that are for texts which are not written yet
         self._mark = 0, 0.0  # step and time since which the plan is checked
         self._by_time = False  # whether the time decides how many steps there are
 
@@ -63,7 +64,7 @@ class TrainingLoop:
             if self.seconds and not state.planned:
                 self.plan(state, budget.left - reserve - pauses)
             elif self.seconds and state.step - self._mark[0] >= max(FEWEST_CHECKED, state.planned // CHECKS):
-                self._check(state, budget.left - reserve)
+                self._check(state, budget.left - reserve - self.later)
             timer.pause()
             yield
             timer.go_on()

@@ -108,7 +108,10 @@ def markdown(measured: Measured, facts: Mapping[str, Any]) -> str:
 
 def text(measured: Measured) -> str:
     """For a terminal."""
-    return "\n".join(f"{row[0]:24}" + "".join(f"{cell:>10}" for cell in row[1:]) for row in cells(measured))
+    rows = cells(measured)
+    widths = [2 + max(8, len(name)) for name in rows[0][1:]]
+    shown = [[f"{cell:>{width}}" for cell, width in zip(row[1:], widths, strict=True)] for row in rows]
+    return "\n".join(f"{row[0]:24}" + "".join(own) for row, own in zip(rows, shown, strict=True))
 
 
 def cells(measured: Measured) -> list[list[str]]:

@@ -31,7 +31,7 @@ from outrider.train.optimiser import Optimiser
 from outrider.train.progress import Progress, advice
 from outrider.train.results import Prompts
 from outrider.train.teacher import Teacher
-from outrider.train.texts import TextSource
+from outrider.train.texts import PARTS, TextSource
 
 LONGEST = 1024  # tokens of a text that are learned from; memory grows with it, and answers are shorter
 LOOKS, LOOK_TOKENS = 5, 64  # times acceptance is measured during learning, and tokens of each answer then
@@ -39,10 +39,9 @@ LOOKING_SHARE = 0.05  # largest share of the time for these measurements
 MEASURING_SHARE = 0.25  # largest share of the time after the texts that is kept for the table at the end
 TABLE_TOKENS = 128  # tokens of an answer in the table at the end
 TREES_LONGER = 1.5  # times as long as a chain takes, the other ways of drafting take on average
-SAVING = 2.0  # seconds kept for the last checkpoint
+SAVING = 4.0  # seconds kept for the last look at held-out texts and the last checkpoint
 SAVE_SECONDS = 30.0  # seconds between two checkpoints: a killed run loses at most these
 SAVING_EVERY = 20.0  # times as long as a checkpoint takes: large heads on slow disks are saved more seldom
-DIVISIONS = 3  # the time left is divided anew between texts and steps after this part of it
 SHOW_SECONDS = 0.5  # seconds between two lines of progress
 FEWEST_PROMPTS = 8  # prompts of a file; with fewer a head learns them by heart
 
@@ -135,7 +134,8 @@ class _TrainingRun:
             self._teacher.model, self._name, source, self._loaded.tokenizer, task.whole
         )
         self._saved = self._shown = time.monotonic()
-        self._looked, self._save_seconds = 0.0, SAVE_SECONDS
+        self._looked, self._looked_at = 0.0, state.step  # seconds of all looks, and the step of the last one
+        self._save_seconds = SAVE_SECONDS
         self._divide_at = 0  # step at which the time is divided anew between texts and steps
 
     def go(self) -> TrainingResult:
@@ -150,6 +150,7 @@ class _TrainingRun:
             self._progress.best = checkpoint.restore(self._out, student, optimiser)
         learning = _Learning(student, optimiser, self._order(texts, held), texts, held)
         log = self._learn(learning)
+        texts.end()
         self._save(student, optimiser)
         said = advice(self._state.figures, self._epochs(texts))
         self._state.figures["advice"] = said
@@ -204,31 +205,41 @@ class _TrainingRun:
         order = GrowingOrder(self._job.batch_tokens, self._teacher.longest, self._job.seed, self._device)
         before = 0
         for step, waves in self._state.segments:
-            new = texts.read(waves, before)
-            order.add(step, held_out.without(new, held), held_out.without(texts.read(waves), held))
+            self._add(order, step, texts, before, waves, held)
             before = waves
         return order
 
+    @staticmethod
+    def _add(order: GrowingOrder, step: int, texts: TextSource, before: int, waves: int, held: Corpus) -> None:
+        """From that step on also the texts of the waves from `before` up to `waves`."""
+        old, new = texts.read(before), texts.read(waves, before)
+        order.add(step, held_out.without(old, held), held_out.without(new, held))
+
     def _divide(self, learning: _Learning, loop: TrainingLoop, left: float) -> None:
-        """Write further texts now if they help more than steps do; then as many steps as still fit."""
-        state, texts = self._state, learning.texts
-        seconds = texts.wanted(left, loop.seconds, state.step, self._progress.gap())
-        if seconds:
-            before, begun = texts.info.waves, self._budget.spent
-            texts.write(seconds)
+        """Write a part of the further texts now if they help more than steps do; then as many steps as still fit beside
+        the parts to come."""
+        state, texts, begun = self._state, learning.texts, self._budget.spent
+        parts = self._parts_left(texts)
+        now, loop.later = texts.wanted(left, loop.seconds, state.step, self._progress.gap(), parts)
+        if now:
+            before = texts.info.waves
+            texts.write(now, last=parts == 1)
             if texts.info.waves > before:  # else no conversation got far enough
                 self._say_texts(texts)
                 self._learn_also(learning, before)
-            loop.plan(state, left - (self._budget.spent - begun))
+            loop.plan(state, left - loop.later - (self._budget.spent - begun))
             self._save(learning.student, learning.optimiser)
-        self._divide_at = state.step + max(1, (state.planned - state.step) // DIVISIONS)
+        self._divide_at = state.step + max(1, (state.planned - state.step) // (self._parts_left(texts) + 1))
+
+    def _parts_left(self, texts: TextSource) -> int:
+        """Times that further texts are still to be written."""
+        return max(0, PARTS + 1 - len(self._state.segments)) if texts.grows else 0
 
     def _learn_also(self, learning: _Learning, before: int) -> None:
         """From the next step on also the texts of the waves from `before` on."""
-        waves = learning.texts.info.waves
-        self._state.segments.append([self._state.step, waves])
-        new, every = learning.texts.read(waves, before), learning.texts.read(waves)
-        learning.order.add(self._state.step, *(held_out.without(some, learning.held) for some in (new, every)))
+        state, waves = self._state, learning.texts.info.waves
+        state.segments.append([state.step, waves])
+        self._add(learning.order, state.step, learning.texts, before, waves, learning.held)
 
     def _epochs(self, texts: TextSource) -> float:
         return self._state.step * self._job.batch_tokens / max(texts.info.tokens, 1)
@@ -262,7 +273,7 @@ class _TrainingRun:
             self._after_step(student, learning.optimiser, log)
             if self._task.stop.is_set():
                 break
-            if learning.texts.grows and loop.seconds and state.step >= self._divide_at and state.step < state.planned:
+            if self._parts_left(learning.texts) and loop.seconds and self._divide_at <= state.step < state.planned:
                 self._divide(learning, loop, budget.left - reserve - pauses)
         if not self._task.stop.is_set():  # a run that goes on looks when it is due
             self._progress.look(student, log, budget.spent)
@@ -286,8 +297,8 @@ class _TrainingRun:
             if warning := progress.warning():
                 self._task.note(warning)
         every = max(1, (state.planned or 10 * WARM_UP) // LOOKS)
-        looked = self._looked < LOOKING_SHARE * self._budget.spent
-        if state.step % every == 0 and state.step != state.planned and looked:
+        affordable = self._looked < LOOKING_SHARE * self._budget.spent
+        if state.step - self._looked_at >= every and state.step != state.planned and affordable:
             log.flush()
             self._look(student)
             self._task.note(progress.line(log))
@@ -307,10 +318,11 @@ class _TrainingRun:
     def _look(self, student: nn.Module) -> float:
         """Acceptance on the held-out prompts as of now; the seconds it took."""
         begin = time.monotonic()
+        self._task.show(f"measuring after {self._state.step} steps", 0, None)
         kinds.write(student, self._trial, self._destination)  # the file in --out keeps the best weights
         found = results.total(self._evaluator.measure(self._specs[0], self._task.held_out, LOOK_TOKENS))
         self._state.figures.setdefault("live", []).append([self._state.step, round(found.tokens_per_step, 3)])
-        self._looked += time.monotonic() - begin
+        self._looked, self._looked_at = self._looked + time.monotonic() - begin, self._state.step
         return time.monotonic() - begin
 
     def _times(self, student: nn.Module) -> tuple[float, float]:

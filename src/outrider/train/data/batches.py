@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -25,20 +24,22 @@ class TextBatch:
 
 
 class GrowingOrder:
-    """The batch of each step while texts are added: from the step on at which some came, first these, once, then all,
-    again and again. Decided by the texts, the steps at which they came, and the seed."""
+    """The batch of each step while texts are added: from the step on at which some came, one batch of these and one of
+    the earlier texts by turns, until each new one was seen; then all, again and again. So new texts are learned beside
+    old ones, and never as a block. Decided by the texts, the steps at which they came, and the seed."""
 
     def __init__(self, batch_tokens: int, longest: int, seed: int, device: torch.device) -> None:
         self._make = partial(BatchOrder, batch_tokens=batch_tokens, longest=longest, seed=seed, device=device)
+        self._old: BatchOrder | None = None  # None: all texts are new
         self._new: BatchOrder | None = None
         self._first = 0  # step from which on the newest texts are learned from
         self._batches: tuple[int, Iterator[TextBatch]] | None = None  # from a step on
 
-    def add(self, step: int, new: Corpus, all_texts: Corpus) -> None:
-        """From that step on also these; `all_texts` has them too."""
+    def add(self, step: int, old: Corpus, new: Corpus) -> None:
+        """From that step on `new`, too; `old` are all that were there before."""
         self._first, self._batches = step, None
-        self._new = self._make(new) if len(new) < len(all_texts) else None
-        self._all = self._make(all_texts)
+        self._old, self._new = (self._make(some) if len(old) and len(new) else None for some in (old, new))
+        self._all = self._make(Corpus.join([old, new]))
 
     @property
     def per_epoch(self) -> int:
@@ -53,10 +54,15 @@ class GrowingOrder:
         return next(batches)
 
     def _from(self, step: int) -> Iterator[TextBatch]:
-        place, count = step - self._first, 0 if self._new is None else self._new.per_epoch
-        if self._new is not None and place < count:
-            yield from islice(self._new.batches(place), count - place)
-        yield from self._all.batches(max(0, place - count))
+        place = step - self._first
+        if self._new is not None and self._old is not None:
+            turns = self._new.per_epoch
+            new, old = self._new.batches((place + 1) // 2), self._old.batches(place // 2)
+            while place < 2 * turns:
+                yield next(old if place % 2 else new)
+                place += 1
+            place -= 2 * turns
+        yield from self._all.batches(place)
 
 
 class BatchOrder:

@@ -6,31 +6,56 @@ trained on. Its random numbers come from its own seed, so it is the same wheneve
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from random import Random
 
 from outrider.core.errors import OutriderError
 from outrider.models.tokenizer import Tokenizer
+from outrider.train.data import wording
+from outrider.train.data.openers import DOCUMENT, is_whole, pick, two_languages, with_wish
 
-OPENED = 2 / 3  # share of the user turns that begin with an opener of ours; the others the target begins itself
+UNOPENED = 0.1  # share of the plain conversations whose first turn the target begins itself: coders begin with raw code
 OWN_OPENERS = 0.5  # share of the conversations that begin with an opener of the user's own, where there are some
 FOLLOWED = 0.25  # share of the answers that a further turn of the user follows
 MOST_TURNS = 3  # answers of a conversation, at most: more would be longer than the texts that are learned from
-GREEDY = 0.6  # share of the answers written at temperature 0, as most measurements are
-ABOUT_DOCUMENTS = 1 / 4  # share of the conversations about a document that the target writes first
-PASSAGES = (1, 1, 2, 3, 5)  # lengths of such a document in passages, each equally likely
-TURN = (16, 72)  # fewest and most tokens that a user turn may have
+GREEDY = 0.7  # share of the answers written at temperature 0, as most measurements are
+# Temperatures of the others: in texts that Qwen2.5-Coder-0.5B wrote at 1, languages and letters were mixed up.
+WARM = (0.4, 0.9)
+TURN = (16, 72)  # fewest and most tokens that the rest of a user turn may have
 ANSWER = (70, 200)  # fewest and most tokens that an answer may have
 LONG_ANSWERS, LONG_ANSWER = 1 / 10, 256  # share of the answers that may be longer, and their tokens
 
-# Sections of openers.txt and how often each is taken: much as models are measured, and for coders.
-USUAL = {"turns": 0.55, "coding": 0.15, "translation": 0.12, "data": 0.18}
-CODERS = {"turns": 0.3, "coding": 0.4, "translation": 0.12, "data": 0.18}
 
-DOCUMENT = "{document}"  # the gap in an opener that a document fills
+@dataclass(frozen=True)
+class SourceForm:
+    """What the target writes first where a user's turn is about a text."""
+
+    section: str  # of the requests for it
+    passages: Sequence[int] = (1,)  # how many of them, each equally likely
+    tokens: tuple[int, int] | None = None  # fewest and most that each may have; None: as an answer
+    greedy: float = 0.5  # share of them that are written at temperature 0: they are to differ from each other
+    wishes: str = ""  # section of what is added to the requests
+    cleaned: Callable[[str], str] = wording.passage
+
+
+# Sections of openers whose gap is filled by what the target writes first.
+SOURCED = {
+    "documents": SourceForm("sources", passages=(1, 1, 2, 3, 5), wishes="manners"),
+    "code_documents": SourceForm("code_sources", wishes="code_manners"),
+    "asking": SourceForm("asking_sources", tokens=(24, 72), greedy=0.0, cleaned=wording.question),
+    "translating": SourceForm("translating_sources", tokens=(16, 90)),
+}
+# Sections and how often a conversation begins with each: much as models are measured, and for coders.
+USUAL = {
+    "turns": 0.26, "data": 0.12, "coding": 0.1, "translation": 0.14,
+    "documents": 0.18, "code_documents": 0.04, "asking": 0.12, "translating": 0.04,
+}  # fmt: skip
+CODERS = {
+    "turns": 0.19, "data": 0.12, "coding": 0.17, "translation": 0.14,
+    "documents": 0.15, "code_documents": 0.08, "asking": 0.11, "translating": 0.04,
+}  # fmt: skip
+
 _CONTENT = "\u241fWORDS\u241f"  # stands for the user's words in a rendered template; no template writes it
 
 
@@ -61,7 +86,6 @@ class ChatFormat:
     tokenizer: Tokenizer
     before: str  # text up to the user's words
     after: tuple[int, ...]  # tokens from their end to the answer
-    gap: tuple[int, ...] = ()  # an empty line, between passages
     next_turn: tuple[int, ...] = ()  # tokens between an answer and the user's next words; (): the template has none
 
     @classmethod
@@ -69,9 +93,8 @@ class ChatFormat:
         """As the model's own template has it; a model without one writes on where the user's words end."""
         if tokenizer is None:
             raise OutriderError("the model has no tokenizer, so it cannot write texts to learn from; add its files")
-        gap = tuple(tokenizer.encode("\n\n", add_special_tokens=False))
         if not getattr(tokenizer, "chat_template", None):
-            return cls(tokenizer, "", (), gap)
+            return cls(tokenizer, "", ())
         messages = [{"role": "user", "content": _CONTENT}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         before, mark, after = text.partition(_CONTENT)
@@ -80,7 +103,7 @@ class ChatFormat:
                 "the model's chat template does not show a user's words as they are; train for a model with another"
             )
         asked = tuple(tokenizer.encode(after, add_special_tokens=False))
-        return cls(tokenizer, before, asked, gap, _between_turns(tokenizer))
+        return cls(tokenizer, before, asked, _between_turns(tokenizer))
 
     def words(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
@@ -94,10 +117,8 @@ class ChatFormat:
         """The tokens of a whole user turn, ready for the answer."""
         return [*self.begin(words), *self.after]
 
-    def split(self, words: str, gap: str) -> tuple[list[int], list[int]]:
-        """An open user turn with a gap that is filled with tokens: the tokens before and those behind the gap."""
-        head, _, tail = words.partition(gap)
-        return self.begin(head), list(self.tokenizer.encode(tail, add_special_tokens=False)) if tail else []
+    def text(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def _some_token(self) -> list[int]:
         """Nothing at all cannot be continued."""
@@ -122,11 +143,13 @@ def conversation(
     """One conversation. `about`: openers of the user's own, which half of them then begin with. `mix`: how often each
     section of openers is taken."""
     if about and random.random() < OWN_OPENERS:
-        return _plain(chat, ends, random, random.choice(about))
+        return _plain(chat, ends, random, random.choice(about), whole=False)
     section = random.choices(list(mix), list(mix.values()))[0]
-    if random.random() < ABOUT_DOCUMENTS:
-        return _about_a_document(chat, ends, random, "code_" if section == "coding" else "")
-    return _plain(chat, ends, random, pick(section, random) if random.random() < OPENED else "")
+    if section in SOURCED:
+        return _about_a_source(chat, ends, random, section)
+    opener = "" if random.random() < UNOPENED else pick(section, random)
+    wishes = "code_manners" if section == "coding" else "manners"
+    return _plain(chat, ends, random, with_wish(opener, wishes, random), is_whole(opener))
 
 
 def mix_for(model: str) -> Mapping[str, float]:
@@ -139,38 +162,68 @@ def answer_to(chat: ChatFormat, words: str, random: Random) -> Conversation:
     return (yield from _answer(chat.ask(words), random))
 
 
-def _plain(chat: ChatFormat, ends: frozenset[int], random: Random, opener: str) -> Conversation:
-    turn = yield from _complete_turn(chat.begin(opener.rstrip(" ")), ends, random)
+def _plain(chat: ChatFormat, ends: frozenset[int], random: Random, opener: str, whole: bool) -> Conversation:
+    """`whole`: the opener is the first turn as it is."""
+    begun = chat.begin(opener.rstrip(" "))
+    turn = begun if whole else (yield from _complete_turn(chat, begun, opener, ends, random))
     texts = yield from _answer([*turn, *chat.after], random)
     while chat.next_turn and random.random() < FOLLOWED and len(texts) < MOST_TURNS:
-        begun = [*trim(texts[-1].tokens, ends), *chat.next_turn, *chat.words(pick("followups", random))]
-        turn = yield from _complete_turn(begun, ends, random)
+        further = pick("followups", random)
+        turn = [*trim(texts[-1].tokens, ends), *chat.next_turn, *chat.words(further)]
+        if not is_whole(further):
+            turn = yield from _complete_turn(chat, turn, further, ends, random)
         texts += yield from _answer([*turn, *chat.after], random)
     return texts
 
 
-def _about_a_document(chat: ChatFormat, ends: frozenset[int], random: Random, sort: str) -> Conversation:
-    """`sort`: "" for prose, "code_" for code, of which one piece is enough."""
-    head, tail = chat.split(pick(f"{sort}documents", random), DOCUMENT)
+def _about_a_source(chat: ChatFormat, ends: frozenset[int], random: Random, section: str) -> Conversation:
+    """The target first writes what the user's turn is about: passages, code, a question, a text in some language."""
+    form, gaps = SOURCED[section], two_languages(random)
     texts: list[WrittenText] = []
-    for passage in range(1 if sort else random.choice(PASSAGES)):
-        texts += yield from _answer(chat.ask(pick(f"{sort}sources", random)), random)
-        head += [*(chat.gap if passage else ()), *trim(texts[-1].tokens[texts[-1].answer :], ends)]
-    turn = yield from _complete_turn([*head, *tail], ends, random)
+    passages: list[str] = []
+    for _ in range(random.choice(form.passages)):
+        asked = with_wish(pick(form.section, random, gaps), form.wishes, random)
+        texts += yield from _answer(chat.ask(asked), random, form.tokens, form.greedy)
+        written = _whole(chat, texts[-1].tokens[texts[-1].answer :], ends)
+        if not wording.is_refusal(written):
+            passages.append(form.cleaned(written))
+    if not any(passages):
+        return texts
+    opener = pick(section, random, gaps)
+    turn = chat.begin(opener.replace(DOCUMENT, "\n\n".join(passages)))
+    if not is_whole(opener):
+        turn = yield from _complete_turn(chat, turn, opener, ends, random)
     return texts + (yield from _answer([*turn, *chat.after], random))
 
 
 def _complete_turn(
-    begun: list[int], ends: frozenset[int], random: Random
+    chat: ChatFormat, begun: list[int], opener: str, ends: frozenset[int], random: Random
 ) -> Generator[WriteRequest, list[int], list[int]]:
-    """A user turn that begins with these tokens, as the target ends it."""
+    """A user turn that begins with these tokens, as the target ends it; `opener` is the text at their end.
+
+    A line that the opener leaves open is all that the target adds: after it, it would go on with the answer.
+    """
     written = yield WriteRequest(begun, random.randint(*TURN), random.uniform(0.5, 0.9))
-    return [*begun, *trim(written, ends)]
+    text = _whole(chat, written, ends)
+    if opener and "\n" not in opener.rpartition(DOCUMENT)[2].removeprefix("\n\n"):
+        text = wording.first_line(text)
+    return [*begun, *chat.words(text)] if text else begun
 
 
-def _answer(asked: list[int], random: Random) -> Conversation:
-    longest = LONG_ANSWER if random.random() < LONG_ANSWERS else random.randint(*ANSWER)
-    temperature = 0.0 if random.random() < GREEDY else random.uniform(0.6, 1.0)
+def _whole(chat: ChatFormat, tokens: Sequence[int], ends: frozenset[int]) -> str:
+    """What was written, without the sentence that it was cut in."""
+    text = chat.text(trim(tokens, ends))
+    return text if tokens and tokens[-1] in ends else wording.whole_sentences(text)
+
+
+def _answer(
+    asked: list[int], random: Random, tokens: tuple[int, int] | None = None, greedy: float = GREEDY
+) -> Conversation:
+    """`tokens`: fewest and most that it may have, if they are not the usual ones. `greedy`: how likely it is written at
+    temperature 0."""
+    longer = tokens is None and random.random() < LONG_ANSWERS
+    longest = LONG_ANSWER if longer else random.randint(*(tokens or ANSWER))
+    temperature = 0.0 if random.random() < greedy else random.uniform(*WARM)
     written = yield WriteRequest(asked, longest, temperature, answer=True)
     return [WrittenText([*asked, *written], len(asked))]
 
@@ -178,25 +231,3 @@ def _answer(asked: list[int], random: Random) -> Conversation:
 def trim(tokens: Sequence[int], ends: frozenset[int]) -> list[int]:
     """Without the token that ended them."""
     return list(tokens[:-1] if tokens and tokens[-1] in ends else tokens)
-
-
-@cache
-def openers() -> dict[str, tuple[str, ...]]:
-    """Hand-written beginnings of user turns by section, and what fills their gaps."""
-    found: dict[str, list[str]] = {}
-    name = ""
-    for line in Path(__file__).with_name("openers.txt").read_text(encoding="utf-8").splitlines():
-        if line.startswith("[") and line.endswith("]"):
-            name = line[1:-1]
-        elif line.strip() and name:
-            found.setdefault(name, []).append(line.replace("\\n", "\n"))
-    return {name: tuple(lines) for name, lines in found.items()}
-
-
-def pick(section: str, random: Random) -> str:
-    """A line of the section with topic and languages filled in; a document's place stays open."""
-    line = random.choice(openers()[section])
-    for gap, filling in (("{topic}", "topics"), ("{language}", "languages"), ("{code}", "code")):
-        if gap in line:
-            line = line.replace(gap, random.choice(openers()[filling]))
-    return line

@@ -116,7 +116,7 @@ class CorpusFolder:
             shards = [load_file(self._shard(wave)) for wave in range(first, waves)]
         except (OSError, SafetensorError) as error:
             raise OutriderError(f"the texts in {self.folder} cannot be read ({error}); write them anew") from error
-        return Corpus.join([_corpus(shard) for shard in shards])
+        return Corpus.join([_corpus(shard) for shard in shards]) if shards else Corpus.of([])
 
     def _shard(self, wave: int) -> Path:
         return self.folder / f"data-{wave:04d}.safetensors"

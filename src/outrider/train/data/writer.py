@@ -45,6 +45,10 @@ PROMPT_CHUNK = {"cpu": 512, "cuda": 2048}  # prompt tokens of a pass that measur
 # Prompt tokens of a pass that writes. On a GPU a pass costs the host some 15 ms for 2,048 sequences, whatever it feeds:
 # with 2,048 tokens a pass the host alone could write 140,000 tokens/s, with 16,384 it could 350,000 (docs/LOG.md).
 WRITING_CHUNK = {"cpu": 512, "cuda": 16_384}
+# Times the tokens that all conversations may hold: where the cache has as many, they stay in it while a head learns and
+# is measured, and go on later; where it has fewer, they are cut.
+ROOMY = 1.2
+FIRST_ID = 1 << 20  # of their sequences: others of the same model, with which a head is measured, count from 0
 _MOST_REQUESTS = 8  # more than any conversation has: each request gets random numbers of its own
 
 Show = Callable[[str, int, int | None], None]
@@ -65,7 +69,8 @@ class ConversationRunner:
         self._engine, self._ends, self._batch, self._seed = engine, ends, batch, seed
         self._running: dict[int, _Running] = {}  # by the id of its sequence
         self._done: dict[int, list[WrittenText]] = {}  # by the conversation's number
-        self._ids = 0
+        self._ids = FIRST_ID
+        self.ended = 0  # conversations
 
     def run(
         self,
@@ -116,6 +121,7 @@ class ConversationRunner:
         except StopIteration as end:
             texts = [replace(text, talk=running.number) for text in end.value]
             self._done[running.number] = texts
+            self.ended += 1
             return texts
         return []
 
@@ -143,9 +149,15 @@ class CorpusWriter:
         self._endless: Iterator[tuple[int, Conversation]] | None = None
         self.started = 0  # the number of the conversation that would be next
         self.batch = job.writers or at_once(loaded.model.capacity, device)
+        self._roomy = loaded.model.capacity >= ROOMY * HELD_TOKENS * self.batch
         limits = Limits(self.batch, WRITING_CHUNK[device])
         plain = Drafter(Drafter.Options(), BuildContext(loaded.model, _no_other))
         self._runner = ConversationRunner(Engine(loaded.model, plain, limits), loaded.ends, self.batch, job.seed)
+
+    @property
+    def pauses(self) -> bool:
+        """Whether conversations may wait in the cache: there is room, and they are not most of what there is."""
+        return self._roomy and self._runner.ended > self.batch
 
     def wave(self, first: int, count: int, on_tokens: Callable[[int], None]) -> Corpus:
         """The conversations of `count` numbers."""
@@ -198,20 +210,28 @@ def write_corpus(
 
 
 def write_until(
-    writer: CorpusWriter, folder: CorpusFolder, info: CorpusInfo, end: float, budget: TimeBudget, show: Show
+    writer: CorpusWriter,
+    folder: CorpusFolder,
+    info: CorpusInfo,
+    end: float,
+    budget: TimeBudget,
+    show: Show,
+    cut: bool,
 ) -> CorpusInfo:
-    """Conversations until `end`, in seconds of the run, in shards; at least some. What is begun then is cut."""
-    first = info.talks
+    """Conversations until `end`, in seconds of the run, in shards; at least some. What is begun then goes on in the
+    next call; it is cut where there is none, or where it cannot wait."""
+    first, begin = info.talks, budget.spent
     while budget.spent < end or not info.tokens:
-        begin, until = budget.spent, min(end, budget.spent + SHARD_SECONDS)
+        until = min(end, budget.spent + SHARD_SECONDS)
         progress = _WritingProgress(info, 0, budget, end, show, until)
         corpus = writer.some(first, progress.add, progress.goes_on)
         if not len(corpus) and not info.tokens:
             end = max(end, budget.spent + 1.0)
-        if budget.spent >= end:
+        if budget.spent >= end and (cut or not writer.pauses):
             corpus = Corpus.join([corpus, writer.rest()])
         if len(corpus):
             info = _counted(folder, info, corpus, writer.started, budget.spent - begin)
+            begin = budget.spent
     return _complete(folder, info)
 
 

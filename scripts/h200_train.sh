@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# A block head on a rented GPU, in the background of other work (docs/guides/training.md, "On a rented GPU").
+# A head on a rented GPU, in the background of other work (docs/guides/training.md, "On a rented GPU").
 #
-#   scripts/h200_train_block.sh smoke MODEL OUT                    at most 90 s: it writes, learns, stops, saves
-#   scripts/h200_train_block.sh train MODEL OUT MINUTES [PROMPTS]  starts the run and returns at once; log: OUT.log
-#   scripts/h200_train_block.sh look OUT                           where it is
-#   scripts/h200_train_block.sh stop OUT                           SIGTERM: it saves and ends; waits for that
-#   scripts/h200_train_block.sh table MODEL OUT PROMPTS [LIMIT]    the head beside the shipped EAGLE head
-#   scripts/h200_train_block.sh pack OUT FOLDER                    what is to be kept, in parts of 15 MB
+#   scripts/h200_train.sh smoke MODEL OUT                    at most 90 s: it writes, learns, stops, saves
+#   scripts/h200_train.sh train MODEL OUT MINUTES [PROMPTS]  starts the run and returns at once; log: OUT.log
+#   scripts/h200_train.sh look OUT                           where it is
+#   scripts/h200_train.sh wait OUT SECONDS                   the same, when it has ended or after that time
+#   scripts/h200_train.sh stop OUT                           SIGTERM: it saves and ends; waits for that
+#   scripts/h200_train.sh table MODEL OUT PROMPTS [LIMIT]    a block head beside the shipped EAGLE head
+#   scripts/h200_train.sh pack OUT FOLDER                    what is to be kept, in parts of 15 MB
 #
-# MODEL: a folder or GGUF file. PROMPTS: JSONL in Spec-Bench's form; LIMIT: of each kind, 8 unless given, 0: all.
-# TRAIN_OPTIONS: further options of the run; LAWS: of the table (greedy,coupled,rejection); PYTHON: which one.
+# KIND: block (unless given) or eagle. MODEL: a folder or GGUF file (for which Python needs the package gguf). PROMPTS:
+# JSONL in Spec-Bench's form; LIMIT: of each kind, 8 unless given, 0: all. TRAIN_OPTIONS: further options of the run;
+# LAWS: of the table (greedy,coupled,rejection); PYTHON: which one.
 set -euo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
 export PYTHONPATH="$here/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
@@ -19,7 +21,7 @@ learn() { # MODEL OUT OPTIONS...
     local model=$1 out=$2
     shift 2
     # shellcheck disable=SC2086
-    exec "$python" -m outrider train block --model "$model" --out "$out" --no-whole "$@" ${TRAIN_OPTIONS:-}
+    exec "$python" -m outrider train "${KIND:-block}" --model "$model" --out "$out" --no-whole "$@" ${TRAIN_OPTIONS:-}
 }
 
 steps() { cat "$1/training/log.jsonl" 2>/dev/null | wc -l; }
@@ -59,6 +61,10 @@ look)
     runs "$2" && echo "it runs" || echo "it has ended"
     tail -n 4 "$2.log"
     ;;
+wait)
+    for _ in $(seq "$3"); do runs "$2" && sleep 1 || break; done
+    exec "$0" look "$2"
+    ;;
 stop)
     runs "$2" && kill -TERM "$(cat "$2.pid")"
     for _ in $(seq 60); do runs "$2" && sleep 1 || break; done
@@ -71,14 +77,14 @@ table)
 pack)
     mkdir -p "$3"
     files=$(cd "$2" && ls config.json model.safetensors provenance.json tokens_per_pass.* head_table.* \
-        training/log.jsonl 2>/dev/null || true)
+        training.png training/log.jsonl training/data.json 2>/dev/null || true)
     # shellcheck disable=SC2086
     tar -C "$2" -czf - $files | split -b 15000000 - "$3/head.tgz."
     cp "$2.log" "$3/run.log"
     ls -l "$3"
     ;;
 *)
-    sed -n '2,13p' "$0"
+    sed -n '2,15p' "$0"
     exit 2
     ;;
 esac
