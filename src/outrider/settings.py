@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -194,7 +195,16 @@ def _refuse_unknown(what: str, values: Mapping[str, Any], kind: type, *more: str
     known = [*(each.name for each in dataclasses.fields(kind) if each.name != without), *more]
     unknown = [key for key in values if key not in known]
     if unknown:
-        raise OutriderError(f"unknown {what} {unknown[0]!r}; known: {', '.join(known)}")
+        hint = _hint(unknown[0], known)
+        raise OutriderError(f"unknown {what} {unknown[0]!r}; {hint}known: {', '.join(known)}")
+
+
+def _hint(key: str, known: Sequence[str]) -> str:
+    """What was probably meant by a key that is not known."""
+    if "sampling" in known and key in (each.name for each in dataclasses.fields(SamplingParams)):
+        return f"write it below sampling, as `sampling: {{{key}: ...}}`; "
+    close = difflib.get_close_matches(key, known, n=1)
+    return f"did you mean {close[0]!r}? " if close else ""
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

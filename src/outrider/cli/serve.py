@@ -102,7 +102,7 @@ def serve(
     server: Annotated[ServerOptions, fields(ServerOptions)],
     ray: Annotated[RayOptions, fields(RayOptions, panel=RAY)],
 ) -> None:
-    """Serve models over HTTP: OpenAI's, LoRAX's and Xinference's paths, metrics, and a playground in the browser.
+    """Serve models over HTTP: the APIs of OpenAI, Anthropic, LoRAX and Xinference, metrics, and a playground.
 
     [dim]$[/] outrider serve                                  [dim]# smollm2-135m on port 8000[/]
     [dim]$[/] outrider serve model.gguf --draft ngram:length=8 --port 9000
@@ -213,7 +213,7 @@ def _only_one(**given: object) -> object:
     """The given value, if any."""
     names = [name for name, value in given.items() if value]
     if len(names) > 1:
-        raise OutriderError(f"{names[0]} and {names[1]} say the same thing twice; leave out one of them")
+        raise OutriderError(f"{names[0]} and {names[1]} exclude each other; leave out one of them")
     return given[names[0]] if names else None
 
 

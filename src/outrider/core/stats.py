@@ -156,7 +156,8 @@ class Stats:
         time = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self.seconds.items())
         return (
             f"{self.tokens} tokens in {self.steps} steps ({self.tokens_per_step:.2f} per step), "
-            f"{self.accepted} of {self.drafted} drafted tokens kept ({self.acceptance_rate:.0%}); {time}"
+            f"{self.accepted} of {self.drafted} drafted tokens kept ({self.acceptance_rate:.0%})"
+            + (f"; {time}" if time else "")
         )
 
 

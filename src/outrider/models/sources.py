@@ -90,6 +90,8 @@ def resolve(name: str, progress: Progress | None = None) -> Path:
     """A folder or a .gguf file for whatever the user named; downloads what is not here yet."""
     if name.startswith(HUB) and (match := HUB_ID.fullmatch(name.removeprefix(HUB))):
         return _from_hub_id(match["repo"], match["file"])
+    if not name.strip():  # as a path it would be the folder we are in
+        raise _unknown(name)
     try:
         path = Path(name).expanduser()
         path.exists()

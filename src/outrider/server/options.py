@@ -16,9 +16,15 @@ LAUNCH_DEFAULTS: tuple[str, ...] = ("backend", "device", "threads", "cache_memor
 LAUNCH_DEFAULTS += ("kv", "activations", "rule", "pace", "piece", "adapter_memory")
 
 
+def _key(given: str) -> str:
+    if not given:  # of a variable that is not set, say: everybody would get in
+        raise OutriderError("--api-key is empty; give a key, or leave it out to serve without one")
+    return given
+
+
 @dataclass(frozen=True)
 class ServerOptions:
-    api_key: str = option("", "Key that requests must send.", env="OUTRIDER_API_KEY", panel=ACCESS)
+    api_key: str = option("", "Key that requests must send.", env="OUTRIDER_API_KEY", parse=_key, panel=ACCESS)
     tenant_keys: tuple[str, ...] = option(
         (),
         "A further key, of a tenant whose texts speed up nobody else's. Repeatable.",
