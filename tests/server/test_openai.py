@@ -356,7 +356,9 @@ def test_a_body_without_its_content_type_is_told_which_to_send(face):
     """What `curl -d` sends unless it is told otherwise."""
     headers = {"content-type": "application/x-www-form-urlencoded"}
     answer = face.post("/v1/chat/completions", content=b'{"messages": []}', headers=headers)
-    said = "the body comes as 'application/x-www-form-urlencoded'; send it with the header content-type: application/json"
+    said = (
+        "the body comes as 'application/x-www-form-urlencoded'; send it with the header content-type: application/json"
+    )
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, said)
 
 

@@ -69,7 +69,7 @@ class AuditOptions(options.Printed, options.Constrained):
     samples: int | None = option(None, "Continuations to sample for the law test.", shown=str(SAMPLES), least=1)
     seed: int = option(0, "The same seed gives the same report.")
     output: Path | None = option(None, "Write the JSON to this file as well.")
-    company: bool = option(False, "Compare each prompt alone with itself in all kinds of company.", panel=COMPANY)
+    company: bool = option(False, "Compare each prompt run alone with the same prompt in batches.", panel=COMPANY)
     quick: bool = option(
         False,
         f"{QUICK_PROMPTS} prompts, batches of {_joined(QUICK.batches)}, chunks of {_joined(QUICK.chunks)}, sequences "

@@ -35,7 +35,7 @@ ENGINE = ("backend", "speculative_config", *PLACE, "cache_memory", *PARALLEL)
 class ConfigFile:
     config: Path | None = option(
         None,
-        "A YAML file that says all this; options given here go over it.",
+        "A YAML file with settings; options given here override it.",
         flags=("--config", "-c"),
         panel=MODEL,
         shown=False,

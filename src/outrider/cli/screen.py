@@ -52,8 +52,8 @@ class Painter:
 
 @contextmanager
 def bar(*columns: str | ProgressColumn, plain: float = 0.0) -> Iterator[Callable[[str, int, int | None], None]]:
-    """A progress bar on stderr, gone when done. Yields show(what, done, total). No terminal, no bar, but with `plain` a
-    line every so many seconds."""
+    """A progress bar on stderr, gone when done. Yields show(what, done, total). Without a terminal there is no bar;
+    with `plain`, a line every `plain` seconds instead."""
     if plain and not sys.stderr.isatty():
         yield _plain_lines(plain)
         return
@@ -71,7 +71,7 @@ def bar(*columns: str | ProgressColumn, plain: float = 0.0) -> Iterator[Callable
 
 
 def _plain_lines(every: float) -> Callable[[str, int, int | None], None]:
-    """The first thing to be shown at once, then the newest one every so many seconds."""
+    """Show the first message at once, then the newest one every `every` seconds."""
     last = -math.inf
 
     def show(what: str, done: int, total: int | None) -> None:

@@ -56,7 +56,7 @@ class ListenOptions:
     state: Path | None = option(None, "Launched models are kept here, and launched again.", shown=False, panel=SERVER)
     registry: Path | None = option(None, "More models by name, in YAML.", shown="registry.yaml", panel=SERVER)
     log_level: str = option("info", f"One of {', '.join(LEVELS)}.", panel=SERVER)
-    grace: float = option(60.0, "Seconds for running requests after SIGTERM.", least=0.0, panel=LIMITS)
+    grace: float = option(60.0, "Seconds that running requests have to finish after SIGTERM.", least=0.0, panel=LIMITS)
 
     def __post_init__(self) -> None:
         if self.log_level not in LEVELS:
@@ -81,9 +81,7 @@ SETTINGS = options.settings(
     "max_draft_batch",
     *options.ADAPTERS,
     *options.MEMORY,
-    draft={
-        "help": "Who guesses ahead where a request does not say: NAME or NAME:key=value,...; none for plain decoding."
-    },
+    draft={"help": "The drafter of requests that name none: NAME or NAME:key=value,...; none for plain decoding."},
     max_batch={"panel": LIMITS},
     max_draft_batch={"panel": LIMITS},
 )

@@ -36,14 +36,14 @@ class BlockConfig:
     block: int = 8  # tokens that one call guesses
     depth: int = 3  # decoder layers
     context: int = 2048  # the target's
-    rank: int = 256  # of the sequential part; 0: the head has none, and no token hangs on another of its block
-    sequential: Sequential = "rnn"  # what a token hangs on: the one before it, that and the slot, or all before it
+    rank: int = 256  # of the sequential part; 0: it has none, and the tokens of a block do not depend on each other
+    sequential: Sequential = "rnn"  # what a token depends on: the one before it, that and the slot, or all before it
     # Whether slots begin from the target's newest state: a head then begins to learn where the target is. The public
-    # form (False) begins from the embeddings of the last token and of a token that stands for what is not known.
+    # form (False) begins from the embeddings of the last token and of a mask token.
     starts: bool = True
     causal: bool = True  # a slot sees those before it; the public form sees the whole block
     qk_norm: bool = False  # queries and keys are normalised, as the public form has it
-    mask_token: int = 0  # what stands for an unknown token in the public form
+    mask_token: int = 0  # the mask token of the public form
     attention_bias: bool = False
     confidence: bool = True  # it states how likely each guess is kept
     own_sequential: bool = False  # matrices over the vocabulary of its own; else made from the target's
@@ -218,7 +218,7 @@ class BlockHead(nn.Module):
 
     def begin(self, newest: Tensor, last: Tensor, unknown: Tensor, count: int) -> Tensor:
         """[count, ..., hidden] the slots as they begin. `newest`: the target's newest state, joined; `last`,
-        `unknown`: the embeddings of the last token and of the token for what is not known, all [..., hidden]."""
+        `unknown`: the embeddings of the last token and of the mask token, all [..., hidden]."""
         if not self.config.starts:
             return torch.stack([last, *[unknown.expand_as(last)] * (count - 1)]).to(newest.dtype)
         normed = F.rms_norm(last.float(), last.shape[-1:]).to(newest.dtype)

@@ -59,8 +59,8 @@ class BlockRunner:
 
     @torch.inference_mode()
     def _take_in(self, ids: Seq[int], counts: Seq[int], hidden: Tensor) -> Tensor:
-        """Keep the keys and values of the target's states [rows, layers, hidden], so many for each sequence; what they
-        are made of, [rows, hidden]."""
+        """Keep the keys and values of the target's states [rows, layers, hidden], `counts[i]` rows for sequence
+        `ids[i]`; returns the joined states, [rows, hidden]."""
         joined = self._head.joined(hidden.to(self._dtype))
         lengths = [self._slots.lengths.get(id, 0) for id in ids]
         ends = [length + count for length, count in zip(lengths, counts, strict=True)]

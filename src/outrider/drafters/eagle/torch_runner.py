@@ -244,7 +244,7 @@ def _joined(*layers: torch.nn.Linear) -> tuple[Tensor, Tensor | None]:
 
 
 def _groups(counts: Seq[int]) -> list[list[int]]:
-    """Which sequences share a pass: all that bring few rows; those with many go alone."""
+    """Which sequences share a pass: all sequences with few new rows; a sequence with many has a pass of its own."""
     few = [i for i, count in enumerate(counts) if count <= FEW]
     many = [[i] for i, count in enumerate(counts) if count > FEW]
     return [few, *many] if few else many
