@@ -19,6 +19,7 @@ from outrider.cli.options import DEFAULT
 from outrider.cli.screen import note
 from outrider.core.errors import OutriderError
 from outrider.core.option import option
+from outrider.models import sources
 from outrider.server import registry as registries
 from outrider.server.access import Access
 from outrider.server.fleet.limits import WorkerLimits
@@ -120,6 +121,8 @@ def serve(
     spec = _spec(model, launch, given, known)
     settings = spec.settings
     if not launch.no_model:
+        if settings.backend == DEFAULT.backend:
+            sources.check(settings.model)  # a mistyped path shows before a server is started
         options.pull_known(settings.model)
     host = listen.host or LOCAL[0]
     if host not in LOCAL and not server.keys:
