@@ -23,6 +23,7 @@ QUANTIZE = ("none", "int8", "int4")
 KV = ("auto", "int8")
 ACTIVATIONS = ("auto", "int8")
 RULES = ("rejection", "coupled")
+LIKE = 0.75  # how alike (difflib's ratio) an unknown key and a known one are that was probably meant: modle and model
 
 
 def adapter_paths(given: Sequence[str]) -> dict[str, str]:
@@ -207,7 +208,7 @@ def _hint(key: str, known: Sequence[str]) -> str:
     """What was probably meant by a key that is not known."""
     if "sampling" in known and key in (each.name for each in dataclasses.fields(SamplingParams)):
         return f"write it below sampling, as `sampling: {{{key}: ...}}`; "
-    close = difflib.get_close_matches(key, known, n=1)
+    close = difflib.get_close_matches(key, known, n=1, cutoff=LIKE)
     return f"did you mean {close[0]!r}? " if close else ""
 
 
