@@ -73,7 +73,7 @@ class AuditOptions(options.Printed, options.Constrained):
     quick: bool = option(
         False,
         f"{QUICK_PROMPTS} prompts, batches of {_joined(QUICK.batches)}, chunks of {_joined(QUICK.chunks)}, sequences "
-        f"of up to {QUICK.longest} tokens: minutes on a CPU, where the whole takes hours; --limit, --draft help.",
+        f"of up to {QUICK.longest} tokens: minutes on a CPU instead of hours; --limit and --draft shorten it further.",
         panel=COMPANY,
     )
     group: tuple[str, ...] | None = option(
@@ -84,7 +84,7 @@ class AuditOptions(options.Printed, options.Constrained):
         parse=lambda text: tuple(text.split(",")),
     )
     batch: tuple[int, ...] | None = _list_option("batch", int, USUAL.batches, "Prompts at once; 1: alone.")
-    chunk: tuple[int, ...] | None = _list_option("chunk", int, USUAL.chunks, "Prompt tokens that one step takes in.")
+    chunk: tuple[int, ...] | None = _list_option("chunk", int, USUAL.chunks, "Prompt tokens that are read in one step.")
     temperature: tuple[float, ...] | None = _list_option(
         "temperature", float, USUAL.temperatures, "Above 0 each prompt has a seed."
     )

@@ -27,7 +27,7 @@ class ServerOptions:
     api_key: str = option("", "Key that requests must send.", env="OUTRIDER_API_KEY", parse=_key, panel=ACCESS)
     tenant_keys: tuple[str, ...] = option(
         (),
-        "A further key, of a tenant whose texts speed up nobody else's. Repeatable.",
+        "A further key, for a tenant of its own: no tenant's texts serve another as drafts. Repeatable.",
         flags=("--tenant-key",),
         env="OUTRIDER_TENANT_KEYS",
         panel=ACCESS,
@@ -39,7 +39,7 @@ class ServerOptions:
         (), "Requests may open models, heads and adapters in here. Repeatable.", flags=("--allow-folder",), panel=ACCESS
     )
     hub: bool = option(False, "Requests may name hub ids.", flags=("--allow-hub",), panel=ACCESS)
-    no_launch: bool = option(False, "Requests may neither launch nor end models, nor load adapters.", panel=ACCESS)
+    no_launch: bool = option(False, "Requests may not launch or stop models, or load adapters.", panel=ACCESS)
     max_models: int = option(16, "Models that may be launched at once.", least=1, panel=LIMITS)
     timings: bool = option(
         False, "Answers also have vLLM's metrics.speculative_decoding and llama.cpp's timings.", flags=("--timings",)
