@@ -2,10 +2,9 @@
 
 import fcntl
 import json
-import resource
-from contextlib import contextmanager
 
 import pytest
+from limits import file_size_limit
 
 from outrider.cli.answers import Query
 
@@ -79,16 +78,6 @@ def test_a_full_disk_loses_nothing(answer, tmp_path):
     assert "the answer to query b could not be written: " in full.err
     assert answer().code == 0
     assert [row["token_ids"] for row in lines(file)] == [row["token_ids"] for row in whole]
-
-
-@contextmanager
-def file_size_limit(size):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_another_drafter_may_finish_the_run(answer, tmp_path):

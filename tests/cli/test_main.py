@@ -139,8 +139,8 @@ def test_a_reader_that_leaves_early_is_no_error():
         ("generate - <&-", "error: nothing came on standard input; pipe a text into it, or give the prompt ", 2),
         ("models --json >&-", "", 0),
         ("models --json 2>&-", "", 0),
-        ("models --json >/dev/full", "error: cannot read or write the output: No space left on device\n", 2),
-        ("models >/dev/full", "error: cannot read or write the output: No space left on device\n", 2),
+        ("models --json >/dev/full", "error: cannot write the output: No space left on device\n", 2),
+        ("models >/dev/full", "error: cannot write the output: No space left on device\n", 2),
     ],
 )
 def test_standard_streams_that_are_closed_or_full(command, said, code):

@@ -365,4 +365,4 @@ def test_a_body_without_its_content_type_is_told_which_to_send(face):
 def test_our_own_checks_speak_for_themselves(face):
     body = {"messages": [{"role": "user", "content": "x"}], "temperature": 1e30}
     said = "temperature: must be 0 (greedy) or between 1e-37 and 100"
-    assert face.post("/v1/chat/completions", json=body).json()["error"]["message"] == said
+    assert face.post("/v1/chat/completions", body).json()["error"]["message"] == said

@@ -122,8 +122,9 @@ def _failed_file(error: OSError) -> str:
         sys.stdout.flush()
     except OSError:
         _drop_output()
-    where = error.filename or ("the output" if error.errno in FULL else "a file")
-    return f"cannot read or write {where}: {error.strerror or error}"
+    if error.filename is None and error.errno in FULL:
+        return f"cannot write the output: {error.strerror}"
+    return f"cannot read or write {error.filename or 'a file'}: {error.strerror or error}"
 
 
 def _drop_output() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -110,6 +111,8 @@ class AuditOptions(options.Printed, options.Constrained):
         for name in () if self.company else COMPANY_ONLY:
             if getattr(self, name) is not None and getattr(self, name) is not False:
                 raise OutriderError(f"--{name} is an option of --company; add that, or leave it out")
+        if self.output is not None and (self.output.is_dir() or not os.access(self.output.parent, os.W_OK)):
+            raise OutriderError(f"cannot write {self.output}: name a file in a folder that is there and can be written")
         held = self.over(SamplingParams(max_tokens=self.size))
         if self.company and held.constraint is not None:
             name = held.constraint.parameter.replace("_", "-")
@@ -175,12 +178,12 @@ def audit(
     with opened as llm, bar("{task.completed:.0f}/{task.total:.0f}") as progress:
         report = _report(llm, own, chosen, plan, progress)
     text = json.dumps(_as_dict(report), ensure_ascii=False)
-    if own.output is not None:
-        _write(own.output, text)
     if own.as_json:
         print(text)
     else:
         audit_report.show(report)
+    if own.output is not None:  # last: hours of work are shown even where the disk is full
+        _write(own.output, text)
     raise typer.Exit(0 if report.passed else 1)
 
 
@@ -231,7 +234,13 @@ def _named(prompts: Iterable[BenchPrompt]) -> tuple[NamedPrompt, ...]:
 
 
 def _write(path: Path, text: str) -> None:
+    """Written beside its place and moved onto it: what was there before survives a full disk."""
+    path = path.resolve()
+    part = path.with_name(f".{path.name}.new") if path.is_file() or not path.exists() else path  # not of a device
     try:
-        path.write_text(text + "\n", encoding="utf-8")
+        part.write_text(text + "\n", encoding="utf-8")
+        os.replace(part, path)
     except OSError as error:
+        if part != path:
+            part.unlink(missing_ok=True)
         raise OutriderError(f"cannot write {path} ({error.strerror}); choose another file") from error

@@ -121,8 +121,6 @@ def serve(
     spec = _spec(model, launch, given, known)
     settings = spec.settings
     if not launch.no_model:
-        if settings.backend == DEFAULT.backend:
-            sources.check(settings.model)  # a mistyped path shows before a server is started
         options.pull_known(settings.model)
     host = listen.host or LOCAL[0]
     if host not in LOCAL and not server.keys:
@@ -182,6 +180,8 @@ def _spec(model: str, launch: LaunchOptions, given: Given, known: Registry) -> L
         quantize=config.settings.quantize if choice.quantize == "none" else choice.quantize,
     )
     build.check(settings)
+    if not launch.no_model and settings.backend == DEFAULT.backend:
+        sources.check(settings.model)  # a mistyped path shows before a server is started
     return LaunchSpec(settings, launch.uid, (choice.name,), choice.family())
 
 

@@ -158,14 +158,14 @@ class BlockHead(DecoderHead):
             self.lm_head = nn.Linear(hidden, config.draft_vocab_size, False)
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
-        self._set_tokens(draft_ids)
-        self._set_rope()
+        self.set_tokens(draft_ids)
+        self.set_rope()
 
     @property
     def decoder(self) -> list[BlockLayer]:
         return cast("list[BlockLayer]", list(self.layers))
 
-    def _by_token(self) -> list[nn.Linear]:
+    def by_token(self) -> list[nn.Linear]:
         output = [self.lm_head] if self.config.own_output else []
         sequential = self.config.own_sequential and self.config.rank
         return [*output, self.markov_head.markov_w2] if sequential else output

@@ -95,15 +95,15 @@ class EagleHead(DecoderHead):
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, False)
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self._set_tokens(draft_ids)
+        self.set_tokens(draft_ids)
         self.learned = self.draft_ids  # all that it can write, however much it is narrowed
-        self._set_rope()
+        self.set_rope()
 
     @property
     def decoder(self) -> list[EagleLayer]:
         return cast("list[EagleLayer]", list(self.layers))
 
-    def _by_token(self) -> list[nn.Linear]:
+    def by_token(self) -> list[nn.Linear]:
         return [self.lm_head] if self.config.own_output else []
 
     def combine(self, hidden: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class HeadModule(nn.Module):
     config: Any  # frozen, with the sizes of both vocabularies
     draft_ids: Tensor
 
-    def _set_tokens(self, draft_ids: Tensor | None) -> None:
+    def set_tokens(self, draft_ids: Tensor | None) -> None:
         """None: it can write all tokens."""
         ids = torch.arange(self.config.draft_vocab_size) if draft_ids is None else draft_ids.clone()
         self.register_buffer("draft_ids", ids, persistent=False)
@@ -58,10 +58,10 @@ class HeadModule(nn.Module):
         """From now on it writes only the first `vocab` of its tokens."""
         self.draft_ids = self.draft_ids[:vocab]
         self.config = replace(self.config, draft_vocab_size=len(self.draft_ids))
-        for matrix in self._by_token():
+        for matrix in self.by_token():
             matrix.weight = nn.Parameter(matrix.weight[:vocab])
 
-    def _by_token(self) -> list[nn.Linear]:
+    def by_token(self) -> list[nn.Linear]:
         """Its own matrices with a row for each token that it can write."""
         raise NotImplementedError
 
@@ -71,7 +71,7 @@ class DecoderHead(HeadModule):
 
     frequencies: Tensor
 
-    def _set_rope(self) -> None:
+    def set_rope(self) -> None:
         config = self.config
         scaling = None if config.rope_scaling is None else dict(config.rope_scaling)
         self.rope = rope(config.head_dim, config.rope_theta, config.context, scaling)

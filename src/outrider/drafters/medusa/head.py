@@ -51,7 +51,7 @@ class MedusaHead(HeadModule):
             self.lm_heads = nn.ModuleList(
                 nn.Linear(config.hidden_size, config.draft_vocab_size, False) for _ in range(config.num_heads)
             )
-        self._set_tokens(draft_ids)
+        self.set_tokens(draft_ids)
         self.tree: Paths = ()  # that was measured for it
 
     @property
@@ -64,7 +64,7 @@ class MedusaHead(HeadModule):
         """It needs the final state alone."""
         return ()
 
-    def _by_token(self) -> list[nn.Linear]:
+    def by_token(self) -> list[nn.Linear]:
         return self.outputs if self.config.own_output else []
 
     def states(self, last: Tensor) -> list[Tensor]:
