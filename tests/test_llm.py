@@ -238,6 +238,22 @@ def test_settings_that_make_no_sense_are_refused(tiny_folder, settings, reason):
         LLM(**dict(model=str(tiny_folder)) | settings)
 
 
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda llm: llm.generate(5), "prompts must be text, a list of token ids, or a list of these, not 5"),
+        (lambda llm: llm.generate([["a"]]), r"a prompt must be text or a list of token ids, not \['a'\]"),
+        (lambda llm: llm.generate([5.5, None]), "a prompt must be text or a list of token ids, not 5.5"),
+        (lambda llm: llm.generate("x", {"max_tokens": 3}), r"params must be SamplingParams\(...\), not {"),
+        (lambda llm: llm.chat("hi"), "messages must be a list such as .* not 'hi'"),
+        (lambda llm: llm.chat({"role": "user"}), "messages must be a list such as .* not {'role': 'user'}"),
+    ],
+)
+def test_inputs_of_other_types_are_refused(tiny_folder, call, reason):
+    with LLM(str(tiny_folder)) as llm, pytest.raises(OutriderError, match=reason):
+        call(llm)
+
+
 def test_the_drafter_of_the_model_is_built_once(tiny_folder, tiny_draft, monkeypatch):
     from outrider import build
 

@@ -35,7 +35,9 @@ def test_json_is_yaml_too(tmp_path):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("modell: x", "unknown setting 'modell'; known: model, draft, backend"),
+        ("modell: x", "unknown setting 'modell'; did you mean 'model'? known: model, draft, backend"),
+        ("zebra: x", "unknown setting 'zebra'; known: model, draft, backend"),
+        ("max_tokens: 9", "unknown setting 'max_tokens'; write it below sampling, as `sampling: {max_tokens: ...}`"),
         ("sampling: {heat: 1}", "unknown sampling option 'heat'; known: max_tokens"),
         ("sampling: {processors: []}", "unknown sampling option 'processors'"),
         ("sampling: 3", "sampling must hold keys and values"),

@@ -1,5 +1,6 @@
 """`outrider` and `python -m outrider`: the command line, which understands Ctrl-C before its imports are done."""
 
+import io
 import os
 import signal
 import sys
@@ -7,6 +8,8 @@ import sys
 
 def main() -> int:
     """Run the command that was given; the exit code."""
+    _open_closed_streams()
+    _tolerate_other_encodings()
     usual = signal.getsignal(signal.SIGINT)
     try:
         if usual is signal.default_int_handler:  # not where the parent process ignores it
@@ -20,6 +23,24 @@ def main() -> int:
     except KeyboardInterrupt:
         _leave()
     return code
+
+
+def _open_closed_streams() -> None:
+    """A standard stream that was closed by whoever started us is /dev/null: Python has None for it, and the next file
+    that is opened would get its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
+
+
+def _tolerate_other_encodings() -> None:
+    """Bytes that are not text reach the command, which refuses them in a line; an answer that the terminal's encoding
+    cannot show is shown escaped."""
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
 
 
 def _leave(*_: object) -> None:

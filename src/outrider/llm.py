@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
 
@@ -11,7 +11,7 @@ from outrider import build
 from outrider.backends.base import Stream
 from outrider.backends.local import Local
 from outrider.core.adapter import AdapterChoice, AdapterInfo, AdapterMix
-from outrider.core.errors import OutriderError
+from outrider.core.errors import OutriderError, quoted
 from outrider.core.params import SamplingParams
 from outrider.core.request import Message, Prompt, Request, Result
 from outrider.drafters import DrafterSpec
@@ -144,7 +144,7 @@ class LLM:
         progress: bool | None = None,
     ) -> Result | list[Result]:
         """Answer a conversation, or each of a list of them. A message is {"role": "user", "content": "..."}."""
-        single = bool(messages) and isinstance(messages[0], dict)
+        single = isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], dict)
         requests = _requests("messages", [messages] if single else messages, params, draft, prediction, adapter)
         results = self._run(requests, progress)
         return results[0] if single else results
@@ -205,13 +205,24 @@ class LLM:
             raise
 
 
+WANTED = {
+    "prompt": "prompts must be text, a list of token ids, or a list of these",
+    "messages": 'messages must be a list such as [{"role": "user", "content": "..."}]',
+}
+
+
 def _is_prompt(value: Any) -> bool:
     """Text, or a list of token ids."""
     return isinstance(value, str) or (isinstance(value, Sequence) and len(value) > 0 and isinstance(value[0], int))
 
 
 def _requests(kind: str, inputs: Any, params: Any, draft: str, prediction: Any, adapter: Any) -> list[Request]:
+    if isinstance(inputs, str | Mapping) or not isinstance(inputs, Iterable):
+        raise OutriderError(f"{WANTED[kind]}, not {quoted(inputs)}")
     inputs = list(inputs)
+    for own in params if isinstance(params, Sequence) else [params]:
+        if not isinstance(own, SamplingParams | None):
+            raise OutriderError(f"params must be SamplingParams(...), not {quoted(own)}")
     each = _per_input(
         "params", SamplingParams() if params is None else params, len(inputs), isinstance(params, Sequence)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ QUANTIZE = ("none", "int8", "int4")
 KV = ("auto", "int8")
 ACTIVATIONS = ("auto", "int8")
 RULES = ("rejection", "coupled")
+LIKE = 0.75  # how alike (difflib's ratio) an unknown key and a known one are that was probably meant: modle and model
 
 
 def adapter_paths(given: Sequence[str]) -> dict[str, str]:
@@ -43,7 +45,7 @@ class Settings:
     model: str = option("smollm2-135m", "Known name, folder, hub id or GGUF file.", flags=("--model", "-m"))
     draft: str = option(
         "auto",
-        "Who guesses ahead: auto (all that can), NAME:key=value,..., several with + between, or none.",
+        "The drafter: auto (all that fit the model), NAME:key=value,..., several joined with +, or none.",
         flags=("--draft", "-d"),
     )
     backend: str = option("local", f"Who speculates: {' or '.join(BACKENDS)} (our engine, or vLLM's).")
@@ -66,7 +68,9 @@ class Settings:
         flags=("--speculation-max-batch-size",),
     )
     piece: int = 512  # prompt tokens that one step takes in
-    cache_memory: float = option(0.0, "GiB for keys and values, of an EAGLE head too; 0: a quarter of what is free.")
+    cache_memory: float = option(
+        0.0, "GiB for keys and values, an EAGLE head's included; 0: a quarter of the free memory."
+    )
     threads: int = option(0, "CPU threads; 0: one per core.")
     adapters: Mapping[str, str] | None = option(
         None,
@@ -76,11 +80,13 @@ class Settings:
         repeated=True,
         parse=adapter_paths,
     )
-    adapter_memory: float = option(1.0, "GiB for adapters; the longest unused ones leave it.")
+    adapter_memory: float = option(1.0, "GiB of memory for adapters; the least recently used ones are evicted.")
     history: str = option("", "A file that keeps what the drafter history has learned.", shown=False)
-    history_tokens: int = option(CAPACITY, "Tokens of a history, 36 to 52 bytes each; the oldest are forgotten.")
+    history_tokens: int = option(CAPACITY, "Tokens that a history holds, 36 to 52 bytes each; the oldest are dropped.")
     cache_file: str = option("", "A file that keeps shared prefixes of prompts across restarts.", shown=False)
-    cache_file_size: float = option(1.0, "GiB that it may take; the longest unused prefixes are left out.")
+    cache_file_size: float = option(
+        1.0, "GiB that the cache file may take; the least recently used prefixes are left out."
+    )
     # Only for vLLM:
     speculative_config: Mapping[str, Any] | None = option(None, "vLLM's own JSON in place of --draft.", shown=False)
     tensor_parallel_size: int = option(1, "With vllm: devices a layer is spread over.")
@@ -194,7 +200,16 @@ def _refuse_unknown(what: str, values: Mapping[str, Any], kind: type, *more: str
     known = [*(each.name for each in dataclasses.fields(kind) if each.name != without), *more]
     unknown = [key for key in values if key not in known]
     if unknown:
-        raise OutriderError(f"unknown {what} {unknown[0]!r}; known: {', '.join(known)}")
+        hint = _hint(unknown[0], known)
+        raise OutriderError(f"unknown {what} {unknown[0]!r}; {hint}known: {', '.join(known)}")
+
+
+def _hint(key: str, known: Sequence[str]) -> str:
+    """What was probably meant by a key that is not known."""
+    if "sampling" in known and key in (each.name for each in dataclasses.fields(SamplingParams)):
+        return f"write it below sampling, as `sampling: {{{key}: ...}}`; "
+    close = difflib.get_close_matches(key, known, n=1, cutoff=LIKE)
+    return f"did you mean {close[0]!r}? " if close else ""
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

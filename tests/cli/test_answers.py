@@ -4,6 +4,7 @@ import fcntl
 import json
 
 import pytest
+from limits import file_size_limit
 
 from outrider.cli.answers import Query
 
@@ -63,6 +64,20 @@ def test_a_run_that_was_broken_off_goes_on(answer, tmp_path):
     ]
     assert answer().code == 0
     assert len(lines(file)) == 3
+
+
+def test_a_full_disk_loses_nothing(answer, tmp_path):
+    """A limit on the size of files fails as a full disk does: in the middle of a line."""
+    answer()
+    file = tmp_path / "a.jsonl"
+    whole, first = lines(file), len(file.read_bytes().splitlines()[0])
+    file.unlink()
+    with file_size_limit(first + 200):  # the times in a line have more or fewer digits
+        full = answer()
+    assert (full.code, full.err.count("\n")) == (2, 1)
+    assert "the answer to query b could not be written: " in full.err
+    assert answer().code == 0
+    assert [row["token_ids"] for row in lines(file)] == [row["token_ids"] for row in whole]
 
 
 def test_another_drafter_may_finish_the_run(answer, tmp_path):
@@ -133,6 +148,12 @@ def test_an_output_of_something_else_is_left_alone(answer, tmp_path):
         (tmp_path / "a.jsonl").write_text(content)
         assert answer().code == 2
         assert (tmp_path / "a.jsonl").read_text() == content
+
+
+def test_an_output_that_is_no_file_is_refused(outrider, queries, tiny_folder):
+    done = outrider("generate", "-m", tiny_folder, "--input", queries, "--output", "/dev/full")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "/dev/full is not a file" in done.err
 
 
 def test_another_model_or_sampling_does_not_go_on(answer):

@@ -3,9 +3,11 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import company_breaks as breaks
 import pytest
+from limits import file_size_limit
 from scipy import stats
 from tiny import ours, reference
 
@@ -230,6 +232,32 @@ def test_the_command(outrider, tiny_folder, tmp_path, draft):
     said = json.loads((tmp_path / "report.json").read_text())
     assert said["passed"] is True
     assert json.loads(outrider(*args, "--json").out) == {**said, "seconds": pytest.approx(said["seconds"], abs=60)}
+
+
+@pytest.mark.parametrize("output", ["nowhere/report.json", "."])
+def test_an_output_that_cannot_be_written_is_refused_at_once(outrider, tmp_path, output):
+    done = outrider("audit", "-m", "./no-model-is-loaded", "--output", tmp_path / output)
+    assert (done.code, done.out) == (2, "")
+    assert "name a file in a folder that is there" in done.err
+
+
+def test_a_full_disk_leaves_the_report_on_the_screen(outrider, tiny_folder, tmp_path):
+    args = ("audit", "-m", tiny_folder, "-d", "ngram", "--prompt", "the fox", "--max-tokens", 4, "--samples", 20)
+    file = tmp_path / "report.json"
+    file.write_text("before")
+    with file_size_limit(10):
+        done = outrider(*args, "--output", file)
+    assert done.code == 2
+    assert "passed" in done.out
+    assert f"cannot write {file}" in done.err
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+    assert file.read_text() == "before"
+
+
+def test_an_output_may_be_a_device(outrider, tiny_folder):
+    args = ("audit", "-m", tiny_folder, "-d", "ngram", "--prompt", "the fox", "--max-tokens", 4, "--samples", 20)
+    assert outrider(*args, "--output", "/dev/null").code == 0
+    assert Path("/dev/null").is_char_device()
 
 
 def test_the_command_fails_with_1(outrider, tiny_folder, tmp_path, monkeypatch):

@@ -115,3 +115,22 @@ def test_a_wrong_declaration_is_seen_at_once(wrong):
 
 def test_only_options_are_options():
     assert [each.name for each in fields_of(Cake) if option_of(each) is None] == ["secret", "notes"]
+
+
+def test_help_has_no_line_breaks_of_the_source():
+    @command
+    def bake(*, cake: Annotated[Cake, fields(Cake)]) -> None:
+        """Bake a cake.
+
+        A line of the source that is as long as lines of the source may be goes on in the next one, so that both are
+        one line of help;
+        a short one ends where its author wanted it to.
+
+        [dim]$[/] outrider bake --with --very --many --options --so --that --the --line --is --as --long --as --others
+        [dim]$[/] outrider bake
+        """
+
+    assert bake.__doc__ is not None
+    firsts = [len(line) > 0 and line.split()[0] for line in bake.__doc__.splitlines()]
+    assert firsts == ["Bake", False, "A", "a", False, "[dim]$[/]", "[dim]$[/]"]
+    assert "both are one line of help;" in bake.__doc__

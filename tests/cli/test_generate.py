@@ -49,6 +49,13 @@ def test_the_prompt_can_come_from_stdin(outrider, tiny_folder):
     assert tokens(outrider("generate", "-", *args, stdin="the sea")) == tokens(outrider("generate", "the sea", *args))
 
 
+@pytest.mark.parametrize("stdin", ["", " \n"])
+def test_nothing_on_stdin_is_no_prompt(outrider, tiny_folder, stdin):
+    done = outrider("generate", "-", "-m", tiny_folder, stdin=stdin)
+    assert (done.code, done.out) == (2, "")
+    assert "nothing came on standard input" in done.err
+
+
 def test_raw_continues_and_templates_answer(outrider, tiny_folder):
     args = ("generate", "the sea", "-m", tiny_folder, "--max-tokens", 8, "--json", "--ignore-eos")
     assert tokens(outrider(*args)) != tokens(outrider(*args, "--raw"))

@@ -133,6 +133,56 @@ def test_a_reader_that_leaves_early_is_no_error():
     assert done.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("command", "said", "code"),
+    [
+        ("generate - <&-", "error: nothing came on standard input; pipe a text into it, or give the prompt ", 2),
+        ("models --json >&-", "", 0),
+        ("models --json 2>&-", "", 0),
+        ("models --json >/dev/full", "error: cannot write the output: No space left on device\n", 2),
+        ("models >/dev/full", "error: cannot write the output: No space left on device\n", 2),
+    ],
+)
+def test_standard_streams_that_are_closed_or_full(command, said, code):
+    shell = f"{sys.executable} -m outrider {command}"
+    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True)
+    assert done.returncode == code
+    assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == (1 if said else 0)
+
+
+@pytest.mark.parametrize(
+    ("args", "command"),
+    [
+        (["generate", "x", "--nope"], "outrider generate"),
+        (["bench", "serve", "--nope"], "outrider bench serve"),
+        (["train", "lora", "--nope"], "outrider train lora"),
+        (["nope"], "outrider"),
+    ],
+)
+def test_a_misused_command_names_its_own_help(outrider, args, command):
+    assert_refused(outrider(*args), f"; see {command} --help\n")
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_bytes_that_are_not_text_are_one_line(tiny_folder, locale):
+    command = [sys.executable, "-m", "outrider", "chat", "-m", str(tiny_folder), "--max-tokens", "2"]
+    env = {**os.environ, "LC_ALL": locale}
+    done = subprocess.run(command, input=b"caf\xe9\n/draft\n", env=env, capture_output=True)
+    assert (done.returncode, done.stdout) == (0, b"draft: auto\n")
+    assert done.stderr == b"error: the line is not valid UTF-8 text; convert it first\n"
+
+
+def test_a_group_of_commands_alone_helps(outrider):
+    done = outrider("config")
+    assert (done.code, done.err) == (0, "")
+    assert "check" in done.out
+
+
+def test_two_words_name_the_training_of_an_adapter(outrider):
+    assert "Usage: outrider train lora [OPTIONS]" in outrider("train", "lora", "--help").out
+
+
 def test_models(outrider, monkeypatch, tmp_path):
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     assert "outrider pull smollm2-135m" in outrider("models").out

@@ -15,6 +15,9 @@ import pytest
         (["x", "--log-level", "loud"], "unknown log level"),
         (["x", "--speculative-tokens", "-1"], "at least 0"),
         (["x", "--api-key", "K", "--tenant-key", ""], "--tenant-key is empty"),
+        (["x", "--api-key", ""], "--api-key is empty; give a key, or leave it out"),
+        (["./nowhere"], "no such file or folder"),
+        (["nosuch"], "unknown model 'nosuch'"),
     ],
 )
 def test_what_cannot_be_served_is_one_line(outrider, monkeypatch, args, reason):

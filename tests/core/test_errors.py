@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from outrider.core.errors import LONGEST, one_line
+from outrider.core.errors import LONGEST, OutriderError, one_line
 
 
 def test_an_error_of_many_lines_becomes_one() -> None:
     assert one_line(ValueError("line 1\n\n   line 2\ttab ")) == "line 1 line 2 tab"
     assert one_line(ValueError("line 1\nline 2"), named=True) == "ValueError: line 1 line 2"
+    assert one_line(OutriderError("too long; shorten it"), named=True) == "too long; shorten it"
 
 
 def test_an_error_without_text_is_its_name() -> None:

@@ -32,3 +32,7 @@ def test_who_was_asked_and_what_that_took():
     assert total.as_dict()["asked"] == total.asked
     assert one.asked == {"eagle": {"steps": 2, "seconds": 0.75}}  # a sum leaves its parts alone
     assert total.untimed().asked == {"eagle": {"steps": 3, "seconds": 0.0}, "ngram": {"steps": 1, "seconds": 0.0}}
+
+
+def test_nothing_yet_reads_well():
+    assert str(Stats()).endswith("0 of 0 drafted tokens kept (0%)")

@@ -35,7 +35,7 @@ def test_options_are_read_by_their_types():
         ("+ngram", "unknown drafter ''"),
         ("ngram+history+ngram:max_n=3", "the drafter ngram is named twice"),
         ("none+ngram", "the drafter none drafts nothing, so it goes with no other"),
-        ("ngram+auto", "the drafter auto takes whatever there is"),
+        ("ngram+auto", "the drafter auto already asks every drafter that fits"),
         ("ngram+history:depth=3", "drafter history has no option 'depth'"),
         ("+".join(["ngram"] * 9), "at most 8 drafters guess together, not 9"),
         ("auto:length=-", "auto:length must be a whole number"),

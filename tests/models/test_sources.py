@@ -411,6 +411,7 @@ def test_a_known_name_is_pulled(wheels, cache):
             r"unknown model 'smolm2'; did you mean 'smollm2-135m'\? known: smollm2-135m, tiny; or give a folder",
         ),
         ("zzz", r"unknown model 'zzz'; known: "),
+        ("", r"unknown model ''; known: "),
         ("a/b/c", r"unknown model 'a/b/c'"),
         ("./nothing", r"no such file or folder: './nothing'"),
         ("weights/nothing.gguf", r"no such file or folder"),

@@ -63,7 +63,7 @@ class TestSeveralDrafters:
             ("ngram+psychic", "unknown drafter 'psychic'"),
             ("ngram+ngram", "named twice"),
             ("none+ngram", "drafts nothing"),
-            ("auto+ngram", "takes whatever there is"),
+            ("auto+ngram", "already asks every drafter that fits; name it alone"),
             ("ngram+history:length=257", "must be at most 256"),
             ("ngram+history:size=2", "has no option 'size'"),
             ("+".join(["ngram"] * 1000), "at most 8 drafters"),

@@ -350,3 +350,19 @@ class TestRefusals:
         assert face.get("/v1/nothing").status_code == 404
         assert face.get("/v1/chat/completions").status_code == 405
         assert face.get("/v1/nothing").json()["error"]["message"]
+
+
+def test_a_body_without_its_content_type_is_told_which_to_send(face):
+    """What `curl -d` sends unless it is told otherwise."""
+    headers = {"content-type": "application/x-www-form-urlencoded"}
+    answer = face.post("/v1/chat/completions", content=b'{"messages": []}', headers=headers)
+    said = (
+        "the body comes as 'application/x-www-form-urlencoded'; send it with the header content-type: application/json"
+    )
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, said)
+
+
+def test_our_own_checks_speak_for_themselves(face):
+    body = {"messages": [{"role": "user", "content": "x"}], "temperature": 1e30}
+    said = "temperature: must be 0 (greedy) or between 1e-37 and 100"
+    assert face.post("/v1/chat/completions", body).json()["error"]["message"] == said

@@ -9,7 +9,7 @@ from typing import Any
 from outrider.backends.base import Stream
 from outrider.backends.text import Writer
 from outrider.core.adapter import AdapterInfo
-from outrider.core.errors import OutriderError, one_line
+from outrider.core.errors import OutriderError, one_line, quoted
 from outrider.core.grammar import Vocabulary
 from outrider.core.request import Message, Prompt, Request
 from outrider.models.token_bytes import vocabulary_of
@@ -49,7 +49,7 @@ class Reader:
 
     def encode(self, prompt: Prompt, special: bool = True) -> list[int]:
         if not isinstance(prompt, str):
-            ids = [int(token) for token in prompt]
+            ids = _token_ids(prompt)
             self._check_ids(ids)
             return ids
         return list(self._need_tokenizer().encode(prompt, add_special_tokens=special))
@@ -131,3 +131,10 @@ class Reader:
         bad = next((token for token in ids if not 0 <= token < size), None)
         if bad is not None:
             raise OutriderError(f"token id {bad} is outside the vocabulary of {size} tokens")
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    try:
+        return [int(token) for token in prompt]
+    except (TypeError, ValueError) as error:
+        raise OutriderError(f"a prompt must be text or a list of token ids, not {quoted(prompt)}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ from outrider.cli.screen import paint
 from outrider.core.errors import OutriderError
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # typer brings a click of its own; this is that click's
+TRAIN_LORA = "train lora"  # two words for the user, one command for typer
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # nothing more can be written
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 for command in (
@@ -45,7 +48,7 @@ for command in (
     demo.demo,
 ):
     app.command()(command)
-app.command("train-lora", hidden=True)(train_lora.train_lora)  # `train lora`: its options are others than of a head
+app.command(TRAIN_LORA, hidden=True)(train_lora.train_lora)  # a command of its own: a head has other options
 app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
 
@@ -74,18 +77,22 @@ def outrider(
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command; the exit code."""
     given = list(sys.argv[1:] if args is None else args)
-    if given[:2] == ["train", "lora"]:
-        given[:2] = ["train-lora"]
+    if given[:2] == TRAIN_LORA.split():
+        given[:2] = [TRAIN_LORA]
     try:
         code = app(given or ["--help"], prog_name="outrider", standalone_mode=False)
         sys.stdout.flush()
     except OutriderError as error:
         return _refuse(str(error))
     except UsageError as error:
-        return _refuse(f"{_usage(error)}; see outrider --help or outrider COMMAND --help")
+        if not _usage(error):  # a group of commands alone, which has shown its help
+            return 0
+        return _refuse(f"{_usage(error)}; see {_command(error)} --help")
     except BrokenPipeError:  # the reader has gone, as in `outrider models | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141
+    except OSError as error:  # a full disk, for instance
+        return _refuse(_failed_file(error))
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     if code == 130:
@@ -101,3 +108,25 @@ def _refuse(reason: str) -> int:
 def _usage(error: Exception) -> str:
     message: str = error.format_message()  # type: ignore[attr-defined]
     return message.rstrip(".")
+
+
+def _command(error: Exception) -> str:
+    """The command that was misused, as the user writes it."""
+    context = getattr(error, "ctx", None)
+    return "outrider" if context is None else str(context.command_path)
+
+
+def _failed_file(error: OSError) -> str:
+    """What could not be read or written, and why."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _drop_output()
+    if error.filename is None and error.errno in FULL:
+        return f"cannot write the output: {error.strerror}"
+    return f"cannot read or write {error.filename or 'a file'}: {error.strerror or error}"
+
+
+def _drop_output() -> None:
+    """Throw away what standard output still holds: at exit Python would try to write it once more, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
 import os
+import stat
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -113,6 +115,8 @@ class AnswerFile:
         except OSError as error:
             raise OutriderError(f"cannot write to {path}: {error.strerror}; choose another --output") from error
         try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):  # of a device or a pipe no earlier answers can be read
+                raise OutriderError(f"{path} is not a file that answers could be kept in; choose another --output")
             answers = cls(file, mark)
             answers._resume(path, {query.id: query for query in queries})
             yield answers
@@ -122,9 +126,13 @@ class AnswerFile:
     def add(self, query: Query, result: Result) -> None:
         record = {"id": query.id, "query": query.text, "run": self._mark, **result.as_dict()}
         data = json.dumps(record, ensure_ascii=False).encode() + b"\n"
-        if os.write(self._file, data) < len(data):
-            raise OutriderError("the answer could not be written in full; is the disk full?")
-        os.fsync(self._file)
+        try:
+            if os.write(self._file, data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(self._file)
+        except OSError as error:
+            reason = f"the answer to query {query.id} could not be written: {error.strerror}"
+            raise OutriderError(f"{reason}; make room, and the same command goes on from there") from error
         self.done.add(query.id)
 
     def _resume(self, path: Path, queries: dict[str, Query]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -69,11 +70,11 @@ class AuditOptions(options.Printed, options.Constrained):
     samples: int | None = option(None, "Continuations to sample for the law test.", shown=str(SAMPLES), least=1)
     seed: int = option(0, "The same seed gives the same report.")
     output: Path | None = option(None, "Write the JSON to this file as well.")
-    company: bool = option(False, "Compare each prompt alone with itself in all kinds of company.", panel=COMPANY)
+    company: bool = option(False, "Compare each prompt run alone with the same prompt in batches.", panel=COMPANY)
     quick: bool = option(
         False,
         f"{QUICK_PROMPTS} prompts, batches of {_joined(QUICK.batches)}, chunks of {_joined(QUICK.chunks)}, sequences "
-        f"of up to {QUICK.longest} tokens: minutes on a CPU, where the whole takes hours; --limit, --draft help.",
+        f"of up to {QUICK.longest} tokens: minutes on a CPU instead of hours; --limit and --draft shorten it further.",
         panel=COMPANY,
     )
     group: tuple[str, ...] | None = option(
@@ -84,7 +85,7 @@ class AuditOptions(options.Printed, options.Constrained):
         parse=lambda text: tuple(text.split(",")),
     )
     batch: tuple[int, ...] | None = _list_option("batch", int, USUAL.batches, "Prompts at once; 1: alone.")
-    chunk: tuple[int, ...] | None = _list_option("chunk", int, USUAL.chunks, "Prompt tokens that one step takes in.")
+    chunk: tuple[int, ...] | None = _list_option("chunk", int, USUAL.chunks, "Prompt tokens that are read in one step.")
     temperature: tuple[float, ...] | None = _list_option(
         "temperature", float, USUAL.temperatures, "Above 0 each prompt has a seed."
     )
@@ -110,6 +111,8 @@ class AuditOptions(options.Printed, options.Constrained):
         for name in () if self.company else COMPANY_ONLY:
             if getattr(self, name) is not None and getattr(self, name) is not False:
                 raise OutriderError(f"--{name} is an option of --company; add that, or leave it out")
+        if self.output is not None and (self.output.is_dir() or not os.access(self.output.parent, os.W_OK)):
+            raise OutriderError(f"cannot write {self.output}: name a file in a folder that is there and can be written")
         held = self.over(SamplingParams(max_tokens=self.size))
         if self.company and held.constraint is not None:
             name = held.constraint.parameter.replace("_", "-")
@@ -175,12 +178,12 @@ def audit(
     with opened as llm, bar("{task.completed:.0f}/{task.total:.0f}") as progress:
         report = _report(llm, own, chosen, plan, progress)
     text = json.dumps(_as_dict(report), ensure_ascii=False)
-    if own.output is not None:
-        _write(own.output, text)
     if own.as_json:
         print(text)
     else:
         audit_report.show(report)
+    if own.output is not None:  # last: hours of work are shown even where the disk is full
+        _write(own.output, text)
     raise typer.Exit(0 if report.passed else 1)
 
 
@@ -231,7 +234,13 @@ def _named(prompts: Iterable[BenchPrompt]) -> tuple[NamedPrompt, ...]:
 
 
 def _write(path: Path, text: str) -> None:
+    """Written beside its place and moved onto it: what was there before survives a full disk."""
+    path = path.resolve()
+    part = path.with_name(f".{path.name}.new") if path.is_file() or not path.exists() else path  # not of a device
     try:
-        path.write_text(text + "\n", encoding="utf-8")
+        part.write_text(text + "\n", encoding="utf-8")
+        os.replace(part, path)
     except OSError as error:
+        if part != path:
+            part.unlink(missing_ok=True)
         raise OutriderError(f"cannot write {path} ({error.strerror}); choose another file") from error

@@ -1,4 +1,4 @@
-"""`outrider bench`: how fast, against whom, and is it still the same text."""
+"""`outrider bench`: how fast, compared with which engines, and whether the text is the same."""
 
 from __future__ import annotations
 

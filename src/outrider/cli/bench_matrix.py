@@ -42,7 +42,7 @@ class MatrixOptions(WorkloadOptions):
     device: str = option(DEFAULT.device, "As with generate.")
     dtype: str = option(DEFAULT.dtype, "As with generate.")
     threads: int = option(0, "CPU threads; 0: one per core.")
-    cache_memory: float = option(0.0, "GiB for keys and values of each engine; 0: a quarter of what is free.")
+    cache_memory: float = option(0.0, "GiB for keys and values of each engine; 0: a quarter of the free memory.")
     rounds: int | None = option(None, "How often each group of prompts is run.", shown=str(FULL.rounds))
     max_tokens: int | None = option(None, "Tokens of an answer.", shown=str(FULL.max_tokens))
     seed: int = option(0, "Decides the order in which drafters take turns.")

@@ -27,6 +27,7 @@ HELP = """\
 /reset           begin a new conversation
 /help            this list
 /quit            leave (so does Ctrl-D); Ctrl-C stops an answer"""
+GREETING = "Words from the draft are coloured; /help lists the commands, Ctrl-D leaves."
 NONE = "none"  # as an adapter: the model as it is
 ANSWER = SamplingParams(max_tokens=512)
 
@@ -69,6 +70,7 @@ def _lines() -> Iterator[str]:
         return
     import readline  # noqa: F401 (gives input() a history and line editing)
 
+    note(GREETING)
     while True:
         try:
             line = input("> ").strip()
@@ -84,7 +86,7 @@ class Conversation:
         self._llm, self._params = llm, params
         self._adapter = next(iter(llm.settings.adapters or ()), "")  # that answers; "": none
         self._draft = ""  # a drafter for the next answers; "": the one of the settings
-        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self._system = [] if system is None else [{"role": "system", "content": options.utf8(system, "system prompt")}]
         self._turns: list[dict[str, str]] = []  # user and assistant by turns
         self._stats = Stats()
         self._render([{"role": "user", "content": "?"}])  # a model that cannot chat is refused before anyone types
@@ -94,7 +96,7 @@ class Conversation:
         try:
             if line.startswith("/"):
                 return self._obey(*line.split(maxsplit=1))
-            self._answer(line)
+            self._answer(options.utf8(line, "line"))
         except OutriderError as error:
             print(paint("error:", "red", sys.stderr), error, file=sys.stderr, flush=True)
         return True

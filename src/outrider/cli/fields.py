@@ -17,6 +17,8 @@ import typer
 
 from outrider.core.option import Option, option_of
 
+SOURCE_LINE = 90  # characters: a longer line of a docstring goes on in the next one; the source has up to 116
+EXAMPLE = "[dim]$[/]"  # begins a line that shows a command
 SIMPLE = (str, int, float, bool, Path)  # types that the command line reads by itself
 T = TypeVar("T")
 
@@ -131,10 +133,24 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         function(**own, **({"ctx": ctx} if "ctx" in hints else {}))
 
     parameters = _parameters(function, hints, sources)
+    run.__doc__ = _reflowed(function.__doc__ or "")
     del run.__wrapped__  # or typer would look at the parameters of the function itself
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     return run
+
+
+def _reflowed(text: str) -> str:
+    """Help text without the line breaks of the source: typer keeps them, and a narrower terminal would show both. A
+    short line ends where its author wanted it to."""
+    joined, goes_on = [""], True
+    for line in inspect.cleandoc(text).splitlines():
+        if goes_on and line:
+            joined[-1] = f"{joined[-1]} {line}".strip()
+        else:
+            joined.append(line)
+        goes_on = len(line) > SOURCE_LINE and EXAMPLE not in line
+    return "\n".join(joined)
 
 
 def was_given(ctx: typer.Context, name: str) -> bool:

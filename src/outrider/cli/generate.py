@@ -34,7 +34,9 @@ class GenerateOptions(options.Printed, options.Constrained):
         None, "The answer you expect, as a file or as text: it is the draft.", panel=options.MODEL
     )
     input: Path | None = option(None, "A JSONL file of queries: query, and perhaps id and retrieved.", panel=FILES)
-    output: Path | None = option(None, "Where the answers go, a line each; what is there already is kept.", panel=FILES)
+    output: Path | None = option(
+        None, "Where the answers go, a line each; answers already in it are kept, and the run resumes.", panel=FILES
+    )
 
 
 MODEL = options.settings(

@@ -25,9 +25,9 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class MergeOptions:
-    out: Path = option(help="The new folder; one that is there is left alone.", flags=("--out", "-o"))
+    out: Path = option(help="The new folder; it must not exist yet.", flags=("--out", "-o"))
     weights: tuple[float, ...] = option((), "A weight for each adapter: 1,0.5.", shown="all 1", parse=_numbers)
-    strategy: str = option("cat", f"How several become one: {', '.join(STRATEGIES)} (cat: the exact sum).")
+    strategy: str = option("cat", f"How several adapters become one: {', '.join(STRATEGIES)} (cat: the exact sum).")
     density: float | None = option(None, "The share of values that ties and dare keep.", shown=False)
     majority_sign_method: str = option("total", "For ties: total or frequency.")
     seed: int = option(0, "For dare: which values are dropped.")

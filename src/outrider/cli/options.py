@@ -20,6 +20,7 @@ from outrider.llm import LLM
 from outrider.models import sources
 from outrider.settings import Config, Settings, config_from, from_mapping, read_file
 
+NOT_UTF8 = "the {} is not valid UTF-8 text; convert it first"
 MODEL, SAMPLING, GRAMMAR = "Model", "Sampling", "What the text may be (one of these)"
 DEFAULT, PLAIN = Settings(), SamplingParams()
 PLACE = ("device", "dtype", "quantize", "kv", "activations", "threads")
@@ -34,7 +35,7 @@ ENGINE = ("backend", "speculative_config", *PLACE, "cache_memory", *PARALLEL)
 class ConfigFile:
     config: Path | None = option(
         None,
-        "A YAML file that says all this; options given here go over it.",
+        "A YAML file with settings; options given here override it.",
         flags=("--config", "-c"),
         panel=MODEL,
         shown=False,
@@ -186,8 +187,18 @@ def pull(name: str) -> Path:
 def read_stdin_or(text: str) -> str:
     """The text, or what comes on standard input for "-"."""
     try:
-        read = sys.stdin.read() if text == "-" else text
-        read.encode()
-    except UnicodeError as error:
-        raise OutriderError("the prompt is not valid UTF-8 text; convert it first") from error
+        read = utf8(sys.stdin.read() if text == "-" else text, "prompt")
+    except UnicodeDecodeError as error:
+        raise OutriderError(NOT_UTF8.format("prompt")) from error
+    if text == "-" and not read.strip():
+        raise OutriderError("nothing came on standard input; pipe a text into it, or give the prompt as an argument")
     return read
+
+
+def utf8(text: str, what: str) -> str:
+    """The text, refused where the bytes that the user gave for it are not UTF-8; Python keeps them as surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise OutriderError(NOT_UTF8.format(what)) from error
+    return text

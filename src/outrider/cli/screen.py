@@ -53,8 +53,8 @@ class Painter:
 
 @contextmanager
 def bar(*columns: str | ProgressColumn, plain: float = 0.0) -> Iterator[Callable[[str, int, int | None], None]]:
-    """A progress bar on stderr, gone when done. Yields show(what, done, total). No terminal, no bar, but with `plain` a
-    line every so many seconds."""
+    """A progress bar on stderr, gone when done. Yields show(what, done, total). Without a terminal there is no bar;
+    with `plain`, a line every `plain` seconds instead."""
     if plain and not sys.stderr.isatty():
         lines = PlainLines(plain)
         with lines.ticking():
@@ -74,7 +74,7 @@ def bar(*columns: str | ProgressColumn, plain: float = 0.0) -> Iterator[Callable
 
 
 class PlainLines:
-    """The first thing to be shown at once, then the newest one every so many seconds, also where nothing new came: what
+    """Shows the first message at once, then the newest one every `every` seconds, also where nothing new came: what
     compiles or loads says nothing for a while."""
 
     def __init__(self, every: float) -> None:

@@ -19,6 +19,7 @@ from outrider.cli.options import DEFAULT
 from outrider.cli.screen import note
 from outrider.core.errors import OutriderError
 from outrider.core.option import option
+from outrider.models import sources
 from outrider.server import registry as registries
 from outrider.server.access import Access
 from outrider.server.fleet.limits import WorkerLimits
@@ -56,7 +57,7 @@ class ListenOptions:
     state: Path | None = option(None, "Launched models are kept here, and launched again.", shown=False, panel=SERVER)
     registry: Path | None = option(None, "More models by name, in YAML.", shown="registry.yaml", panel=SERVER)
     log_level: str = option("info", f"One of {', '.join(LEVELS)}.", panel=SERVER)
-    grace: float = option(60.0, "Seconds for running requests after SIGTERM.", least=0.0, panel=LIMITS)
+    grace: float = option(60.0, "Seconds that running requests have to finish after SIGTERM.", least=0.0, panel=LIMITS)
 
     def __post_init__(self) -> None:
         if self.log_level not in LEVELS:
@@ -81,9 +82,7 @@ SETTINGS = options.settings(
     "max_draft_batch",
     *options.ADAPTERS,
     *options.MEMORY,
-    draft={
-        "help": "Who guesses ahead where a request does not say: NAME or NAME:key=value,...; none for plain decoding."
-    },
+    draft={"help": "The drafter of requests that name none: NAME or NAME:key=value,...; none for plain decoding."},
     max_batch={"panel": LIMITS},
     max_draft_batch={"panel": LIMITS},
 )
@@ -102,7 +101,7 @@ def serve(
     server: Annotated[ServerOptions, fields(ServerOptions)],
     ray: Annotated[RayOptions, fields(RayOptions, panel=RAY)],
 ) -> None:
-    """Serve models over HTTP: OpenAI's, LoRAX's and Xinference's paths, metrics, and a playground in the browser.
+    """Serve models over HTTP: the APIs of OpenAI, Anthropic, LoRAX and Xinference, metrics, and a playground.
 
     [dim]$[/] outrider serve                                  [dim]# smollm2-135m on port 8000[/]
     [dim]$[/] outrider serve model.gguf --draft ngram:length=8 --port 9000
@@ -181,6 +180,8 @@ def _spec(model: str, launch: LaunchOptions, given: Given, known: Registry) -> L
         quantize=config.settings.quantize if choice.quantize == "none" else choice.quantize,
     )
     build.check(settings)
+    if not launch.no_model and settings.backend == DEFAULT.backend:
+        sources.check(settings.model)  # a mistyped path shows before a server is started
     return LaunchSpec(settings, launch.uid, (choice.name,), choice.family())
 
 
@@ -213,7 +214,7 @@ def _only_one(**given: object) -> object:
     """The given value, if any."""
     names = [name for name, value in given.items() if value]
     if len(names) > 1:
-        raise OutriderError(f"{names[0]} and {names[1]} say the same thing twice; leave out one of them")
+        raise OutriderError(f"{names[0]} and {names[1]} exclude each other; leave out one of them")
     return given[names[0]] if names else None
 
 

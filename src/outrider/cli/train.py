@@ -40,7 +40,7 @@ class PromptFile:
     )
 
     about: Path | None = option(
-        None, "Beginnings of user turns, one per line, which the model ends; half of the texts begin so.", shown=False
+        None, "Openings of user turns, one per line, which the model completes; half of the texts use one.", shown=False
     )
 
     def read(self) -> list[tuple[str, str]]:
@@ -63,7 +63,7 @@ class TrainOptions:
     save_every: int = option(0, "Steps between checkpoints; 0: every 30 seconds.")
     evaluation: Path | None = option(
         None,
-        "JSONL in Spec-Bench form: tokens per pass by category, when the minutes are over.",
+        "JSONL in Spec-Bench form: measure tokens per pass by category after the training.",
         flags=("--eval",),
         shown="prompts of our own",
     )

@@ -18,8 +18,8 @@ from outrider.settings import Settings
 @dataclass(frozen=True)
 class TuneOptions:
     head: Path = option(help="Folder of a Medusa head; its config gets the tree.")
-    nodes: int = option(64, "Of the tree. A shorter draft takes the first of them.")
-    tokens: int = option(20_000, "Tokens that the target writes to measure with, about.")
+    nodes: int = option(64, "Nodes of the tree; a shorter draft uses the first ones.")
+    tokens: int = option(20_000, "About how many tokens the target writes for the measurement.")
 
     def __post_init__(self) -> None:
         for name in ("nodes", "tokens"):

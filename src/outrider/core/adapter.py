@@ -33,7 +33,7 @@ class AdapterMix:
         if not 1 <= len(self.names) <= MOST or not all(self.names):
             raise OutriderError(f"a mix has 1 to {MOST} named adapters, not {len(self.names)}")
         if len(self.weights) != len(self.names) or not all(map(math.isfinite, self.weights)):
-            raise OutriderError(f"a mix of {len(self.names)} adapters needs as many finite weights, one for each")
+            raise OutriderError(f"each adapter needs one finite weight: {len(self.names)} in all, not {self.weights}")
         if self.strategy not in STRATEGIES:
             raise OutriderError(f"unknown merge strategy {quoted(self.strategy)}; known: {', '.join(STRATEGIES)}")
         if self.majority_sign_method not in get_args(Majority):

@@ -93,7 +93,7 @@ def _all(below: Tensor) -> Tensor:
 
 
 def _near(below: Tensor, most: float | Tensor) -> Tensor:
-    """The tokens that are at most so far below the highest; on a CPU by numpy, in a fifth of the time."""
+    """The tokens within this distance of the highest logit; on a CPU by numpy, in a fifth of the time."""
     if below.device.type == "cpu":
         return torch.from_numpy(np.flatnonzero(below.numpy() <= float(most)))
     return (below <= most).nonzero().squeeze(1)
@@ -147,7 +147,7 @@ def _typical(below: Tensor, tokens: Tensor, cut: CutNumbers) -> Tensor:
 
 
 def _surprise(below: Tensor, left: Tensor | None, factor: float | Tensor) -> tuple[Tensor, Tensor]:
-    """How far the surprise of each token is from the mean of those that are left, in bits, and its units."""
+    """How far the surprise of each token is from the mean surprise of the remaining tokens, in bits, and its units."""
     bits, weight = weights(below, factor)
     own, surprise = (weight * UNITS).floor_(), (weight * bits).mul_(UNITS).floor_()
     if left is not None:

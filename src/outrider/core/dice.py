@@ -1,7 +1,7 @@
-"""Random numbers keyed by (seed, position), so that those of a position never depend on the schedule.
+"""Random numbers keyed by (seed, position), so that the numbers of a position never depend on the schedule.
 
 Every number is a hash of (seed, position, stream, index): the k-th token of the vocabulary gets the same noise at a
-position however often, in whatever order, on whatever device and in whatever batch it is asked for.
+position however often it is asked for, in any order, on any device and in any batch.
 """
 
 from __future__ import annotations

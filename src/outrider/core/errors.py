@@ -12,8 +12,9 @@ class OutriderError(Exception):
 
 
 def one_line(error: BaseException, *, named: bool = False) -> str:
-    """Another library's error as part of a line of ours; with `named` it begins with the name of its class."""
+    """An error as part of a line of ours; with `named`, another library's begins with the name of its class."""
     name, text = type(error).__name__, " ".join(str(error).split())[:LONGEST]
+    named = named and not isinstance(error, OutriderError)
     return f"{name}: {text}" if named and text else text or name
 
 

@@ -51,7 +51,7 @@ class Vocabulary:
     def __init__(
         self, tokens: Seq[bytes], special: Iterable[int], ends: Iterable[int], encode: Callable[[str], list[int]]
     ) -> None:
-        """`tokens`: by id, as many as the model has logits; b"": a token that is never written. `ends`: the tokens
+        """`tokens`: by id, one for each logit of the model; b"": a token that is never written. `ends`: the tokens
         after which an answer is over."""
         library = llguidance()
         self.size, self.tokens, self.encode = len(tokens), tokens, encode
@@ -130,7 +130,7 @@ class Grammars:
 
 
 class Matcher:
-    """Where one sequence stands in its grammar: after the committed tokens, whatever was asked about drafts."""
+    """Where one sequence stands in its grammar: after the committed tokens; questions about drafts do not move it."""
 
     def __init__(self, start: LLMatcher, vocabulary: Vocabulary, ends: Collection[int]) -> None:
         """`start`: a state at the beginning, which is copied."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider.core.errors import OutriderError, one_line, quoted
 
-# Characters of a grammar. As many hold an object of 4,500 properties, which takes 2 s to compile, and the time grows
+# Characters of a grammar. This many hold an object of 4,500 properties, which takes 2 s to compile, and the time grows
 # with their square; nested parts recurse to a depth that the stack of the compiling thread has memory for.
 LONGEST = 1 << 17
 ANY_OBJECT = '{"type": "object"}'

@@ -83,7 +83,7 @@ class Sequence:
 
     @property
     def scope(self) -> Scope:
-        """With whom it may share keys and values: they depend on the adapter, and tenants are kept apart."""
+        """Sequences of one scope may share keys and values: these depend on the adapter, and tenants are kept apart."""
         return self.tenant if self.adapter is None else (self.tenant, self.adapter.key)
 
     @property
@@ -144,7 +144,7 @@ class Sequence:
             return int(logits.argmax())
         if self.matcher is not None and not self.params.penalises:
             [best] = sampling.likeliest(logits.unsqueeze(0))
-            if self.matcher.allows(guessed, best):  # mostly: then it is the likeliest of those that are allowed, too
+            if self.matcher.allows(guessed, best):  # the usual case: it is then the likeliest allowed token, too
                 return best
             if (mask := self.matcher.mask(guessed)) is not None:
                 return sampling.likeliest_allowed(logits, mask)

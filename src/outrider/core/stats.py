@@ -28,11 +28,11 @@ class Stats:
     # This sequence's share of the engine's time; the shares of a batch add up to the time that passed.
     seconds: dict[str, float] = field(default_factory=dict)
     first_seconds: float = 0.0  # the part of them until the end of the first step that wrote something: the prompt's
-    # After the first step: asking the drafters, whatever came of it, showing them what was written, and what drafted
-    # nodes added to the passes, by the measured cost of rows.
+    # After the first step: the time of asking the drafters (with or without a draft), of showing them what was written,
+    # and of the rows that drafts added to passes, by the measured cost of rows.
     drafting_seconds: float = 0.0
     unmeasured: int = 0  # steps with drafts of which it is not known what they cost
-    writing_seconds: float = 0.0  # that passed from its first token to its last, whoever else was served meanwhile
+    writing_seconds: float = 0.0  # from its first token to its last, also while other requests were served
 
     def record(self, draft: Draft, path: tuple[int, ...], written: int, drafter: str) -> None:
         """One step: the draft, the kept nodes that were committed, and the tokens written in all."""
@@ -156,7 +156,8 @@ class Stats:
         time = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self.seconds.items())
         return (
             f"{self.tokens} tokens in {self.steps} steps ({self.tokens_per_step:.2f} per step), "
-            f"{self.accepted} of {self.drafted} drafted tokens kept ({self.acceptance_rate:.0%}); {time}"
+            f"{self.accepted} of {self.drafted} drafted tokens kept ({self.acceptance_rate:.0%})"
+            + (f"; {time}" if time else "")
         )
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # reading a spec needs no torch
 
 # Drafters that other packages refer to by their role.
 PLAIN = "none"  # drafts nothing
-AUTO = "auto"  # whatever can draft for the target, together: the default
+AUTO = "auto"  # every drafter that fits the target, together: the default
 LOOKUP = "ngram"  # copies from the text; needs nothing else
 HISTORY = "history"  # copies from what was written before, for other requests
 PREDICTION = "prediction"  # drafts the text that the caller expects
@@ -42,7 +42,7 @@ TABLE = {
 }
 
 
-MOST_MEMBERS = 8  # drafters that guess together: more than there are kinds of, and few enough to be asked in every step
+MOST_MEMBERS = 8  # drafters in one spec: more than there are kinds, and few enough to ask all of them in every step
 
 
 def names() -> list[str]:
@@ -121,7 +121,7 @@ def combine(members: Sequence[DrafterSpec]) -> DrafterSpec:
         if name == PLAIN:
             raise OutriderError(f"the drafter {PLAIN} drafts nothing, so it goes with no other; leave it out")
         if name == AUTO:
-            raise OutriderError(f"the drafter {AUTO} takes whatever there is, so it goes with no other; leave it out")
+            raise OutriderError(f"the drafter {AUTO} already asks every drafter that fits; name it alone")
     return DrafterSpec("+".join(known), CombinedOptions(tuple(members)))
 
 

@@ -1,5 +1,6 @@
-"""Whatever can draft for the target guesses together: the head beside it, shipped for it, or given; the text so far and
-earlier ones; the answer that the caller expects; the grammar of the request; a draft model, if one is named."""
+"""Every drafter that fits the target, together: a head (given, beside the target, or shipped for it), lookup in this
+text and in earlier ones, the answer that the caller expects, the grammar of the request, and a draft model if one is
+named."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def _head(options: Auto.Options, given: dict[str, Any], context: BuildContext) -
 
 
 def _kinds(options: Auto.Options, context: BuildContext) -> list[str]:
-    """Of the head that is given; else in which order heads are looked for, what is there first."""
+    """The kinds of head to try, in order: the kind of the given head, or all kinds, with the one that has a head
+    first."""
     if options.head:
         return [files.kind_in(options.head, context.heads.get(options.head))]
     order = ON_GPU if isinstance(context.target, Paged) else ON_CPU
@@ -79,7 +81,7 @@ def _kinds(options: Auto.Options, context: BuildContext) -> list[str]:
 
 
 def _there(kinds: Seq[str], target: str) -> str | None:
-    """The first of these kinds of which a head lies beside the target, else of which one is shipped for it."""
+    """The first of these kinds that has a head beside the target, or else one that is shipped for it."""
     beside = (kind for kind in kinds if files.beside(kind, target) is not None)
     shipped = (kind for kind in kinds if files.shipped(kind, target) is not None)
     return next(itertools.chain(beside, shipped), None)

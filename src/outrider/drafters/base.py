@@ -75,7 +75,7 @@ class Step:
     draft: Draft
     verdict: Verdict | None  # None: a chunk of a long prompt, nothing to judge; else the path is cut where it ended
     hidden: Tensor | None  # [len(tokens) + len(draft), layers, hidden] of the layers that the drafter asked for
-    rests: bool = False  # no draft that begins from states is expected soon: who would read them now can wait
+    rests: bool = False  # no draft from hidden states is expected soon, so drafters may read the states later
 
 
 class Drafter:
@@ -93,12 +93,12 @@ class Drafter:
     reports_acceptance: bool = False  # its drafts say how likely each node is kept, and it stops where that is low
     is_free: bool = False  # a draft costs next to nothing (no model runs), so it may be asked at every step
     has_weights: bool = False  # it holds weights beside the target's, a head's or a model's: few idle ones are kept
-    # Of `cache_memory`: for its own keys and values, so that the target has the rest. A drafter that a request names
-    # has a part of such a share, on top (`build.local`).
+    # Share of `cache_memory` for its own keys and values; the target has the remainder. A drafter that a request names
+    # gets part of such a share in addition (`build.local`).
     cache_share: float = 0.0
     variants: tuple[str, ...] = ()  # "key=value,...": options with which it drafts in another way; audits try each
     for_measurement: bool = False  # it is told the answer: for benchmarks and tests, not for users
-    some_may_write: bool = False  # of several members, whether those that can `write` may do so without the others
+    some_may_write: bool = False  # whether members that can `write` may do so without the other members
     writer: WritesRounds | None = None  # on a device: what writes with its `guessers`
     parts: tuple[str, ...] = ()  # the drafters that may take part, where it is made of others
 
@@ -186,21 +186,22 @@ class Drafter:
         self, seqs: Seq[Sequence], wait: Callable[[], None], going: Callable[[int], bool]
     ) -> Iterator[list[JudgedSteps]]:
         """Several steps of each sequence on the target's device, without the host: drafts, passes and verdicts, part
-        after part. The target's cache then has what was kept. `wait` is called while the device works, `going` before
-        another part is begun: whether there may be one after as many passes. No part: not now."""
+        after part. The target's cache then has what was kept. `wait` is called while the device works; `going(passes)`
+        is asked before each further part whether it may begin after this number of passes. Yields nothing if it cannot
+        write now."""
         return iter(()) if self.writer is None else self.writer.write(seqs, wait, going)
 
     def observe(self, step: Step) -> None:
-        """Learn what the target made of a draft. The draft may be others' as well, and cut: what it guessed itself, a
-        drafter compares with what was written."""
+        """Learn what the target made of a draft. The draft may be cut, and may hold nodes of other drafters, so a
+        drafter compares its own guesses with the committed tokens."""
 
     def forget(self, id: int) -> None:
         """The sequence has ended."""
 
 
 def likely_ends(draft: Draft, name: str) -> list[int]:
-    """The ends of others' guesses in a joint draft that are likely enough to be continued by the drafter of this name;
-    the likeliest first."""
+    """The ends of other drafters' guesses in a joint draft that the drafter `name` should continue; the likeliest
+    first."""
     reach, inner, sources = draft.reach(), set(draft.parents), draft.sources
     ends = [n for n in range(len(draft)) if n not in inner and sources[n] != name and reach[n] >= CONTINUED]
     return sorted(ends, key=lambda node: -reach[node])[:CONTINUATIONS]

@@ -1,9 +1,9 @@
 """Lookup as a tree: several continuations of a text side by side, for targets on which rows of a pass are nearly free.
 
 A branch begins with what followed a match, long matches and recent ones first; after a few of them, with one of the
-text's common tokens: those that stand after the most different tokens. Each goes on with what followed there. A node
-costs the more the less likely it is; a draft is the cheapest nodes. `rounds/lookup_kernels.py` does the same on a
-device. What tokens cost was counted on 120 answers (LOG, 2026-11-18, lookup as a tree).
+text's common tokens: tokens that follow the largest number of different tokens. Each goes on with what followed there.
+A node costs the more the less likely it is; a draft is the cheapest nodes. `rounds/lookup_kernels.py` does the same on
+a device. What tokens cost was counted on 120 answers (LOG, 2026-11-18, lookup as a tree).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ BEGIN, EACH_MATCH, COMMON_PER_COST = (18, 9, 4, 3, 1), 3, 2
 COPIED = (9, 4, 3, 2, 2, 1)  # a further token of a branch, where 1, 2, ... tokens before it match
 PER_BIT = 4
 LONGEST = 16  # tokens of a match, at most; longer ones are counted with this one
-DEAREST = 1 + BEGIN[0] + BRANCHES // COMMON_PER_COST  # no first token costs as much
+DEAREST = 1 + BEGIN[0] + BRANCHES // COMMON_PER_COST  # above the cost of any first token
 
 Branch = tuple[int, int]  # the place of its first token, and how many tokens match before it
 Node = tuple[int, int, int]  # a token, its parent, and its kind: for calibration
 
 
 def begin_cost(matched: int, branch: int) -> int:
-    """Of the first token of a branch; `branch`: how many come before it."""
+    """Cost of the first token of a branch; `branch`: how many branches come before it."""
     more = branch * EACH_MATCH if matched else branch // COMMON_PER_COST
     return BEGIN[min(matched, len(BEGIN) - 1)] + more
 
 
 def copy_cost(matched: int) -> int:
-    """Of a further token, after as many that match."""
+    """Cost of a further token of a branch, after `matched` matching tokens."""
     return COPIED[min(matched, len(COPIED)) - 1]
 
 
@@ -116,7 +116,7 @@ class Branches:
         return found
 
     def _tokens(self) -> Iterator[int]:
-        """Those that stood after the most different ones first, of these the most recent."""
+        """Common tokens, ordered by how many different tokens they followed; among equals the most recent first."""
         for count in range(KINDS, 0, -1):
             yield from reversed(self._common[count])
 

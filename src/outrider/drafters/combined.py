@@ -54,7 +54,7 @@ class Combined(Drafter):
         self.reads_prediction = any(member.reads_prediction for member in members)
         self.reads_grammar = all(member.reads_grammar for member in members)
         self.has_weights = any(member.has_weights for member in members)
-        # names of those that repeat what they have seen; of the others a model or a grammar tells
+        # names of the members that copy text they have seen; the others ask a model or a grammar
         self._copying = frozenset(each.name for each in members if each.is_free and not each.reads_grammar)
         self._calibrations: dict[tuple[int, str], JointCalibration] = {}
         # by sequence: the tree of this step, and the tokens that were committed before it
@@ -70,10 +70,10 @@ class Combined(Drafter):
 
     @property
     def guessers(self) -> tuple[RoundGuesser, ...]:
-        """Of all members that draft, or of two that can if these may go without the others: one, and perhaps another
-        whose drafts are joined with its own."""
+        """The guessers of the members, if all members that draft have one; of two members if those may write without
+        the others. One guesser, or two whose drafts can be joined; else none."""
         able = [member for member in self._members if member.drafts and member.guessers]
-        # a chain that costs passes comes before a copy from the text, which is joined with whatever is there
+        # a chain that costs passes comes before a copy from the text, which can be joined with any draft
         members = sorted(able, key=lambda member: (member.guessers[0].joins, member.is_free))
         if self.some_may_write:
             members = [*members[:1], *members[1:][-1:]]

@@ -16,7 +16,7 @@ ALONE, AGREED, DIFFERED = 0, 1, 2
 # Weight of an old observation after each new one of its kind (0.99: about the last 100 count). A sequence changes its
 # subject faster than all of them together do, so its own counts fade faster.
 FADE, SEQUENCE_FADE = 0.99, 0.98
-PRIOR_WEIGHT = 8.0  # observations that the prior counts for: after about as many the measured frequency leads
+PRIOR_WEIGHT = 8.0  # weight of the prior, in observations: after about this many the measured frequency dominates
 SEQUENCE_PRIOR_WEIGHT = 24.0  # the same, where the prior is the frequency over all sequences, which is worth more
 BINS = 10  # stated probabilities are counted by tenths
 LEAST, MOST = 0.001, 0.999  # no stated probability is corrected to impossible or certain

@@ -19,7 +19,7 @@ from outrider.drafters.retokenize import Translation
 from outrider.drafters.rounds.base import RoundGuesser
 from outrider.models.base import Feed, Model, Paged, SharesPrefixes, one_part
 
-CHUNK = 512  # tokens of a prompt that one pass takes in, as many as the target's by default
+CHUNK = 512  # prompt tokens in one pass: the target's default
 READ_AT_ONCE = 2048  # tokens of several texts that one pass takes in before rounds on a device begin
 
 
@@ -67,7 +67,7 @@ class ModelDrafter(Drafter):
         return Feed(seq.id, tokens, adapter=seq.adapter if self.takes_adapters else None)
 
     def _scope(self, seq: Sequence) -> Scope:
-        """With whom its cache may be shared."""
+        """Sequences of the same scope may share its cache."""
         return seq.scope if self.takes_adapters else seq.tenant
 
     def _can_write(self, writer: _ModelDraft) -> bool:
@@ -201,7 +201,8 @@ class DraftModel(ModelDrafter):
         return reading.seq
 
     def _count(self, seq: Sequence, budget: int) -> int:
-        """Other tokens may be more, and the scheduler has reserved memory for the target's only."""
+        """The text may take more of these tokens than of the target's, and the scheduler has reserved memory for the
+        target's alone."""
         if self._translation is not None:
             page = self._model.page if isinstance(self._model, SharesPrefixes) else 1
             if not seq.tokens or self._translation.held(self._length + page) > self._model.capacity:

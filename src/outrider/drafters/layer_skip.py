@@ -15,7 +15,7 @@ class LayerSkip(ModelDrafter):
 
     @dataclass(frozen=True)
     class Options:
-        layers: int = 0  # how many of the target's layers to run; 0: a third of them
+        layers: int = 0  # layers of the target to run; 0: a third of them
         length: int = 3
         greedy: bool = False
 

@@ -90,6 +90,8 @@ def resolve(name: str, progress: Progress | None = None) -> Path:
     """A folder or a .gguf file for whatever the user named; downloads what is not here yet."""
     if name.startswith(HUB) and (match := HUB_ID.fullmatch(name.removeprefix(HUB))):
         return _from_hub_id(match["repo"], match["file"])
+    if not name.strip():  # as a path it would be the folder we are in
+        raise _unknown(name)
     try:
         path = Path(name).expanduser()
         path.exists()
@@ -108,10 +110,16 @@ def resolve(name: str, progress: Progress | None = None) -> Path:
     raise _unknown(name)
 
 
+def check(name: str) -> None:
+    """Refuse a name that no model can come from, without downloading anything."""
+    if name not in KNOWN and not name.startswith(HUB) and not HUB_ID.fullmatch(name):
+        resolve(name)
+
+
 def pull(name: str, progress: Progress | None = None) -> Path:
     """The path of a known model in the cache, downloaded and checked first if it is not there."""
     if name not in KNOWN:
-        raise _unknown(name)
+        raise OutriderError(f"unknown model {name!r}; {_hint(name)}known: {', '.join(KNOWN)}")
     source, folder = KNOWN[name], cache_dir()
     path = folder / source.file
     try:
@@ -136,12 +144,15 @@ def installed() -> list[Installed]:
 
 
 def _unknown(name: str) -> OutriderError:
-    close = difflib.get_close_matches(name.lower(), KNOWN, n=1, cutoff=0.4)
-    hint = f"did you mean {close[0]!r}? " if close else ""
     return OutriderError(
-        f"unknown model {name!r}; {hint}known: {', '.join(KNOWN)}; "
+        f"unknown model {name!r}; {_hint(name)}known: {', '.join(KNOWN)}; "
         "or give a folder, a .gguf file, or a hub id such as org/name or org/name:file.gguf"
     )
+
+
+def _hint(name: str) -> str:
+    close = difflib.get_close_matches(name.lower(), KNOWN, n=1, cutoff=0.4)
+    return f"did you mean {close[0]!r}? " if close else ""
 
 
 def _present(path: Path, source: Source) -> bool:

@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from outrider.core.errors import QUOTED, OutriderError
+from outrider.core.errors import QUOTED, OutriderError, quoted
 from outrider.server.access import Access
 from outrider.server.context import VERSION, ServerContext, server_of
 from outrider.server.errors import LONGEST_MESSAGE, Bad, ServerError, body_of, lorax_shape, shape_of
@@ -71,7 +71,7 @@ async def _answer_error(request: HttpRequest, error: Exception) -> Response:
     if isinstance(error, ClientGone):
         return Response(status_code=499)
     if isinstance(error, RequestValidationError):
-        error = _bad(error)
+        error = _bad(error, request.headers.get("content-type", ""))
         error.status = 422 if shape_of(request.url.path) is lorax_shape else 400
     elif isinstance(error, HTTPException):
         error = _with_status(error)
@@ -80,7 +80,7 @@ async def _answer_error(request: HttpRequest, error: Exception) -> Response:
     return JSONResponse(body, status, headers)
 
 
-def _bad(error: RequestValidationError) -> Bad:
+def _bad(error: RequestValidationError, content_type: str) -> Bad:
     """What is wrong with the body, in one line. Where a field may have several shapes, the error is about the shape
     that fits best; one that is only too long or too short fits."""
     first = max(error.errors(), key=lambda each: (each["type"].endswith(("too_long", "too_short")), len(each["loc"])))
@@ -90,7 +90,9 @@ def _bad(error: RequestValidationError) -> Bad:
         return Bad(f"the body is not valid JSON: {first['ctx']['error']}")
     if first["type"] == "extra_forbidden":
         return Bad(f"unknown field {place!r}; it would be ignored, so it is refused: leave it out", param=place)
-    return Bad(f"{place or 'the body'}: {first['msg']}", param=place or None)
+    if not place and isinstance(error.body, bytes) and error.body:  # what curl sends unless it is told otherwise
+        return Bad(f"the body comes as {quoted(content_type)}; send it with the header content-type: application/json")
+    return Bad(f"{place or 'the body'}: {first['msg'].removeprefix('Value error, ')}", param=place or None)
 
 
 def _with_status(error: HTTPException) -> ServerError:

@@ -16,12 +16,18 @@ LAUNCH_DEFAULTS: tuple[str, ...] = ("backend", "device", "threads", "cache_memor
 LAUNCH_DEFAULTS += ("kv", "activations", "rule", "pace", "piece", "adapter_memory")
 
 
+def _key(given: str) -> str:
+    if not given:  # of a variable that is not set, say: everybody would get in
+        raise OutriderError("--api-key is empty; give a key, or leave it out to serve without one")
+    return given
+
+
 @dataclass(frozen=True)
 class ServerOptions:
-    api_key: str = option("", "Key that requests must send.", env="OUTRIDER_API_KEY", panel=ACCESS)
+    api_key: str = option("", "Key that requests must send.", env="OUTRIDER_API_KEY", parse=_key, panel=ACCESS)
     tenant_keys: tuple[str, ...] = option(
         (),
-        "A further key, of a tenant whose texts speed up nobody else's. Repeatable.",
+        "A further key, for a tenant of its own: no tenant's texts serve another as drafts. Repeatable.",
         flags=("--tenant-key",),
         env="OUTRIDER_TENANT_KEYS",
         panel=ACCESS,
@@ -33,7 +39,7 @@ class ServerOptions:
         (), "Requests may open models, heads and adapters in here. Repeatable.", flags=("--allow-folder",), panel=ACCESS
     )
     hub: bool = option(False, "Requests may name hub ids.", flags=("--allow-hub",), panel=ACCESS)
-    no_launch: bool = option(False, "Requests may neither launch nor end models, nor load adapters.", panel=ACCESS)
+    no_launch: bool = option(False, "Requests may not launch or stop models, or load adapters.", panel=ACCESS)
     max_models: int = option(16, "Models that may be launched at once.", least=1, panel=LIMITS)
     timings: bool = option(
         False, "Answers also have vLLM's metrics.speculative_decoding and llama.cpp's timings.", flags=("--timings",)

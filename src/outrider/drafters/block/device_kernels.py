@@ -45,7 +45,7 @@ def _place_kv(
     ROWS: tl.constexpr, SOON: tl.constexpr,
 ):  # fmt: skip
     """A key or value head of some rows of kv [R, HEADS * D], of all layers, to its pages: norm and rotation for keys.
-    Of each layer there are KV key heads and as many value heads."""
+    Each layer has KV key heads and KV value heads."""
     HALF: tl.constexpr = D // 2
     head = tl.program_id(1)
     kind, own = head // KV, head % KV  # the keys of a layer, its values, the keys of the next one
@@ -80,7 +80,7 @@ def _place_kv(
 
 @triton.jit
 def _slot_rows(to, stride, token, position, place, slot, held, end, leads, row, count, inside):
-    """Rows of a table as a pass reads them: all of them committed tokens, as far as it can tell."""
+    """Write rows of a table in the form that a pass reads, all marked as committed tokens."""
     zero = tl.zeros_like(row)
     tl.store(to + _TOKEN * stride, token, mask=inside)
     tl.store(to + _POSITION * stride, position, mask=inside)
@@ -101,9 +101,9 @@ def _enter_block(
     sequences_ptr, tokens_ptr, embedding_ptr, table_ptr, seen_ptr, out_ptr, count, slots, padding, unknown, size,
     CAUSAL: tl.constexpr, STARTS: tl.constexpr, BLOCK: tl.constexpr, SP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The table of the slots of each sequence, after what was committed: slot 0 has the last token, the others the one
-    that stands for what is not known. Not CAUSAL: in `seen` the same, with the last position of the block for all,
-    which is what each sees. STARTS: the embedding of the last token, normed, goes to out [sequences, size]."""
+    """The table of the slots of each sequence, after what was committed: slot 0 has the last token, the others the mask
+    token. Not CAUSAL: in `seen` the same, with the last position of the block for all, which is what each sees. STARTS:
+    the embedding of the last token, normed, goes to out [sequences, size]."""
     seq, place = tl.program_id(0), tl.arange(0, SP)
     slot = tl.load(sequences_ptr + _SLOT * count + seq)
     base = tl.load(sequences_ptr + _LENGTH * count + seq)
@@ -270,7 +270,7 @@ def step(
     slots: Tensor, stage: int, following: Tensor, g: Tensor,
 ) -> None:  # fmt: skip
     """One stage of the sequential part, of rows with these tokens. `source`: the row of `state` that each reads; None:
-    they are the first. `slots` [sequences, stages, sums] float32; as many rows belong to each sequence."""
+    they are the first. `slots` [sequences, stages, sums] float32; every sequence has the same number of rows."""
     rows, rank = g.shape
     count, stages, _ = slots.shape
     power, soon = triton.next_power_of_2, early(g.device)

@@ -37,7 +37,7 @@ class BlockGroup(DraftGroup):
 
 class BlockDeviceRunner(DeviceHeadRunner[BlockGroup]):
     def __init__(self, head: BlockHead, target: CudaLlama, places: int, shape: DraftShape) -> None:
-        """`places`: committed rows that it may hold. As many slots are run as a draft is deep."""
+        """`places`: committed rows that it may hold. One slot is run for each level of a draft."""
         self.config = head.config
         head.to(target.device, target.dtype)
         self._weights = BlockWeights(head, target)
@@ -47,7 +47,7 @@ class BlockDeviceRunner(DeviceHeadRunner[BlockGroup]):
         super().__init__(head.config, self._weights, target, places, shape, shape.depth)
 
     def make_group(self, count: int, shape: DraftShape, growth: Growth, found: Tensor) -> BlockGroup:
-        # what a slot says depends on those after it only where it sees them
+        # a slot's output depends on later slots only where it attends to them
         slots = shape.depth if self.config.causal else self.shape.depth
         fields = len(Field), count * slots
         table = torch.zeros(fields, dtype=torch.int32, device=self.device)
@@ -73,7 +73,8 @@ class BlockDeviceRunner(DeviceHeadRunner[BlockGroup]):
         return self._ahead(tokens.to(torch.int32), states.to(self.dtype), said, trails.shape[1] + 1)
 
     def _ahead(self, tokens: Tensor, state: Tensor | None, said: Tensor, stage: int) -> HeadOutput:
-        """What follows these tokens, which stand before that slot; as many of them for each sequence of `said`."""
+        """What follows these tokens, which stand before that slot; each sequence of `said` has the same number of
+        them."""
         itself = None if state is None else torch.arange(len(tokens), dtype=torch.int32, device=self.device)
         following, logits = self._follow(tokens, itself, state, said, stage)
         each = len(tokens) // len(said)

@@ -29,8 +29,8 @@ if TYPE_CHECKING:  # needs Triton, as a target on a device does
 
 
 class BlockDrafter(Eagle):
-    """It follows the target's states as an EAGLE head does; only what runs is another head, whose steps along a draft
-    cost next to nothing. Each token is drawn from the head's law of it given the tokens before it."""
+    """It reads the target's states as the EAGLE drafter does, but runs another head, whose steps along a draft cost
+    next to nothing. Each token is drawn from the head's law given the tokens before it."""
 
     name = BLOCK
     variants = ("tree=16",)
@@ -74,7 +74,7 @@ class BlockDrafter(Eagle):
         return cls(options, context)
 
     def _choose(self, choosers: Seq[Chooser], logits: Tensor) -> None:
-        """One more token for each; those that share the target's noise all at once."""
+        """One more token for each chooser; choosers that share the target's noise are computed together."""
         if not all(chooser.shares_noise for chooser in choosers):
             super()._choose(choosers, logits)
             return

@@ -9,14 +9,14 @@ a law of each token given those before it, from which chains and trees are made.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.models.rope import rope
+from outrider.drafters.heads.module import DecoderHead, HeadMLP, HeadNorm
 
 Sequential = Literal["vanilla", "gated", "rnn"]
 
@@ -36,14 +36,14 @@ class BlockConfig:
     block: int = 8  # tokens that one call guesses
     depth: int = 3  # decoder layers
     context: int = 2048  # the target's
-    rank: int = 256  # of the sequential part; 0: the head has none, and no token hangs on another of its block
-    sequential: Sequential = "rnn"  # what a token hangs on: the one before it, that and the slot, or all before it
+    rank: int = 256  # of the sequential part; 0: it has none, and the tokens of a block do not depend on each other
+    sequential: Sequential = "rnn"  # what a token depends on: the one before it, that and the slot, or all before it
     # Whether slots begin from the target's newest state: a head then begins to learn where the target is. The public
-    # form (False) begins from the embeddings of the last token and of a token that stands for what is not known.
+    # form (False) begins from the embeddings of the last token and of a mask token.
     starts: bool = True
     causal: bool = True  # a slot sees those before it; the public form sees the whole block
     qk_norm: bool = False  # queries and keys are normalised, as the public form has it
-    mask_token: int = 0  # what stands for an unknown token in the public form
+    mask_token: int = 0  # the mask token of the public form
     attention_bias: bool = False
     confidence: bool = True  # it states how likely each guess is kept
     own_sequential: bool = False  # matrices over the vocabulary of its own; else made from the target's
@@ -52,20 +52,9 @@ class BlockConfig:
     rope_scaling: Mapping[str, Any] | None = None  # in Hugging Face's words
 
 
-class BlockNorm(nn.Module):
-    """Root mean square, in float32 whatever the rest is computed in."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
-
-
 class BlockAttention(nn.Module):
-    q_norm: BlockNorm
-    k_norm: BlockNorm
+    q_norm: HeadNorm
+    k_norm: HeadNorm
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -76,8 +65,8 @@ class BlockAttention(nn.Module):
         self.o_proj = nn.Linear(queries, config.hidden_size, False)
         self._head_dim, self._normed = config.head_dim, config.qk_norm
         if config.qk_norm:
-            self.q_norm = BlockNorm(config.head_dim, config.norm_eps)
-            self.k_norm = BlockNorm(config.head_dim, config.norm_eps)
+            self.q_norm = HeadNorm(config.head_dim, config.norm_eps)
+            self.k_norm = HeadNorm(config.head_dim, config.norm_eps)
 
     def queries(self, x: Tensor) -> Tensor:
         """[..., hidden] -> [..., heads, head_dim]"""
@@ -89,24 +78,13 @@ class BlockAttention(nn.Module):
         return (self.k_norm(k).to(k.dtype) if self._normed else k), v
 
 
-class BlockMLP(nn.Module):
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.inner_size, False)
-        self.up_proj = nn.Linear(config.hidden_size, config.inner_size, False)
-        self.down_proj = nn.Linear(config.inner_size, config.hidden_size, False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class BlockLayer(nn.Module):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
-        self.input_layernorm = BlockNorm(config.hidden_size, config.norm_eps)
+        self.input_layernorm = HeadNorm(config.hidden_size, config.norm_eps)
         self.self_attn = BlockAttention(config)
-        self.post_attention_layernorm = BlockNorm(config.hidden_size, config.norm_eps)
-        self.mlp = BlockMLP(config)
+        self.post_attention_layernorm = HeadNorm(config.hidden_size, config.norm_eps)
+        self.mlp = HeadMLP(config.hidden_size, config.inner_size)
 
 
 class SequentialPart(nn.Module):
@@ -157,19 +135,21 @@ class ConfidencePart(nn.Module):
         return self.proj(slot if before is None else torch.cat([slot, before], -1)).squeeze(-1)
 
 
-class BlockHead(nn.Module):
+class BlockHead(DecoderHead):
+    config: BlockConfig
+
     def __init__(self, config: BlockConfig, draft_ids: Tensor | None = None) -> None:
         """`draft_ids`: the tokens it can write, the most frequent first; None: all."""
         super().__init__()
         self.config, hidden = config, config.hidden_size
         if config.starts:
-            self.fc_norm = nn.ModuleList(BlockNorm(hidden, config.norm_eps) for _ in config.layers)
+            self.fc_norm = nn.ModuleList(HeadNorm(hidden, config.norm_eps) for _ in config.layers)
             self.embed_proj = nn.Linear(hidden, hidden, False)
             self.slots = nn.Parameter(torch.zeros(1, config.block - 1, hidden))  # of three dimensions: no matrix
         self.fc = nn.Linear(len(config.layers) * hidden, hidden, False)
-        self.hidden_norm = BlockNorm(hidden, config.norm_eps)
+        self.hidden_norm = HeadNorm(hidden, config.norm_eps)
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.depth))
-        self.norm = BlockNorm(hidden, config.norm_eps)
+        self.norm = HeadNorm(hidden, config.norm_eps)
         if config.rank:
             self.markov_head = SequentialPart(config)
         if config.confidence:
@@ -178,36 +158,17 @@ class BlockHead(nn.Module):
             self.lm_head = nn.Linear(hidden, config.draft_vocab_size, False)
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
-        ids = torch.arange(config.draft_vocab_size) if draft_ids is None else draft_ids.clone()
-        self.register_buffer("draft_ids", ids, persistent=False)
-        self.draft_ids: Tensor
-        scaling = None if config.rope_scaling is None else dict(config.rope_scaling)
-        self.rope = rope(config.head_dim, config.rope_theta, config.context, scaling)
-        self.register_buffer("frequencies", self.rope.frequencies.float(), persistent=False)
-        self.frequencies: Tensor
+        self.set_tokens(draft_ids)
+        self.set_rope()
 
     @property
     def decoder(self) -> list[BlockLayer]:
         return cast("list[BlockLayer]", list(self.layers))
 
-    @property
-    def reads(self) -> tuple[int, ...]:
-        """The target's blocks whose residuals it needs, in that order."""
-        return self.config.layers
-
-    @property
-    def writes_all(self) -> bool:
-        """Whether it can write every token of the target."""
-        return self.config.draft_vocab_size == self.config.vocab_size
-
-    def narrow(self, vocab: int) -> None:
-        """From now on it writes only the first `vocab` of its tokens."""
-        self.draft_ids = self.draft_ids[:vocab]
-        self.config = replace(self.config, draft_vocab_size=len(self.draft_ids))
-        if self.config.own_output:
-            self.lm_head.weight = nn.Parameter(self.lm_head.weight[:vocab])
-        if self.config.own_sequential and self.config.rank:
-            self.markov_head.markov_w2.weight = nn.Parameter(self.markov_head.markov_w2.weight[:vocab])
+    def by_token(self) -> list[nn.Linear]:
+        output = [self.lm_head] if self.config.own_output else []
+        sequential = self.config.own_sequential and self.config.rank
+        return [*output, self.markov_head.markov_w2] if sequential else output
 
     def joined(self, hidden: Tensor) -> Tensor:
         """[..., layers, hidden] residuals of the target -> [..., hidden], of which keys and values are made."""
@@ -218,7 +179,7 @@ class BlockHead(nn.Module):
 
     def begin(self, newest: Tensor, last: Tensor, unknown: Tensor, count: int) -> Tensor:
         """[count, ..., hidden] the slots as they begin. `newest`: the target's newest state, joined; `last`,
-        `unknown`: the embeddings of the last token and of the token for what is not known, all [..., hidden]."""
+        `unknown`: the embeddings of the last token and of the mask token, all [..., hidden]."""
         if not self.config.starts:
             return torch.stack([last, *[unknown.expand_as(last)] * (count - 1)]).to(newest.dtype)
         normed = F.rms_norm(last.float(), last.shape[-1:]).to(newest.dtype)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.drafters.block.head import BlockAttention, BlockHead, BlockNorm
+from outrider.drafters.block.head import BlockAttention, BlockHead
 from outrider.drafters.eagle.runner import HeadOutput
 from outrider.drafters.eagle.torch_runner import Slots
 from outrider.drafters.heads.output import OutputMatrix, bits, pack
@@ -59,8 +59,8 @@ class BlockRunner:
 
     @torch.inference_mode()
     def _take_in(self, ids: Seq[int], counts: Seq[int], hidden: Tensor) -> Tensor:
-        """Keep the keys and values of the target's states [rows, layers, hidden], so many for each sequence; what they
-        are made of, [rows, hidden]."""
+        """Keep the keys and values of the target's states [rows, layers, hidden], `counts[i]` rows for sequence
+        `ids[i]`; returns the joined states, [rows, hidden]."""
         joined = self._head.joined(hidden.to(self._dtype))
         lengths = [self._slots.lengths.get(id, 0) for id in ids]
         ends = [length + count for length, count in zip(lengths, counts, strict=True)]
@@ -108,7 +108,7 @@ class BlockRunner:
         seen = places if config.causal else places[:, -1:].expand(-1, n)
         mask = (torch.arange(longest, device=self._device) <= seen.unsqueeze(2)).unsqueeze(1)  # [b, 1, n, longest]
         for index, layer in enumerate(self._head.decoder):
-            read = _normed(layer.input_layernorm, x)
+            read = layer.input_layernorm.in_dtype(x)
             q = rotate(layer.self_attn.queries(read), cos, sin).transpose(1, 2)
             k, v = layer.self_attn.keys_values(read)
             keys, values = self._slots.keys[index], self._slots.values[index]
@@ -116,8 +116,8 @@ class BlockRunner:
             keys, values = (each[where.squeeze(1), :, :longest] for each in (keys, values))
             mixed = _attention(layer.self_attn, q, keys, values, mask)
             x = x + mixed
-            x = x + layer.mlp(_normed(layer.post_attention_layernorm, x))
-        return _normed(self._head.norm, x)
+            x = x + layer.mlp(layer.post_attention_layernorm.in_dtype(x))
+        return self._head.norm.in_dtype(x)
 
     def _ahead(self, tokens: Tensor, states: Tensor, rows: Tensor, slot: int) -> HeadOutput:
         """What follows these tokens, which stand before that slot of the rows' blocks."""
@@ -167,11 +167,6 @@ def _attention(attention: BlockAttention, q: Tensor, keys: Tensor, values: Tenso
     grouped = q.shape[1] > keys.shape[1]
     mixed = F.scaled_dot_product_attention(q, keys, values, mask, enable_gqa=grouped)
     return attention.o_proj(mixed.transpose(1, 2).flatten(2))
-
-
-def _normed(norm: BlockNorm, x: Tensor) -> Tensor:
-    """One operator, in the dtype of x; as a module it computes in float32."""
-    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
 
 
 def _repeated(slots: Seq[int], counts: Seq[int], device: torch.device) -> Tensor:

@@ -170,7 +170,7 @@ class HeadGuesses:
 
 
 def fitting(shape: DraftShape, nodes: int) -> DraftShape:
-    """A draft of at most as many nodes. Small trees are seldom deep, and every level costs a step of the head."""
+    """A draft of at most `nodes` nodes. Small trees are seldom deep, and every level costs a step of the head."""
     nodes = min(nodes, shape.nodes)
     depth = min(shape.depth, nodes) if shape.width == 1 else min(shape.depth, nodes, 3 + nodes // 3)
     return replace(shape, nodes=nodes, depth=depth, width=min(shape.width, nodes))

@@ -43,12 +43,12 @@ from outrider.models.paged_cache import PagedCache
 # Rows of the target's states that may wait before the head takes them in: a chunk of a prompt at a time; where the
 # kernels do it, soon, since a prompt belongs to the time before the first token.
 PENDING, NATIVE_PENDING = 512, 64
-# Rows that may wait of all sequences together while no draft is expected: 60 MB of SmolLM2, 150 of a model of 1.5B. Of
-# what is more, nothing is kept, and the head begins anew with what the target shows next.
+# Rows that may wait of all sequences together while no draft is expected: 60 MB of SmolLM2, 150 of a model of 1.5B.
+# Rows beyond that are dropped, and the head starts over with the next states that the target shows.
 RESTING = 8192
-JOIN_EVERY = 16  # passes whose rows that wait are put together at a time, so that they hang on to no more passes
+JOIN_EVERY = 16  # passes whose waiting rows are copied together, which frees the states of these passes
 # A row that waits keeps the states of its whole pass in memory. It is copied at once if these take more than LARGE
-# bytes and MOST_OF times as much as the row: a pass in which another sequence's prompt was read.
+# bytes and more than MOST_OF times the bytes of the row: a pass in which another sequence's prompt was read.
 LARGE, MOST_OF = 1 << 20, 8
 LENGTH = 5  # tokens of a chain where the options say nothing
 DEEPEST = 16  # levels of a tree, at most; it ends earlier where no deeper node can be among its best
@@ -327,8 +327,8 @@ class Eagle(Drafter):
             chooser.tokens, chooser.parents, chooser.stated = grown.tokens, grown.parents, grown.acceptance
 
     def _branches(self, chooser: Chooser) -> bool:
-        """Whether its draft is a tree. Drawn tokens come as chains: which of several draws are shown would have to be
-        decided without a look."""
+        """Whether its draft is a tree. Drawn tokens form chains: which of several draws to verify would have to be
+        decided without looking at them."""
         return bool(self._options.tree) and chooser.length > 1 and not chooser.draws
 
     @property
@@ -376,7 +376,7 @@ class Eagle(Drafter):
         return chooser.reach >= self._stop
 
     def _choose(self, choosers: Seq[Chooser], logits: Tensor) -> None:
-        """One more token for each."""
+        """One more token for each chooser."""
         plain = [i for i, chooser in enumerate(choosers) if chooser.plain]
         if plain:
             laws = torch.softmax(logits if len(plain) == len(choosers) else logits[plain], -1)
@@ -420,7 +420,7 @@ class Eagle(Drafter):
         return tokens, logarithms.where(~logarithms.isnan(), NEVER)  # what overflowed is never kept
 
     def _offered(self, chooser: Chooser, logits: Tensor, path: list[int], width: int) -> tuple[Tensor, Tensor]:
-        """Exactly `width`; where there are fewer, some of probability 0."""
+        """Exactly `width` tokens; where there are fewer, some have probability 0."""
         try:
             tokens, logarithms = chooser.offers(logits, path, width)
         except Exception:  # of a processor, or no token is left that the head may write: the target will judge
@@ -512,7 +512,8 @@ class _EagleState:
     length: int = 0  # tokens that were committed then
 
     def show(self, hidden: Tensor, rows: list[int]) -> None:
-        """Rows of a pass, which hang on to all of it: of the passes before they are copied now and then."""
+        """Add rows of a pass. They keep the states of the whole pass in memory, so rows of earlier passes are copied
+        now and then."""
         whole = hidden.untyped_storage().nbytes()
         if whole > LARGE and whole > MOST_OF * hidden[:1].nbytes * len(rows):
             hidden, rows = hidden[torch.tensor(rows, device=hidden.device)], list(range(len(rows)))

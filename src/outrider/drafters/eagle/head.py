@@ -7,14 +7,13 @@ at s (the target's, joined from several of its blocks; while drafting its own la
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.models.rope import rope
+from outrider.drafters.heads.module import DecoderHead, HeadMLP, HeadNorm
 
 
 @dataclass(frozen=True)
@@ -57,22 +56,11 @@ class EagleAttention(nn.Module):
         self.o_proj = nn.Linear(queries, config.hidden_size, False)
 
 
-class EagleMLP(nn.Module):
-    def __init__(self, config: EagleConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.inner_size, False)
-        self.up_proj = nn.Linear(config.hidden_size, config.inner_size, False)
-        self.down_proj = nn.Linear(config.inner_size, config.hidden_size, False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class EagleLayer(nn.Module):
     """A decoder layer; the first one of EAGLE-3 reads [embedding, state]."""
 
-    input_layernorm: Norm
-    hidden_norm: Norm
+    input_layernorm: HeadNorm
+    hidden_norm: HeadNorm
 
     def __init__(self, config: EagleConfig, index: int) -> None:
         super().__init__()
@@ -84,10 +72,12 @@ class EagleLayer(nn.Module):
             self.hidden_norm = _norm(config, config.hidden_size)
         self.self_attn = EagleAttention(config, config.hidden_size * (2 if self.joins else 1))
         self.post_attention_layernorm = _norm(config, config.hidden_size)
-        self.mlp = EagleMLP(config)
+        self.mlp = HeadMLP(config.hidden_size, config.inner_size)
 
 
-class EagleHead(nn.Module):
+class EagleHead(DecoderHead):
+    config: EagleConfig
+
     def __init__(self, config: EagleConfig, draft_ids: Tensor | None = None) -> None:
         """`draft_ids`: the tokens it can write, in ascending order; None: all."""
         super().__init__()
@@ -105,35 +95,16 @@ class EagleHead(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, False)
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        ids = torch.arange(config.draft_vocab_size) if draft_ids is None else draft_ids.clone()
-        self.register_buffer("draft_ids", ids, persistent=False)
-        self.learned = ids  # all that it can write, however much it is narrowed
-        self.draft_ids: Tensor
-        scaling = None if config.rope_scaling is None else dict(config.rope_scaling)
-        self.rope = rope(config.head_dim, config.rope_theta, config.context, scaling)
-        self.register_buffer("frequencies", self.rope.frequencies.float(), persistent=False)
-        self.frequencies: Tensor
+        self.set_tokens(draft_ids)
+        self.learned = self.draft_ids  # all that it can write, however much it is narrowed
+        self.set_rope()
 
     @property
     def decoder(self) -> list[EagleLayer]:
         return cast("list[EagleLayer]", list(self.layers))
 
-    @property
-    def reads(self) -> tuple[int, ...]:
-        """The target's blocks whose residuals it needs, in that order."""
-        return self.config.layers
-
-    def narrow(self, vocab: int) -> None:
-        """From now on it writes only the first `vocab` of its tokens."""
-        self.draft_ids = self.draft_ids[:vocab]
-        self.config = replace(self.config, draft_vocab_size=len(self.draft_ids))
-        if self.config.own_output:
-            self.lm_head.weight = nn.Parameter(self.lm_head.weight[:vocab])
-
-    @property
-    def writes_all(self) -> bool:
-        """Whether it can write every token of the target."""
-        return self.config.draft_vocab_size == self.config.vocab_size
+    def by_token(self) -> list[nn.Linear]:
+        return [self.lm_head] if self.config.own_output else []
 
     def combine(self, hidden: Tensor) -> Tensor:
         """[..., layers, hidden] residuals of the target -> [..., hidden], the state that a step reads (EAGLE-3)."""
@@ -145,16 +116,5 @@ class EagleHead(nn.Module):
         return self.fc(joined.to(self.fc.weight.dtype))
 
 
-class Norm(nn.Module):
-    """Root mean square, in float32 whatever the rest is computed in."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
-
-
-def _norm(config: EagleConfig, size: int) -> Norm:
-    return Norm(size, config.norm_eps)
+def _norm(config: EagleConfig, size: int) -> HeadNorm:
+    return HeadNorm(size, config.norm_eps)

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head in the kernels: its layers and what it has beside them, so that a whole chain or tree is one call."""
+"""An EAGLE-3 head in the kernels: its layers, norms and matrices, so that a whole chain or tree is one call."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class NativeHead(NativeStack):
 
     @property
     def norms(self) -> tuple[Tensor | None, ...]:
-        """What it has beside its layers and joins its inputs with."""
+        """Its norms outside the layers."""
         weights = self._weights
         return weights.norm, weights.embedding_norm, weights.input_norms, weights.joined_norm
 

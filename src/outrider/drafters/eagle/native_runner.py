@@ -77,7 +77,7 @@ class PackedRunner:
         output, ids = self._output.linear, head.draft_ids
         if self.config.own_output or not isinstance(output, Packed) or len(head.learned) <= common:
             return None
-        if min(common, len(ids)) < TILE:  # not one tile of them: the few that were asked for, and no others
+        if min(common, len(ids)) < TILE:  # fewer than one tile: write with exactly the tokens that were asked for
             return None
         if bool((ids.diff() > 0).all()):  # sorted by id, not by frequency: the common ones are unknown
             common = len(ids)
@@ -172,7 +172,7 @@ class PackedRunner:
         self._read(id, tokens)
         head = None if self._lexicon is None else self._words[id].head(self._stack)
         chain = self._stack.chain(slot, begin, tokens, shown, turns, length, stop, head)
-        slot.length = self._lengths[id] = end  # whatever was drafted before or now
+        slot.length = self._lengths[id] = end  # drops the rows of earlier and current drafts
         return chain
 
     @torch.inference_mode()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.drafters.eagle.head import EagleHead, Norm
+from outrider.drafters.eagle.head import EagleHead
 from outrider.drafters.eagle.runner import HeadOutput
 from outrider.drafters.heads.output import OutputMatrix
 from outrider.models.base import Readable
@@ -182,13 +182,13 @@ class DenseRunner:
             x = head.fc(torch.cat([embedded, x], -1))
         for index, layer in enumerate(head.decoder):
             if layer.joins:
-                normed = _normed(layer.hidden_norm, x)
-                read = torch.cat([_normed(layer.input_layernorm, embedded), normed], -1)
+                normed = layer.hidden_norm.in_dtype(x)
+                read = torch.cat([layer.input_layernorm.in_dtype(embedded), normed], -1)
                 x = normed if config.norm_residual else x
             else:
-                read = x if layer.bare else _normed(layer.input_layernorm, x)
+                read = x if layer.bare else layer.input_layernorm.in_dtype(x)
             x = x + layer.self_attn.o_proj(self._attend(index, read, rows))
-            gate, up = F.linear(_normed(layer.post_attention_layernorm, x), self._gate_up[index]).chunk(2, -1)
+            gate, up = F.linear(layer.post_attention_layernorm.in_dtype(x), self._gate_up[index]).chunk(2, -1)
             x = x + layer.mlp.down_proj(F.silu(gate) * up)
         return x
 
@@ -228,13 +228,8 @@ class DenseRunner:
         return cos, sin
 
     def _ahead(self, x: Tensor) -> HeadOutput:
-        normed = x if self.config.first else _normed(self._head.norm, x)
+        normed = x if self.config.first else self._head.norm.in_dtype(x)
         return HeadOutput(normed if self.config.norm_output else x, self._output(normed))
-
-
-def _normed(norm: Norm, x: Tensor) -> Tensor:
-    """One operator, in the dtype of x; as a module it computes in float32."""
-    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
 
 
 def _joined(*layers: torch.nn.Linear) -> tuple[Tensor, Tensor | None]:
@@ -244,7 +239,7 @@ def _joined(*layers: torch.nn.Linear) -> tuple[Tensor, Tensor | None]:
 
 
 def _groups(counts: Seq[int]) -> list[list[int]]:
-    """Which sequences share a pass: all that bring few rows; those with many go alone."""
+    """Which sequences share a pass: all sequences with few new rows; a sequence with many has a pass of its own."""
     few = [i for i, count in enumerate(counts) if count <= FEW]
     many = [[i] for i, count in enumerate(counts) if count > FEW]
     return [few, *many] if few else many

@@ -36,8 +36,8 @@ class TreeGrowth:
     less: float = LESS
 
     def rows(self, size: int) -> int:
-        """The most nodes that are followed for a tree of this size: one that is followed ranks before the last that is
-        kept, and after all nodes above it."""
+        """The most nodes that are followed for a tree of this size: a followed node ranks before the last kept node,
+        and after all nodes above it."""
         return sum(min(self.width, size - depth) for depth in range(1, min(self.depth, size)))
 
 

@@ -92,7 +92,7 @@ class Chooser:
 def offers_with_noise(
     choosers: Seq[Chooser], logits: Tensor, ids: Tensor, depth: int, count: int
 ) -> tuple[Tensor, Tensor]:
-    """`offers` for many rows at once, of choosers that share the target's noise; each has as many rows.
+    """`offers` for many rows at once, of choosers that share the target's noise; each has the same number of rows.
     logits [rows, ids] of the tokens `ids`, at that depth -> [rows, count] twice."""
     each, device = len(logits) // len(choosers), logits.device
     heat = torch.tensor([chooser.temperature for chooser in choosers], device=device, dtype=torch.float64)

@@ -36,7 +36,7 @@ from outrider.models.cuda.rejection import ChainDraws
 from outrider.models.cuda.rotary import HeadPlaces
 
 TOGETHER = 64  # sequences whose drafts grow at once; more take turns, so that the memory for logits stays small
-FEWEST = 4  # rows of a graph that takes in what was committed: as many cost as little as one
+FEWEST = 4  # rows of a graph that takes in committed tokens: this many cost no more than one
 SHORT = 1024  # tokens of a text up to which one program takes all its keys; one graph serves all these texts
 SHOWN = 1024  # rows of the target's states that a graph can read
 PARTS_BYTES = 16 << 20  # memory for the sums of attention over long texts: the rows of a draft are few
@@ -116,7 +116,8 @@ class DeviceHeadRunner(ABC, Generic[G]):
         return self._pages.length(id)
 
     def reserve(self, ids: Seq[int], count: int) -> list[int] | None:
-        """Memory for `count` more rows of each; the rows of the page table. None: there is not as much."""
+        """Reserve memory for `count` more rows of each sequence; returns their rows of the page table, or None if there
+        is too little."""
         slots = self._pages.take_ahead(ids, count)
         self._sent.synchronize()
         self._table.send()
@@ -124,7 +125,7 @@ class DeviceHeadRunner(ABC, Generic[G]):
         return slots
 
     def written(self, id: int, count: int) -> None:
-        """The device has taken in as many rows by itself."""
+        """The device has taken in `count` rows by itself."""
         self._pages.extend(id, count)
         self._drafted[id] = 0
 
@@ -357,7 +358,7 @@ class _Launched:
 
 
 def _places(sequences: int) -> int:
-    """For how many sequences a graph is made that serves as many."""
+    """The number of sequences of the graph that serves `sequences`: a power of two."""
     return 1 << (sequences - 1).bit_length()
 
 
@@ -375,7 +376,7 @@ def _sources(shown: Seq[Seq[ShownStates]]) -> tuple[list[int], list[Tensor]]:
 
 
 def turns(sequences: int) -> Iterator[slice]:
-    """Those that draft together."""
+    """Groups of sequences that draft together."""
     return (slice(begin, begin + TOGETHER) for begin in range(0, sequences, TOGETHER))
 
 

@@ -114,7 +114,7 @@ def read(folder: str | Path, target: Readable, allow_pickle: bool = False) -> He
             head = _READERS[kind](folder, fields, tensors, target)
     except OutriderError:
         raise
-    except Exception as error:  # whatever values of another type or shape than expected make Python or torch raise
+    except Exception as error:  # any error that Python or torch raises for values of an unexpected type or shape
         raise OutriderError(f"the head in {folder} cannot be built from its files: {one_line(error)}") from error
     return head.eval().requires_grad_(False)
 
@@ -241,7 +241,7 @@ def _unpickled(folder: Path, allowed: bool) -> Tensors:
     for path in paths:
         try:
             out |= torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # whatever a broken pickle makes torch raise
+        except Exception as error:  # any error that torch raises for a broken pickle
             raise OutriderError(f"{path} cannot be read: {one_line(error)}") from error
     return out
 

@@ -28,25 +28,7 @@ LAYERS = 128  # decoder layers of an EAGLE or block head, tokens of a block; hea
 
 def eagle_config(head: EagleHead, name: str, target: Readable) -> dict[str, Any]:
     config = head.config
-    layer: dict[str, Any] = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_act": "silu",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.inner_size,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "num_hidden_layers": config.depth,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": config.rope_scaling,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": target.context,
-        "attention_bias": config.attention_bias,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-    }
+    layer = {**_decoder_layer(config, target), "mlp_bias": False}
     if config.first:
         return {**layer, "bias": config.fc_bias, "draft_vocab_size": config.draft_vocab_size}
     return {
@@ -66,6 +48,29 @@ def eagle_config(head: EagleHead, name: str, target: Readable) -> dict[str, Any]
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}],
             "verifier": {"name_or_path": name, "architectures": ["LlamaForCausalLM"]},
         },
+    }
+
+
+def _decoder_layer(config: EagleConfig | BlockConfig, target: Readable) -> dict[str, Any]:
+    """The head's decoder layers in Hugging Face's words."""
+    normed = isinstance(config, BlockConfig) and config.qk_norm
+    return {
+        "model_type": "qwen3" if normed else "llama",
+        "architectures": ["Qwen3ForCausalLM" if normed else "LlamaForCausalLM"],
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.inner_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "num_hidden_layers": config.depth,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": config.rope_scaling,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": target.context,
+        "attention_bias": config.attention_bias,
+        "tie_word_embeddings": False,
     }
 
 
@@ -89,24 +94,7 @@ def block_config(head: BlockHead, name: str, target: Readable) -> dict[str, Any]
         "confidence_head_with_markov": bool(config.rank),
         "causal": config.causal,
         "tie_word_embeddings": False,
-        "transformer_layer_config": {
-            "model_type": "qwen3" if config.qk_norm else "llama",
-            "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
-            "hidden_act": "silu",
-            "hidden_size": config.hidden_size,
-            "intermediate_size": config.inner_size,
-            "num_attention_heads": config.num_heads,
-            "num_key_value_heads": config.num_kv_heads,
-            "head_dim": config.head_dim,
-            "num_hidden_layers": config.depth,
-            "rms_norm_eps": config.norm_eps,
-            "rope_theta": config.rope_theta,
-            "rope_scaling": config.rope_scaling,
-            "vocab_size": config.vocab_size,
-            "max_position_embeddings": target.context,
-            "attention_bias": config.attention_bias,
-            "tie_word_embeddings": False,
-        },
+        "transformer_layer_config": _decoder_layer(config, target),
         "speculators_config": {
             "algorithm": kind,
             "default_proposal_method": "greedy",

@@ -17,7 +17,7 @@ BITS = {"int4": 4, "int8": 8}
 
 
 def bits(quantize: str, target: Readable) -> int:
-    """How many bits a head's weights have beside this target; 0: as many as the target computes in."""
+    """How many bits a head's weights have beside this target; 0: the target's own dtype."""
     if quantize == "auto":
         return 4 if target.packed else 0
     if quantize == "none":

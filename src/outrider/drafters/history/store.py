@@ -50,7 +50,7 @@ class TenantHistory:
         self.index.write(_latest(tokens, self._capacity))
 
     def _reserve(self, places: int) -> None:
-        """All of its memory, as soon as the first part does not hold as many places more."""
+        """Allocate its full capacity once the first allocation cannot hold `places` more."""
         old = self.index
         if old.capacity < self._capacity and len(old) + places > old.capacity:
             self.index = SuffixIndex(self._capacity)

@@ -120,7 +120,7 @@ class SuffixIndex:
         held, newest, capacity, text = len(self), self.written - 1, self.capacity, self._text
         age = (newest + 1 - heads[bucket]) & WRAP  # places that were written after it
         found: list[int] = []
-        last = wanted[-1]  # in most suffixes of the same bucket that are others, it is another
+        last = wanted[-1]  # compared first: most other suffixes of the same bucket differ here
         for _ in range(self._tries):
             if age >= held:
                 break

@@ -27,7 +27,7 @@ from outrider.drafters.medusa.head import MedusaHead, Paths
 from outrider.drafters.rounds.base import RoundGuesser
 from outrider.models.base import Paged, Readable
 
-RANKS = 10  # likeliest tokens of each head that a tree may use, as many as in the trees of the Medusa paper
+RANKS = 10  # likeliest tokens of each head that a tree may use: as in the trees of the Medusa paper
 
 
 def grow_paths(rates: Seq[Seq[float]], nodes: int) -> Paths:
@@ -57,7 +57,7 @@ class Medusa(Drafter):
     class Options:
         head: str = ""  # folder; "": the head that is shipped for the target
         nodes: int = 16  # of the tree
-        length: int = 0  # how deep it may be; 0: as many heads as there are
+        length: int = 0  # how deep it may be; 0: one level for each head
         vocab: int = 0  # write only the first `vocab` of the tokens that the heads know; 0: all
         quantize: Literal["auto", "none", "int8", "int4"] = "auto"  # auto: int4 beside a packed target
         allow_pickle: bool = False

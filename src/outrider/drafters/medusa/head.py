@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from outrider.drafters.heads.module import HeadModule
 
 Paths = tuple[tuple[int, ...], ...]  # nodes by the ranks from the root down, parents first, the most useful first
 
@@ -38,7 +39,9 @@ class MedusaBlock(nn.Module):
         return x
 
 
-class MedusaHead(nn.Module):
+class MedusaHead(HeadModule):
+    config: MedusaConfig
+
     def __init__(self, config: MedusaConfig, draft_ids: Tensor | None = None) -> None:
         """`draft_ids`: the tokens it can write, in ascending order; None: all."""
         super().__init__()
@@ -48,9 +51,7 @@ class MedusaHead(nn.Module):
             self.lm_heads = nn.ModuleList(
                 nn.Linear(config.hidden_size, config.draft_vocab_size, False) for _ in range(config.num_heads)
             )
-        ids = torch.arange(config.draft_vocab_size) if draft_ids is None else draft_ids.clone()
-        self.register_buffer("draft_ids", ids, persistent=False)
-        self.draft_ids: Tensor
+        self.set_tokens(draft_ids)
         self.tree: Paths = ()  # that was measured for it
 
     @property
@@ -63,19 +64,9 @@ class MedusaHead(nn.Module):
         """It needs the final state alone."""
         return ()
 
-    def narrow(self, vocab: int) -> None:
-        """From now on it writes only the first `vocab` of its tokens."""
-        self.draft_ids = self.draft_ids[:vocab]
-        self.config = replace(self.config, draft_vocab_size=len(self.draft_ids))
-        if self.config.own_output:
-            for output in self.outputs:
-                output.weight = nn.Parameter(output.weight[:vocab])
+    def by_token(self) -> list[nn.Linear]:
+        return self.outputs if self.config.own_output else []
 
     def states(self, last: Tensor) -> list[Tensor]:
         """The target's final state [..., hidden] -> each head's, from which its logits come."""
         return [block(last) for block in self.blocks]
-
-    @property
-    def writes_all(self) -> bool:
-        """Whether it can write every token of the target."""
-        return self.config.draft_vocab_size == self.config.vocab_size

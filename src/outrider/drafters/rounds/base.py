@@ -150,8 +150,8 @@ class RoundGuesser(Protocol):
         ...
 
     def guesses(self, sequences: int, budget: int, alone: bool) -> Guesses | None:
-        """Its drafts of up to `budget` nodes for a number of sequences; None: it has none for as many. `alone`: they
-        are joined with nobody's."""
+        """Its drafts of up to `budget` nodes for a number of sequences; None: it cannot guess for this many. `alone`:
+        they are joined with nobody's."""
         ...
 
     def end(self, seqs: Seq[Sequence], rounds: Seq[LoopedRounds]) -> None:

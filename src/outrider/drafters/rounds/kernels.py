@@ -274,7 +274,7 @@ def enter_chain(
 ) -> None:  # fmt: skip
     """`found` [sequences, 1 + 3 length]: chains of which the first `step` tokens are there. `written` [sequences,
     places]: the texts. `slots`: of each sequence, its row of the draft model's page table. `table` [len(Field), rows],
-    as many rows of each sequence; `positions`: in its text, of the token that each row chooses."""
+    the same number of rows for each sequence; `positions`: in its text, of the token that each row chooses."""
     count, soon = len(found), early(found.device)
     _enter_chain[(count,)](
         found, texts, written, written.stride(0), slots, table, positions, found.shape[1], count, padding,

@@ -81,7 +81,7 @@ def _cheapest(costs, nodes):
         tried = limit + (64 >> bit)
         limit = tl.where(tl.sum((costs < tried).to(tl.int32)) < nodes, tried, limit)
     own = tl.sum((costs < limit).to(tl.int32), 1)
-    # of those that cost as much, one of a branch at most, the first ones
+    # of the nodes with exactly this cost, the first branches take one each
     at = tl.max(((costs == limit) & (costs < _NEVER)).to(tl.int32), 1)
     return own + tl.where(tl.cumsum(at, 0) <= nodes - tl.sum(own, 0), at, 0)
 

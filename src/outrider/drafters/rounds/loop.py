@@ -43,7 +43,7 @@ MOST_ROWS = 1024  # of a pass: the memory for all their logits stays small
 MOST_ROUNDS = 16  # of a part
 IN_FLIGHT = 2  # parts: the host looks at one while the device is at the other
 WARM_ROUNDS = 2  # rounds after which a graph is captured
-# Tokens of the texts of a batch: graphs for up to as many are there from the beginning, and serve shorter ones too.
+# Length of texts, in tokens, for which graphs exist from the start; they serve shorter texts too.
 PREPARED = (512, 1024)
 
 
@@ -119,7 +119,7 @@ class DeviceLoop:
     def run(
         self, seqs: Seq[Sequence], plan: Callable[[int], int], wait: Callable[[], None]
     ) -> Iterator[list[LoopedRounds]]:
-        """Rounds of each, part after part; none: there is no memory for as many. `plan` says how many the next part has
+        """Rounds of each, part after part; no part: there is too little memory. `plan` says how many the next part has
         where some are not read yet; 0: no more now. `wait` is called while the device works. A sequence that has ended
         is no longer looked at, and the rows of its next rounds are nobody's."""
         parts: deque[_Part] = deque()
@@ -191,7 +191,8 @@ class DeviceLoop:
 
     @torch.inference_mode()
     def prepare(self, count: int) -> None:
-        """Capture the graphs of usual texts of as many sequences now, so that no request waits for them."""
+        """Capture the graphs for texts of usual length and this many sequences now, so that no request waits for
+        them."""
         if self._target.device.type != "cuda" or self._rows(count) > MOST_ROWS:
             return
         for longest in PREPARED:
@@ -208,7 +209,7 @@ class DeviceLoop:
         torch.cuda.synchronize()
 
     def _of(self, count: int) -> list[Guesses]:
-        """The guesses of each guesser that has any for as many sequences."""
+        """The guesses of each guesser that can guess for this many sequences."""
         if count not in self._guesses:
             budget, found = node_budget(count), list[Guesses]()
             alone = len(self.guessers) == 1
@@ -269,7 +270,7 @@ class DeviceLoop:
         return _Looped(of, tables, depth, found, sent, staging, out, read)
 
     def _draws_of(self, count: int, depth: int, laws: bool) -> RoundDraws:
-        """All rounds of as many sequences share the memory: laws are large."""
+        """All rounds of this many sequences share the memory: laws are large."""
         if (count, laws) not in self._draws:
             device, vocab = self._target.device, self._target.vocab_size
             keys, heat = torch.zeros(count, dtype=torch.int64, device=device), torch.zeros(count, device=device)
@@ -393,7 +394,7 @@ def _longest(seqs: Seq[Sequence]) -> int:
 
 
 def _places(count: int) -> int:
-    """For how many sequences a loop is made that has as many."""
+    """The number of sequences of the loop that serves `sequences`."""
     return 1 << (count - 1).bit_length()
 
 

@@ -2,7 +2,7 @@
 text without the host.
 
 Keys and values depend on the tokens before them alone, so what was not kept is written over: the first pass of a draft
-runs the last tokens of the text once more, as many as may be others than those that it guessed.
+runs the last tokens of the text once more: all tokens that may differ from its own guesses.
 """
 
 from __future__ import annotations

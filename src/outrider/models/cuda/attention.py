@@ -205,7 +205,7 @@ def _combine(
 
 
 def chunk_keys(head_dim: int, dtype: torch.dtype) -> int:
-    """Keys of one chunk: as many as fill a program's registers; a function of the model alone."""
+    """Keys in one chunk: enough to fill a program's registers; a function of the model alone."""
     padded = max(16, triton.next_power_of_2(head_dim))
     return 32 if dtype == torch.float32 else max(32, min(256, 256 * 64 // padded))
 

@@ -93,7 +93,7 @@ class Batch:
         table[Field.BLOCK_ROW : Field.BLOCK_TREE + 1, : len(self.spans)] = self.spans.T
 
     def _write_rows(self, rows: np.ndarray) -> None:
-        """As if every draft were a chain; no numpy for each sequence, of which there may be thousands."""
+        """As if every draft were a chain; no numpy call for each sequence: there may be thousands of them."""
         rows[Field.TOKEN] = [token for feed, _, _ in self._parts for token in (*feed.tokens, *feed.draft.tokens)]
         each = np.array(  # slot, base, end; tokens held before; from a row's number to its place
             [

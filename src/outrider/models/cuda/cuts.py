@@ -255,7 +255,7 @@ def _between(stats, number):
 
 @triton.jit
 def _first_cut(stats, top_k, need, CAPACITY: tl.constexpr):
-    """`_between`, for the first cut of a row. `top_k`: 0: it is that of top-p, which needs so many units. For top-p on
+    """`_between`, for the first cut of a row. `top_k` 0: the first cut is top-p, which needs `need` units. For top-p on
     what top-k leaves these tokens have to be there from the first one on, if they fit."""
     number = _passed(stats, need, True)
     if top_k > 0:
@@ -290,7 +290,7 @@ def _sum_levels(
 
 @triton.jit
 def _counted(stats, numbers):
-    """What the first cut needs: as many of the likeliest tokens, where top-k cuts any; else as many units."""
+    """What the first cut needs: a number of tokens where top-k cuts any, else a number of units."""
     top_k = tl.load(numbers + _TOP_K).to(tl.int64)
     need = _part_of(tl.load(numbers + _TOP_P), tl.load(stats + _LIVE_UNITS))
     return tl.where(top_k < tl.load(stats + _LIVE), top_k, 0), need
@@ -449,7 +449,7 @@ class Cuts:
 
     @staticmethod
     def none(sequences: int, typical: bool, device: torch.device) -> Cuts:
-        """Of as many sequences, to be sent."""
+        """Space for the cuts of this many sequences, to be sent."""
         return Cuts(torch.zeros(sequences, len(CutNumbers._fields), dtype=torch.float64, device=device), typical)
 
     def send(self, params: Sequence[SamplingParams | None]) -> None:
@@ -459,8 +459,8 @@ class Cuts:
         self.numbers.copy_(torch.tensor(rows, dtype=torch.float64))
 
     def __call__(self, logits: Tensor, added: Tensor | None = None) -> None:
-        """Take what is cut out of logits [rows, any] float32, of which each sequence has as many rows. `added`
-        [sequences, any]: to be added to them. The memory for the search is some 9 KB a row."""
+        """Take what is cut out of logits [rows, any] float32, of which each sequence has the same number of rows.
+        `added` [sequences, any]: to be added to them. The memory for the search is some 9 KB a row."""
         rows, size = logits.shape
         part, block = (min(each, triton.next_power_of_2(size)) for each in (PART, BLOCK))
         parts, device = triton.cdiv(size, part), logits.device

@@ -15,7 +15,7 @@ from outrider.models.cuda.graphs import DevicePass
 
 @dataclass(eq=False)
 class LoopedPass:
-    """The rows of a sequence stand one after the other, as many of each sequence."""
+    """The rows of a sequence stand one after the other, the same number for each sequence."""
 
     run: DevicePass
     compute: Callable[[], Tensor]  # the pass; the logits of all its rows

@@ -288,7 +288,7 @@ class CudaLlama(ReadableWeights):
         return Writing(tuple(ids), run, shape.longest, keys, heat, drawn, cuts, positions)
 
     def _can_write(self, writing: Writing, ahead: int) -> bool:
-        """Whether there is memory for as many tokens after those that are read, and the pass is made for such texts."""
+        """Whether there is memory for `ahead` more tokens of each, and the pass is made for texts that long."""
         longest = max(self._pages.length(id) for id in writing.ids) + ahead
         return longest <= writing.longest and self.reserve(writing.ids, ahead) is not None
 
@@ -356,8 +356,8 @@ class CudaLlama(ReadableWeights):
         )  # fmt: skip
 
     def reserve(self, ids: Sequence[int], count: int) -> list[int] | None:
-        """Memory for `count` more tokens of each of these sequences, and their rows of the page table; None: there is
-        not as much. What the host has decided so far is done before the device goes on by itself."""
+        """Reserve memory for `count` more tokens of each sequence; returns their rows of the page table, or None if
+        there is too little. What the host has decided so far is done before the device goes on by itself."""
         self._move()
         slots = self._pages.take_ahead(ids, count)
         self._sent.synchronize()
@@ -366,7 +366,7 @@ class CudaLlama(ReadableWeights):
         return slots
 
     def written(self, id: int, count: int) -> None:
-        """The device has written as many tokens of the sequence by itself."""
+        """The device has written `count` tokens of the sequence by itself."""
         self._pages.extend(id, count)
 
     def choose(

@@ -41,8 +41,8 @@ class PageTable(Pages[TableHolder]):
         super().reserve(holder, count)
 
     def take_ahead(self, ids: Sequence[int], count: int) -> list[int] | None:
-        """Pages for `count` more tokens of each of these sequences, and their rows of the table; None: there are not as
-        many."""
+        """Take pages for `count` more tokens of each sequence; returns their rows of the table, or None if there are
+        too few."""
         holders = [self.extend(id, 0) for id in ids]
         if sum(self.missing(holder, count) for holder in holders) > self.free_count:
             return None

@@ -204,7 +204,7 @@ def verify(
     header: int = 0, laws: Tensor | None = None, whose: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The token after each row, out [rows] int64, of sequences whose `heat` [sequences] is above 0; the others' rows
-    stay as they are. As many rows belong to each sequence: its last token, and the nodes of its draft [sequences,
+    stay as they are. Each sequence has the same number of rows: its last token, and the nodes of its draft [sequences,
     header + 3 nodes] (how many; after the header tokens, parents, ...). `laws` [sequences, depth, vocab]: what each
     node of a chain was drawn from, where `whose` [sequences] is above 0; nodes of other drafts are guessed, and of all
     drafts where there are none.

@@ -52,7 +52,7 @@ def first_output(strip, BN: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def paired_outputs(BN: tl.constexpr, D: tl.constexpr):
-    """Its outputs, counted from the first one: those that are rotated together stand side by side."""
+    """Its outputs, counted from the first one: outputs that are rotated together stand side by side."""
     lane = tl.arange(0, BN)
     return lane // 2 + lane % 2 * (D // 2)
 
