@@ -68,6 +68,8 @@ constexpr int NEAR = 384 << 10;   // bytes of activations that are used for seve
 constexpr int AHEAD = 4096;       // bytes of weights that are asked for before they are used
 constexpr int TOGETHER = 12;      // queries that share one reading of keys and values
 constexpr int SERIAL = 4;         // rows whose small work is not worth sharing
+constexpr int LEAST_TURNING = 32; // queries of a pass from which on keys are turned round for them, see turned.h: to turn one takes as
+                                  // long as the sums of about 8 scores
 constexpr int PAGE = 32;          // tokens of a page of keys and values; a multiple of the 16 keys that are multiplied at a time
 constexpr int SCALED = 16;        // numbers of a key or value of 8 bits that share a scale: a large one costs these their precision
 
@@ -233,6 +235,13 @@ void quantise_row(const float* x, int64_t inputs, int64_t row, int64_t rows, int
     for (int64_t b = 0; b < blocks; b++, at += step) quantise(x + b * BLOCK, range, to.q + at * 2 * BLOCK, to.scale + at, to.sums + at);
 }
 
+// One block of it.
+void quantise_block_of(const float* x, int64_t block, int64_t blocks, int64_t row, int64_t rows, int64_t bits, const Activations& to) {
+    const int64_t first = row / ROWS * ROWS, step = group_rows(first, rows), at = first * blocks + block * step + row - first;
+    const auto quantise = paired_rows(step, bits) ? quantise_block<PAIRED> : quantise_block<false>;
+    quantise(x, bits == 8 ? MOST_BYTE : MOST, to.q + at * 2 * BLOCK, to.scale + at, to.sums + at);
+}
+
 float inverse_rms(const float* x, int64_t size, float eps) {
     float parts[16] = {};
     for (int64_t i = 0; i + 16 <= size; i += 16)
@@ -248,7 +257,7 @@ void normalise(const float* x, const float* weight, float eps, int64_t size, flo
     for (int64_t i = 0; i < size; i++) to[i] = x[i] * factor * weight[i];
 }
 
-// ---- y[rows][outputs] = x W^T for one tile of 16 outputs and up to 8 rows ----
+// ---- y = x W^T for one tile of 16 outputs; `y` and `add`: of the tile's first output, `stride` floats from row to row ----
 
 #if WIDE
 
@@ -465,7 +474,7 @@ void tile_some(const Matrix& w, int64_t tile, const Activations& x, int64_t row,
 inline void store_sums(const Matrix& w, int64_t tile, int64_t row, int64_t rows, const __m512* sums, float* y, const float* add,
                        int64_t stride) {
     for (int64_t r = 0; r < rows; r++) {
-        const int64_t place = (row + r) * stride + tile * TILE;
+        const int64_t place = (row + r) * stride;
         __m512 sum = sums[r];
         if (w.bias) sum = _mm512_add_ps(sum, _mm512_loadu_ps(w.bias + tile * TILE));
         if (add) sum = _mm512_add_ps(sum, _mm512_loadu_ps(add + place));
@@ -649,7 +658,7 @@ void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, fl
             }
             const int64_t output = tile * TILE + 8 * half;
             for (int64_t r = 0; r < count; r++) {
-                const int64_t place = (row + r) * stride + output;
+                const int64_t place = (row + r) * stride + 8 * half;
                 if (w.bias) sums[r] = _mm256_add_ps(sums[r], _mm256_loadu_ps(w.bias + output));
                 if (add) sums[r] = _mm256_add_ps(sums[r], _mm256_loadu_ps(add + place));
                 _mm256_storeu_ps(y + place, sums[r]);
@@ -714,7 +723,7 @@ void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, fl
             }
         }
         for (int o = 0; o < TILE; o++) {
-            int64_t place = row * stride + tile * TILE + o;
+            int64_t place = row * stride + o;
             if (w.bias) sums[o] += w.bias[tile * TILE + o];
             y[place] = add ? sums[o] + add[place] : sums[o];  // adding a zero would turn -0 into 0
         }
@@ -843,8 +852,9 @@ inline void asked_dots(const uint8_t* block, const AskedBlock* asked, int from, 
 #endif
 }
 
-// Tiles [begin, end) of all parts.
-void product_of_tiles(const JoinedMatrices& w, const Activations& x, Rows rows, int64_t begin, int64_t end, float* y, const float* add) {
+// Tiles [begin, end) of all parts. `y`, `add`: of the first of these, `stride` floats from row to row.
+void product_of_tiles(const JoinedMatrices& w, const Activations& x, Rows rows, int64_t begin, int64_t end, float* y, const float* add,
+                      int64_t stride) {
     int64_t part = 0, first = 0;  // of the tiles of this part
     TileFunction tile = tile_function(w.parts[0], w.activations);
     for (int64_t t = begin; t < end; t++) {
@@ -852,8 +862,8 @@ void product_of_tiles(const JoinedMatrices& w, const Activations& x, Rows rows, 
             first += w.parts[part].outputs / TILE;
             tile = tile_function(w.parts[++part], w.activations);
         }
-        const int64_t offset = first * TILE;
-        tile(w.parts[part], t - first, x, rows, y + offset, add ? add + offset : nullptr, w.outputs);
+        const int64_t offset = (t - begin) * TILE;
+        tile(w.parts[part], t - first, x, rows, y + offset, add ? add + offset : nullptr, stride);
     }
 }
 
@@ -865,9 +875,15 @@ void rows_in_turn(const JoinedMatrices& w, int64_t rows, const Some& some) {
     for (int64_t from = 0; from < rows; from += step) some(from, from + step < rows ? from + step : rows);
 }
 
+// Tiles [begin, end) of all parts. `y`, `add`: [rows][outputs]
+void some_outputs(const JoinedMatrices& w, const Activations& x, Rows rows, int64_t begin, int64_t end, float* y, const float* add) {
+    const int64_t offset = begin * TILE;
+    product_of_tiles(w, x, rows, begin, end, y + offset, add ? add + offset : nullptr, w.outputs);
+}
+
 void product(const JoinedMatrices& w, const Activations& x, int64_t rows, float* y, const float* add) {
     pool().run(w.outputs / TILE, 1, [&](int64_t begin, int64_t end, int64_t) {
-        rows_in_turn(w, rows, [&](int64_t from, int64_t to) { product_of_tiles(w, x, {from, to, rows}, begin, end, y, add); });
+        rows_in_turn(w, rows, [&](int64_t from, int64_t to) { some_outputs(w, x, {from, to, rows}, begin, end, y, add); });
     });
 }
 
@@ -1253,22 +1269,23 @@ inline void dots8_of_two(const Query& one, const Query& other, const float* keys
 }
 #endif
 
-// Queries that see runs of the first keys: each piece of these keys, and of the values that all of them see, is read once.
-// Every query's numbers are those that it would get alone.
-void attend_together(const Query* queries, int64_t count, const PagedRows& keys, const PagedRows& values, AskedBlock* asked) {
-    const int64_t size = keys.size;
-    const float factor = 1.0f / std::sqrt(static_cast<float>(size));
-    int64_t shared = queries[0].run, longest = shared;
-    for (int64_t n = 1; n < count; n++) {
-        shared = queries[n].run < shared ? queries[n].run : shared;
-        longest = queries[n].run > longest ? queries[n].run : longest;
-    }
+int64_t longest_run(const Query* queries, int64_t count) {
+    int64_t longest = 0;
+    for (int64_t n = 0; n < count; n++) longest = queries[n].run > longest ? queries[n].run : longest;
+    return longest;
+}
+
+#if WIDE
+#include "turned.h"
+#endif
+
+// Scores of queries for keys that are floats, as far as their runs go.
+void run_dots(const Query* queries, int64_t count, const PagedRows& keys, float factor) {
+    const int64_t size = keys.size, longest = longest_run(queries, count);
 #if WIDE
     const auto two = size == 64 ? dots8_of_two<64> : size == 128 ? dots8_of_two<128> : dots8_of_two<0>;
 #endif
-    for (int64_t n = 0; keys.bytes && n < count; n += ASKED)
-        byte_scores(queries + n, count - n < ASKED ? count - n : ASKED, keys, asked, factor);
-    for (int64_t i = 0; !keys.bytes && i < longest; i += 16) {
+    for (int64_t i = 0; i < longest; i += 16) {
         const float* first = keys.row(i);  // the 16 lie in one page
         for (int64_t n = 0; n < count; n++) {
             const int64_t some = queries[n].run - i;
@@ -1284,6 +1301,32 @@ void attend_together(const Query* queries, int64_t count, const PagedRows& keys,
                        queries[n].scores + i);
         }
     }
+}
+
+// The same; `turning`: a number of the job where many queries have these keys, else 0.
+void float_scores(const Query* queries, int64_t count, const PagedRows& keys, float factor, int64_t turning) {
+#if WIDE
+    const int64_t longest = longest_run(queries, count);
+    if (turning && longest <= MOST_TURNED && (keys.size == 64 || keys.size == 128)) {
+        const float* tiles = TurnedKeys::of_this_thread().tiles(keys, longest, turning);
+        return (keys.size == 64 ? turned_scores<64> : turned_scores<128>)(tiles, queries, count, factor);
+    }
+#else
+    static_cast<void>(turning);
+#endif
+    run_dots(queries, count, keys, factor);
+}
+
+// Queries that see runs of the first keys: each piece of these keys, and of the values that all of them see, is read once.
+// Every query's numbers are those that it would get alone.
+void attend_together(const Query* queries, int64_t count, const PagedRows& keys, const PagedRows& values, AskedBlock* asked, int64_t turning) {
+    const int64_t size = keys.size;
+    const float factor = 1.0f / std::sqrt(static_cast<float>(size));
+    int64_t shared = queries[0].run;
+    for (int64_t n = 1; n < count; n++) shared = queries[n].run < shared ? queries[n].run : shared;
+    for (int64_t n = 0; keys.bytes && n < count; n += ASKED)
+        byte_scores(queries + n, count - n < ASKED ? count - n : ASKED, keys, asked, factor);
+    if (!keys.bytes) float_scores(queries, count, keys, factor, turning);
     float totals[TOGETHER];
     for (int64_t n = 0; n < count; n++) {
         const Query& query = queries[n];
@@ -1309,10 +1352,10 @@ void attend_together(const Query* queries, int64_t count, const PagedRows& keys,
     }
 }
 
-void attend_all(const Query* queries, int64_t count, const PagedRows& keys, const PagedRows& values, AskedBlock* asked) {
+void attend_all(const Query* queries, int64_t count, const PagedRows& keys, const PagedRows& values, AskedBlock* asked, int64_t turning) {
     bool together = keys.size % 64 == 0;  // not where a window hides the first keys: nothing would be shared
     for (int64_t n = 0; n < count; n++) together &= queries[n].run > 0;
-    if (together) return attend_together(queries, count, keys, values, asked);
+    if (together) return attend_together(queries, count, keys, values, asked, turning);
     for (int64_t n = 0; n < count; n++) attend(queries[n], keys, values, asked);
 }
 
@@ -1378,7 +1421,7 @@ struct HeadInputs {
 };
 
 void attend_item(const Shape& s, const Layer& layer, const Item& item, const Span& span, int64_t index, int64_t all, int64_t thread,
-                 const Work* work) {
+                 int64_t job, const Work* work) {
     const int64_t group = s.heads / s.kv_heads;
     float* scores = work->scores + thread * TOGETHER * work->longest;
     const PagedRows keys = keys_of(s, layer, span, index, item.kv_head, work->wide + thread * s.head_dim);
@@ -1388,7 +1431,8 @@ void attend_item(const Shape& s, const Layer& layer, const Item& item, const Spa
         queries[n] = {work->qkv + row * all + h * s.head_dim, work->places + row * work->longest, work->seen[row], work->runs[row],
                       scores + n * work->longest, work->mixed + (row * s.heads + h) * s.head_dim};
     }
-    attend_all(queries, item.count, keys, values_of(span, keys), work->asked + thread * ASKED * keys.blocks());
+    const int64_t turning = span.rows * group >= LEAST_TURNING ? job : 0;
+    attend_all(queries, item.count, keys, values_of(span, keys), work->asked + thread * ASKED * keys.blocks(), turning);
 }
 
 #include "own.h"
@@ -1483,9 +1527,10 @@ void store_rows(const LayerPass& pass, int64_t index, const Some& some) {
 }
 
 void attend_items(const LayerPass& pass, int64_t index, const std::vector<Item>& items, const std::vector<Span>& spans) {
+    const int64_t job = Own::of_this_thread().next_job();
     pool().run(static_cast<int64_t>(items.size()), 1, [&](int64_t begin, int64_t end, int64_t id) {
         for (int64_t item = begin; item < end; item++)
-            attend_item(pass.s, pass.layers[index], items[item], spans[items[item].span], index, pass.all(), id, pass.work);
+            attend_item(pass.s, pass.layers[index], items[item], spans[items[item].span], index, pass.all(), id, job, pass.work);
     });
 }
 
@@ -1496,16 +1541,7 @@ void finish_layer(const LayerPass& pass, int64_t index, const Some& some, const 
     const Layer& layer = pass.layers[index];
     const int64_t q_size = pass.q_size();
     some.linear(layer.output, [&](int64_t r, Own&) { return mixed + r * q_size; }, x, x, &AdapterLayer::output);
-    float* inner = some.inner(2 * s.inner);
-    some.linear(layer.gate_up, [&](int64_t r, Own& own) { return normed(x + r * s.hidden, layer.mlp_norm, s.eps, s.hidden, own); }, inner,
-                nullptr, &AdapterLayer::gate_up);
-    const auto gated_row = [&](int64_t r, Own& own) {
-        const float* gate = inner + r * 2 * s.inner;
-        float* to = own.row(s.inner);
-        gated(gate, gate + s.inner, s.inner, to);
-        return to;
-    };
-    some.linear(layer.down, gated_row, x, x, &AdapterLayer::down);
+    some.feed_forward(layer, s.inner, [&](int64_t r, Own& own) { return normed(x + r * s.hidden, layer.mlp_norm, s.eps, s.hidden, own); }, x);
     for (int64_t k = 0; k < pass.wanted_count; k++)
         if (pass.wanted[k] == index) std::memcpy(pass.kept + (k * pass.rows + some.first) * s.hidden, x, some.count * s.hidden * sizeof(float));
 }
