@@ -691,6 +691,34 @@ class TestLongAndManyAtOnce:
         for a, b in zip(run(model, feeds), one, strict=True):
             assert torch.equal(a.logits, b.logits)
 
+    @pytest.mark.parametrize("count", [1, 2, 3])
+    @pytest.mark.parametrize(
+        "name", ["llama, heads of 64", "llama, heads of 128", "qwen2", "llama, kv int8, heads of 64"]
+    )
+    def test_rows_that_stay_with_a_thread_have_the_bits_of_pieces(self, threads, name, count):
+        """A long prompt beside a short one, whose rows share a chunk, and their states; then few rows after them."""
+        model, texts = pair(name)[0], (tokens(203), tokens(30, seed=3))
+        threads(1)
+        for begin in range(0, 203, 20):  # too few rows for a thread's own
+            outputs = model.forward(
+                [Feed(id, text[begin:][:20]) for id, text in enumerate(texts) if text[begin:]], (0, 2)
+            )
+            if begin == 20:
+                short = outputs[1]
+        pieces = [outputs[0], short]
+        few = [model.forward([Feed(0, [5], TREES["branches"])])[0].logits for _ in range(2)]
+        model.free(0)
+        model.free(1)
+        threads(count)
+        whole = model.forward([Feed(id, text) for id, text in enumerate(texts)], (0, 2))
+        for a, b in zip(whole, pieces, strict=True):
+            assert torch.equal(a.logits, b.logits)
+            assert torch.equal(a.hidden[-3:], b.hidden[-3:])
+        again = [model.forward([Feed(0, [5], TREES["branches"])])[0].logits for _ in range(2)]
+        model.free(0)
+        model.free(1)
+        assert all(torch.equal(a, b) for a, b in zip(again, few, strict=True))
+
     @pytest.mark.parametrize("count", [2, 3])
     def test_so_it_does_where_heads_do_not_divide_among_the_threads(self, threads, count):
         """What is left of the heads is split between them, down to single queries."""

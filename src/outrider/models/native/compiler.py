@@ -14,7 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-HEADERS = tuple(SOURCE.with_name(name) for name in ("grow.h", "lanes.h", "low_rank.h", "many.h", "neon.h", "pool.h"))
+HEADERS = tuple(
+    SOURCE.with_name(name)
+    for name in ("grow.h", "lanes.h", "low_rank.h", "many.h", "neon.h", "own.h", "pool.h", "turned.h")
+)
 FLAGS = (
     *("-O3", "-ffp-contract=off", "-std=c++17", "-fPIC", "-pthread", "-Wall", "-Wextra"),
     *("-Wno-maybe-uninitialized", "-Wno-uninitialized"),  # of the AVX-512 headers of GCC 12 (its bug 105593)

@@ -68,6 +68,8 @@ constexpr int NEAR = 384 << 10;   // bytes of activations that are used for seve
 constexpr int AHEAD = 4096;       // bytes of weights that are asked for before they are used
 constexpr int TOGETHER = 12;      // queries that share one reading of keys and values
 constexpr int SERIAL = 4;         // rows whose small work is not worth sharing
+constexpr int LEAST_TURNING = 32; // queries of a pass from which on keys are turned round for them, see turned.h: to turn one takes as
+                                  // long as the sums of about 8 scores
 constexpr int PAGE = 32;          // tokens of a page of keys and values; a multiple of the 16 keys that are multiplied at a time
 constexpr int SCALED = 16;        // numbers of a key or value of 8 bits that share a scale: a large one costs these their precision
 
@@ -233,6 +235,13 @@ void quantise_row(const float* x, int64_t inputs, int64_t row, int64_t rows, int
     for (int64_t b = 0; b < blocks; b++, at += step) quantise(x + b * BLOCK, range, to.q + at * 2 * BLOCK, to.scale + at, to.sums + at);
 }
 
+// One block of it.
+void quantise_block_of(const float* x, int64_t block, int64_t blocks, int64_t row, int64_t rows, int64_t bits, const Activations& to) {
+    const int64_t first = row / ROWS * ROWS, step = group_rows(first, rows), at = first * blocks + block * step + row - first;
+    const auto quantise = paired_rows(step, bits) ? quantise_block<PAIRED> : quantise_block<false>;
+    quantise(x, bits == 8 ? MOST_BYTE : MOST, to.q + at * 2 * BLOCK, to.scale + at, to.sums + at);
+}
+
 float inverse_rms(const float* x, int64_t size, float eps) {
     float parts[16] = {};
     for (int64_t i = 0; i + 16 <= size; i += 16)
@@ -248,7 +257,7 @@ void normalise(const float* x, const float* weight, float eps, int64_t size, flo
     for (int64_t i = 0; i < size; i++) to[i] = x[i] * factor * weight[i];
 }
 
-// ---- y[rows][outputs] = x W^T for one tile of 16 outputs and up to 8 rows ----
+// ---- y = x W^T for one tile of 16 outputs; `y` and `add`: of the tile's first output, `stride` floats from row to row ----
 
 #if WIDE
 
@@ -465,7 +474,7 @@ void tile_some(const Matrix& w, int64_t tile, const Activations& x, int64_t row,
 inline void store_sums(const Matrix& w, int64_t tile, int64_t row, int64_t rows, const __m512* sums, float* y, const float* add,
                        int64_t stride) {
     for (int64_t r = 0; r < rows; r++) {
-        const int64_t place = (row + r) * stride + tile * TILE;
+        const int64_t place = (row + r) * stride;
         __m512 sum = sums[r];
         if (w.bias) sum = _mm512_add_ps(sum, _mm512_loadu_ps(w.bias + tile * TILE));
         if (add) sum = _mm512_add_ps(sum, _mm512_loadu_ps(add + place));
@@ -649,7 +658,7 @@ void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, fl
             }
             const int64_t output = tile * TILE + 8 * half;
             for (int64_t r = 0; r < count; r++) {
-                const int64_t place = (row + r) * stride + output;
+                const int64_t place = (row + r) * stride + 8 * half;
                 if (w.bias) sums[r] = _mm256_add_ps(sums[r], _mm256_loadu_ps(w.bias + output));
                 if (add) sums[r] = _mm256_add_ps(sums[r], _mm256_loadu_ps(add + place));
                 _mm256_storeu_ps(y + place, sums[r]);
@@ -714,7 +723,7 @@ void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, fl
             }
         }
         for (int o = 0; o < TILE; o++) {
-            int64_t place = row * stride + tile * TILE + o;
+            int64_t place = row * stride + o;
             if (w.bias) sums[o] += w.bias[tile * TILE + o];
             y[place] = add ? sums[o] + add[place] : sums[o];  // adding a zero would turn -0 into 0
         }
@@ -843,8 +852,9 @@ inline void asked_dots(const uint8_t* block, const AskedBlock* asked, int from, 
 #endif
 }
 
-// Tiles [begin, end) of all parts.
-void product_of_tiles(const JoinedMatrices& w, const Activations& x, Rows rows, int64_t begin, int64_t end, float* y, const float* add) {
+// Tiles [begin, end) of all parts. `y`, `add`: of the first of these, `stride` floats from row to row.
+void product_of_tiles(const JoinedMatrices& w, const Activations& x, Rows rows, int64_t begin, int64_t end, float* y, const float* add,
+                      int64_t stride) {
     int64_t part = 0, first = 0;  // of the tiles of this part
     TileFunction tile = tile_function(w.parts[0], w.activations);
     for (int64_t t = begin; t < end; t++) {
@@ -852,8 +862,8 @@ void product_of_tiles(const JoinedMatrices& w, const Activations& x, Rows rows, 
             first += w.parts[part].outputs / TILE;
             tile = tile_function(w.parts[++part], w.activations);
         }
-        const int64_t offset = first * TILE;
-        tile(w.parts[part], t - first, x, rows, y + offset, add ? add + offset : nullptr, w.outputs);
+        const int64_t offset = (t - begin) * TILE;
+        tile(w.parts[part], t - first, x, rows, y + offset, add ? add + offset : nullptr, stride);
     }
 }
 
@@ -865,9 +875,15 @@ void rows_in_turn(const JoinedMatrices& w, int64_t rows, const Some& some) {
     for (int64_t from = 0; from < rows; from += step) some(from, from + step < rows ? from + step : rows);
 }
 
+// Tiles [begin, end) of all parts. `y`, `add`: [rows][outputs]
+void some_outputs(const JoinedMatrices& w, const Activations& x, Rows rows, int64_t begin, int64_t end, float* y, const float* add) {
+    const int64_t offset = begin * TILE;
+    product_of_tiles(w, x, rows, begin, end, y + offset, add ? add + offset : nullptr, w.outputs);
+}
+
 void product(const JoinedMatrices& w, const Activations& x, int64_t rows, float* y, const float* add) {
     pool().run(w.outputs / TILE, 1, [&](int64_t begin, int64_t end, int64_t) {
-        rows_in_turn(w, rows, [&](int64_t from, int64_t to) { product_of_tiles(w, x, {from, to, rows}, begin, end, y, add); });
+        rows_in_turn(w, rows, [&](int64_t from, int64_t to) { some_outputs(w, x, {from, to, rows}, begin, end, y, add); });
     });
 }
 
@@ -1056,12 +1072,12 @@ void dots(const float* q, const PagedRows& keys, const int32_t* places, int64_t 
     }
 }
 
-// gate = gate / (1 + e^-gate) * up
-void gated(float* gate, const float* up, int64_t size) {
+// to = gate / (1 + e^-gate) * up
+void gated(const float* gate, const float* up, int64_t size, float* to) {
     for (int64_t i = 0; i < size; i += 16) {  // a multiple of 16, as all inputs of a product
         const Lanes g = load(gate + i);
         const Lanes below = add(all_lanes(1.0f), exp16(smaller(sub(all_lanes(0.0f), g), all_lanes(87.0f))));
-        store(gate + i, mul(div(g, below), load(up + i)));
+        store(to + i, mul(div(g, below), load(up + i)));
     }
 }
 
@@ -1253,22 +1269,23 @@ inline void dots8_of_two(const Query& one, const Query& other, const float* keys
 }
 #endif
 
-// Queries that see runs of the first keys: each piece of these keys, and of the values that all of them see, is read once.
-// Every query's numbers are those that it would get alone.
-void attend_together(const Query* queries, int64_t count, const PagedRows& keys, const PagedRows& values, AskedBlock* asked) {
-    const int64_t size = keys.size;
-    const float factor = 1.0f / std::sqrt(static_cast<float>(size));
-    int64_t shared = queries[0].run, longest = shared;
-    for (int64_t n = 1; n < count; n++) {
-        shared = queries[n].run < shared ? queries[n].run : shared;
-        longest = queries[n].run > longest ? queries[n].run : longest;
-    }
+int64_t longest_run(const Query* queries, int64_t count) {
+    int64_t longest = 0;
+    for (int64_t n = 0; n < count; n++) longest = queries[n].run > longest ? queries[n].run : longest;
+    return longest;
+}
+
+#if WIDE
+#include "turned.h"
+#endif
+
+// Scores of queries for keys that are floats, as far as their runs go.
+void run_dots(const Query* queries, int64_t count, const PagedRows& keys, float factor) {
+    const int64_t size = keys.size, longest = longest_run(queries, count);
 #if WIDE
     const auto two = size == 64 ? dots8_of_two<64> : size == 128 ? dots8_of_two<128> : dots8_of_two<0>;
 #endif
-    for (int64_t n = 0; keys.bytes && n < count; n += ASKED)
-        byte_scores(queries + n, count - n < ASKED ? count - n : ASKED, keys, asked, factor);
-    for (int64_t i = 0; !keys.bytes && i < longest; i += 16) {
+    for (int64_t i = 0; i < longest; i += 16) {
         const float* first = keys.row(i);  // the 16 lie in one page
         for (int64_t n = 0; n < count; n++) {
             const int64_t some = queries[n].run - i;
@@ -1284,6 +1301,32 @@ void attend_together(const Query* queries, int64_t count, const PagedRows& keys,
                        queries[n].scores + i);
         }
     }
+}
+
+// The same; `turning`: a number of the job where many queries have these keys, else 0.
+void float_scores(const Query* queries, int64_t count, const PagedRows& keys, float factor, int64_t turning) {
+#if WIDE
+    const int64_t longest = longest_run(queries, count);
+    if (turning && longest <= MOST_TURNED && (keys.size == 64 || keys.size == 128)) {
+        const float* tiles = TurnedKeys::of_this_thread().tiles(keys, longest, turning);
+        return (keys.size == 64 ? turned_scores<64> : turned_scores<128>)(tiles, queries, count, factor);
+    }
+#else
+    static_cast<void>(turning);
+#endif
+    run_dots(queries, count, keys, factor);
+}
+
+// Queries that see runs of the first keys: each piece of these keys, and of the values that all of them see, is read once.
+// Every query's numbers are those that it would get alone.
+void attend_together(const Query* queries, int64_t count, const PagedRows& keys, const PagedRows& values, AskedBlock* asked, int64_t turning) {
+    const int64_t size = keys.size;
+    const float factor = 1.0f / std::sqrt(static_cast<float>(size));
+    int64_t shared = queries[0].run;
+    for (int64_t n = 1; n < count; n++) shared = queries[n].run < shared ? queries[n].run : shared;
+    for (int64_t n = 0; keys.bytes && n < count; n += ASKED)
+        byte_scores(queries + n, count - n < ASKED ? count - n : ASKED, keys, asked, factor);
+    if (!keys.bytes) float_scores(queries, count, keys, factor, turning);
     float totals[TOGETHER];
     for (int64_t n = 0; n < count; n++) {
         const Query& query = queries[n];
@@ -1309,10 +1352,10 @@ void attend_together(const Query* queries, int64_t count, const PagedRows& keys,
     }
 }
 
-void attend_all(const Query* queries, int64_t count, const PagedRows& keys, const PagedRows& values, AskedBlock* asked) {
+void attend_all(const Query* queries, int64_t count, const PagedRows& keys, const PagedRows& values, AskedBlock* asked, int64_t turning) {
     bool together = keys.size % 64 == 0;  // not where a window hides the first keys: nothing would be shared
     for (int64_t n = 0; n < count; n++) together &= queries[n].run > 0;
-    if (together) return attend_together(queries, count, keys, values, asked);
+    if (together) return attend_together(queries, count, keys, values, asked, turning);
     for (int64_t n = 0; n < count; n++) attend(queries[n], keys, values, asked);
 }
 
@@ -1353,6 +1396,200 @@ std::vector<Item> attention_items(const Shape& s, const Span* spans, int64_t spa
     return items;
 }
 
+struct Work {
+    Activations x;
+    float *normed, *qkv, *mixed, *inner;  // [rows][hidden], [rows][all heads], [rows][heads], [rows][2 * inner]
+    float* scores;                        // [threads][12][longest]
+    float* wide;                          // [threads][head_dim] where a value of 8 bits becomes floats
+    AskedBlock* asked;                    // [threads][6][blocks of a head] queries for keys of 8 bits
+    int32_t* places;                      // [rows][longest] what each row sees
+    int32_t* seen;                        // [rows] how much of that
+    int32_t* runs;                        // [rows] how many of these are 0, 1, 2 and so on
+    int32_t* owners;                      // [rows] its span
+    int64_t longest;
+};
+
+// What the layers of a head have that those of a model do not.
+struct HeadInputs {
+    const float* embedded;        // [rows][hidden]: the first layer reads norm(embedded) and norm(x) side by side; or null
+    const float* embedding_norm;
+    int64_t replaces;             // whether norm(x) then takes the place of x
+    const int32_t* trails;        // [rows][length]: what a row sees between what all see and what this pass brings
+    int64_t length;
+    const int64_t* seen;          // [spans]: what all rows see; the new ones lie after `start`
+    int64_t last;                 // whether only the last row's result is wanted: of the others the last layer keeps keys and values
+};
+
+void attend_item(const Shape& s, const Layer& layer, const Item& item, const Span& span, int64_t index, int64_t all, int64_t thread,
+                 int64_t job, const Work* work) {
+    const int64_t group = s.heads / s.kv_heads;
+    float* scores = work->scores + thread * TOGETHER * work->longest;
+    const PagedRows keys = keys_of(s, layer, span, index, item.kv_head, work->wide + thread * s.head_dim);
+    Query queries[TOGETHER];
+    for (int64_t n = 0; n < item.count; n++) {
+        const int64_t row = span.first + (item.first + n) / group, h = item.kv_head * group + (item.first + n) % group;
+        queries[n] = {work->qkv + row * all + h * s.head_dim, work->places + row * work->longest, work->seen[row], work->runs[row],
+                      scores + n * work->longest, work->mixed + (row * s.heads + h) * s.head_dim};
+    }
+    const int64_t turning = span.rows * group >= LEAST_TURNING ? job : 0;
+    attend_all(queries, item.count, keys, values_of(span, keys), work->asked + thread * ASKED * keys.blocks(), turning);
+}
+
+#include "own.h"
+
+// What the layers of a pass read and write; see outrider_layers.
+struct LayerPass {
+    const Shape& s;
+    const Layer* layers;
+    const Span* spans;
+    float* x;
+    const float *cos, *sin;
+    const int32_t* wanted;
+    int64_t wanted_count;
+    float* kept;
+    int64_t rows;
+    const Work* work;
+
+    int64_t q_size() const { return s.heads * s.head_dim; }
+    int64_t all() const { return (s.heads + 2 * s.kv_heads) * s.head_dim; }  // outputs of qkv
+};
+
+// What each row sees: the tokens before this pass, then its own ancestors, oldest first.
+void find_seen(const LayerPass& pass, int64_t span_count, const int32_t* positions, const int32_t* parents, const HeadInputs* head_inputs) {
+    const int64_t window = pass.s.window;
+    const Work* work = pass.work;
+    const auto shared = [&](int64_t n) { return head_inputs && head_inputs->seen ? head_inputs->seen[n] : pass.spans[n].start; };
+    for (int64_t n = 0; n < span_count; n++) {
+        const Span& span = pass.spans[n];
+        for (int64_t r = 0; r < span.rows; r++) {
+            int64_t row = span.first + r, count = 0;
+            int64_t oldest = window ? positions[row] - window + 1 : 0;
+            int32_t* places = work->places + row * work->longest;
+            for (int64_t p = oldest > 0 ? oldest : 0; p < shared(n); p++) places[count++] = static_cast<int32_t>(p);
+            for (int64_t i = 0; head_inputs && i < head_inputs->length; i++) places[count++] = head_inputs->trails[row * head_inputs->length + i];
+            int64_t before = count;
+            for (int64_t a = r; a >= 0; a = parents[span.first + a])
+                if (positions[span.first + a] >= oldest) places[count++] = static_cast<int32_t>(span.start + a);
+            for (int64_t i = before, j = count - 1; i < j; i++, j--) {
+                int32_t swap = places[i];
+                places[i] = places[j];
+                places[j] = swap;
+            }
+            int64_t run = oldest > 0 ? 0 : shared(n);
+            while (run < count && places[run] == run) run++;
+            work->runs[row] = static_cast<int32_t>(run);
+            work->seen[row] = static_cast<int32_t>(count);
+            work->owners[row] = static_cast<int32_t>(n);
+        }
+    }
+}
+
+// [norm(embedded), norm(x)] of each row, ready to be multiplied
+void join(const Shape& s, const Layer& layer, const HeadInputs& head_inputs, int64_t rows, float* x, const Work* work) {
+    pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
+        for (int64_t r = begin; r < end; r++) {
+            float *both = work->normed + r * 2 * s.hidden, *row = x + r * s.hidden;
+            normalise(head_inputs.embedded + r * s.hidden, head_inputs.embedding_norm, s.eps, s.hidden, both);
+            normalise(row, layer.attention_norm, s.eps, s.hidden, both + s.hidden);
+            if (head_inputs.replaces) std::memcpy(row, both + s.hidden, s.hidden * sizeof(float));
+            quantise_row(both, 2 * s.hidden, r, rows, layer.qkv.activations, work->x);
+        }
+    });
+}
+
+// norm(x) of one row; x itself where there is no norm
+const float* normed(const float* x, const float* norm, float eps, int64_t size, Own& own) {
+    if (!norm) return x;
+    float* to = own.row(size);
+    normalise(x, norm, eps, size, to);
+    return to;
+}
+
+// Queries, keys and values of some rows; the last two go where they stay.
+template <class Some>
+void project(const LayerPass& pass, int64_t index, const Some& some) {
+    const Shape& s = pass.s;
+    const Layer& layer = pass.layers[index];
+    const float* x = pass.x + some.first * s.hidden;
+    some.linear(layer.qkv, [&](int64_t r, Own& own) { return normed(x + r * s.hidden, layer.attention_norm, s.eps, s.hidden, own); },
+                pass.work->qkv + some.first * pass.all(), nullptr, &AdapterLayer::qkv);
+}
+
+template <class Some>
+void store_rows(const LayerPass& pass, int64_t index, const Some& some) {
+    const Shape& s = pass.s;
+    some.each([&](int64_t r) {
+        const int64_t row = some.first + r;
+        const Span& span = pass.spans[pass.work->owners[row]];
+        store_row(s, pass.layers[index], span, index, row - span.first, pass.work->qkv + row * pass.all(), pass.cos + row * s.head_dim,
+                  pass.sin + row * s.head_dim);
+    });
+}
+
+void attend_items(const LayerPass& pass, int64_t index, const std::vector<Item>& items, const std::vector<Span>& spans) {
+    const int64_t job = Own::of_this_thread().next_job();
+    pool().run(static_cast<int64_t>(items.size()), 1, [&](int64_t begin, int64_t end, int64_t id) {
+        for (int64_t item = begin; item < end; item++)
+            attend_item(pass.s, pass.layers[index], items[item], spans[items[item].span], index, pass.all(), id, job, pass.work);
+    });
+}
+
+// What a layer does with some rows after attention. `mixed`, `x`: of the first of them.
+template <class Some>
+void finish_layer(const LayerPass& pass, int64_t index, const Some& some, const float* mixed, float* x) {
+    const Shape& s = pass.s;
+    const Layer& layer = pass.layers[index];
+    const int64_t q_size = pass.q_size();
+    some.linear(layer.output, [&](int64_t r, Own&) { return mixed + r * q_size; }, x, x, &AdapterLayer::output);
+    some.feed_forward(layer, s.inner, [&](int64_t r, Own& own) { return normed(x + r * s.hidden, layer.mlp_norm, s.eps, s.hidden, own); }, x);
+    for (int64_t k = 0; k < pass.wanted_count; k++)
+        if (pass.wanted[k] == index) std::memcpy(pass.kept + (k * pass.rows + some.first) * s.hidden, x, some.count * s.hidden * sizeof(float));
+}
+
+// Layers whose products are shared by their outputs.
+void run_shared(const LayerPass& pass, int64_t span_count, const HeadInputs* head_inputs, AdaptedRows* adapted) {
+    const Shape& s = pass.s;
+    std::vector<Item> items = attention_items(s, pass.spans, span_count);
+    std::vector<Span> ends(pass.spans, pass.spans + span_count);
+    SharedRows some = {0, pass.rows, pass.work, adapted, 0};
+    float* x = pass.x;
+    for (int64_t index = 0; index < s.layers; index++) {
+        some.layer = index;
+        if (index == 0 && head_inputs && head_inputs->embedded) {
+            join(s, pass.layers[0], *head_inputs, some.count, x, pass.work);
+            product(pass.layers[0].qkv, pass.work->x, some.count, pass.work->qkv, nullptr);
+        } else project(pass, index, some);
+        store_rows(pass, index, some);
+        if (head_inputs && head_inputs->last && index == s.layers - 1 && some.count > 1) {  // of one span; from here on there is one row
+            ends[0].first += ends[0].rows - 1;
+            ends[0].rows = 1;
+            items = attention_items(s, ends.data(), 1);
+            x += (some.count - 1) * s.hidden;
+            some.count = 1;
+        }
+        attend_items(pass, index, items, ends);
+        finish_layer(pass, index, some, pass.work->mixed + ends[0].first * pass.q_size(), x);
+    }
+}
+
+// Layers whose rows stay with a thread, `chunk` at a time: the threads wait for each other before and after attention.
+void run_chunks(const LayerPass& pass, int64_t span_count, int64_t chunk) {
+    const std::vector<Item> items = attention_items(pass.s, pass.spans, span_count);
+    const std::vector<Span> spans(pass.spans, pass.spans + span_count);
+    for (int64_t index = 0; index <= pass.s.layers; index++) {
+        pool().run((pass.rows + chunk - 1) / chunk, 1, [&](int64_t begin, int64_t end, int64_t) {
+            for (int64_t first = begin * chunk; first < end * chunk && first < pass.rows; first += chunk) {
+                const OwnRows some = {first, pass.rows - first < chunk ? pass.rows - first : chunk};
+                if (index) finish_layer(pass, index - 1, some, pass.work->mixed + first * pass.q_size(), pass.x + first * pass.s.hidden);
+                if (index == pass.s.layers) continue;
+                project(pass, index, some);
+                store_rows(pass, index, some);
+            }
+        });
+        if (index < pass.s.layers) attend_items(pass, index, items, spans);
+    }
+}
+
 }  // namespace
 
 extern "C" {
@@ -1383,44 +1620,6 @@ int64_t outrider_rows(const Matrix* w, const int64_t* ids, int64_t count, float*
     return count;
 }
 
-struct Work {
-    Activations x;
-    float *normed, *qkv, *mixed, *inner;  // [rows][hidden], [rows][all heads], [rows][heads], [rows][2 * inner]
-    float* scores;                        // [threads][12][longest]
-    float* wide;                          // [threads][head_dim] where a value of 8 bits becomes floats
-    AskedBlock* asked;                    // [threads][6][blocks of a head] queries for keys of 8 bits
-    int32_t* places;                      // [rows][longest] what each row sees
-    int32_t* seen;                        // [rows] how much of that
-    int32_t* runs;                        // [rows] how many of these are 0, 1, 2 and so on
-    int32_t* owners;                      // [rows] its span
-    int64_t longest;
-};
-
-// What the layers of a head have that those of a model do not.
-struct HeadInputs {
-    const float* embedded;        // [rows][hidden]: the first layer reads norm(embedded) and norm(x) side by side; or null
-    const float* embedding_norm;
-    int64_t replaces;             // whether norm(x) then takes the place of x
-    const int32_t* trails;        // [rows][length]: what a row sees between what all see and what this pass brings
-    int64_t length;
-    const int64_t* seen;          // [spans]: what all rows see; the new ones lie after `start`
-    int64_t last;                 // whether only the last row's result is wanted: of the others the last layer keeps keys and values
-};
-
-static void attend_item(const Shape& s, const Layer& layer, const Item& item, const Span& span, int64_t index, int64_t all, int64_t thread,
-                        const Work* work) {
-    const int64_t group = s.heads / s.kv_heads;
-    float* scores = work->scores + thread * TOGETHER * work->longest;
-    const PagedRows keys = keys_of(s, layer, span, index, item.kv_head, work->wide + thread * s.head_dim);
-    Query queries[TOGETHER];
-    for (int64_t n = 0; n < item.count; n++) {
-        const int64_t row = span.first + (item.first + n) / group, h = item.kv_head * group + (item.first + n) % group;
-        queries[n] = {work->qkv + row * all + h * s.head_dim, work->places + row * work->longest, work->seen[row], work->runs[row],
-                      scores + n * work->longest, work->mixed + (row * s.heads + h) * s.head_dim};
-    }
-    attend_all(queries, item.count, keys, values_of(span, keys), work->asked + thread * ASKED * keys.blocks());
-}
-
 // Multiply-adds of 8 bits in a second by all threads, in a loop on registers that runs for about this time: what the products
 // could reach at best. 0 where the compiler chooses the instructions.
 double outrider_peak(double seconds) {
@@ -1436,38 +1635,11 @@ double outrider_peak(double seconds) {
 // How many threads the calling thread's kernels use.
 void outrider_threads(int64_t threads) { pool().resize(threads > 1 ? threads : 1); }
 
-// y = W norm(x), with what adapters add; `norm` may be null.
-static void linear(const JoinedMatrices* w, const float* x, const float* norm, float eps, int64_t rows, float* y, const Work* work,
-                   const Added& added) {
-    const int64_t inputs = w->parts[0].inputs;
-    pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
-        for (int64_t r = begin; r < end; r++) {
-            const float* row = x + r * inputs;
-            if (norm) {
-                normalise(row, norm, eps, inputs, work->normed + r * inputs);
-                row = work->normed + r * inputs;
-            }
-            quantise_row(row, inputs, r, rows, w->activations, work->x);
-        }
-    });
-    adapted_product(*w, work->x, rows, y, nullptr, added);
-}
-
+// y = W norm(x); `norm` may be null.
 void outrider_linear(const JoinedMatrices* w, const float* x, const float* norm, float eps, int64_t rows, float* y, const Work* work) {
-    linear(w, x, norm, eps, rows, y, work, {});
-}
-
-// [norm(embedded), norm(x)] of each row, ready to be multiplied
-static void join(const Shape& s, const Layer& layer, const HeadInputs& head_inputs, int64_t rows, float* x, const Work* work) {
-    pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
-        for (int64_t r = begin; r < end; r++) {
-            float *both = work->normed + r * 2 * s.hidden, *row = x + r * s.hidden;
-            normalise(head_inputs.embedded + r * s.hidden, head_inputs.embedding_norm, s.eps, s.hidden, both);
-            normalise(row, layer.attention_norm, s.eps, s.hidden, both + s.hidden);
-            if (head_inputs.replaces) std::memcpy(row, both + s.hidden, s.hidden * sizeof(float));
-            quantise_row(both, 2 * s.hidden, r, rows, layer.qkv.activations, work->x);
-        }
-    });
+    const SharedRows some = {0, rows, work, nullptr, 0};
+    const int64_t size = w->parts[0].inputs;
+    some.linear(*w, [&](int64_t r, Own& own) { return normed(x + r * size, norm, eps, size, own); }, y, nullptr, nullptr);
 }
 
 // The layers of a model over the rows of all spans; x [rows][hidden] is read and overwritten.
@@ -1478,76 +1650,12 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
                      const float* cos, const float* sin, const int32_t* positions, const int32_t* parents,
                      const int32_t* wanted, int64_t wanted_count, float* kept, const Work* work, const HeadInputs* head_inputs,
                      const Adapters* adapters) {
-    const Shape& s = *shape;
-    const auto shared = [&](int64_t n) { return head_inputs && head_inputs->seen ? head_inputs->seen[n] : spans[n].start; };
-    const int64_t q_size = s.heads * s.head_dim, all = (s.heads + 2 * s.kv_heads) * s.head_dim;
-    // what each row sees: the tokens before this pass, then its own ancestors, oldest first
-    for (int64_t n = 0; n < span_count; n++) {
-        const Span& span = spans[n];
-        for (int64_t r = 0; r < span.rows; r++) {
-            int64_t row = span.first + r, count = 0;
-            int64_t oldest = s.window ? positions[row] - s.window + 1 : 0;
-            int32_t* places = work->places + row * work->longest;
-            for (int64_t p = oldest > 0 ? oldest : 0; p < shared(n); p++) places[count++] = static_cast<int32_t>(p);
-            for (int64_t i = 0; head_inputs && i < head_inputs->length; i++) places[count++] = head_inputs->trails[row * head_inputs->length + i];
-            int64_t before = count;
-            for (int64_t a = r; a >= 0; a = parents[span.first + a])
-                if (positions[span.first + a] >= oldest) places[count++] = static_cast<int32_t>(span.start + a);
-            for (int64_t i = before, j = count - 1; i < j; i++, j--) {
-                int32_t swap = places[i];
-                places[i] = places[j];
-                places[j] = swap;
-            }
-            int64_t run = oldest > 0 ? 0 : shared(n);
-            while (run < count && places[run] == run) run++;
-            work->runs[row] = static_cast<int32_t>(run);
-            work->seen[row] = static_cast<int32_t>(count);
-            work->owners[row] = static_cast<int32_t>(n);
-        }
-    }
-    AdaptedRows adapted(adapters, rows, s.layers);
-    std::vector<Item> items = attention_items(s, spans, span_count);
-    std::vector<Span> ends(spans, spans + span_count);
-    for (int64_t index = 0; index < s.layers; index++) {
-        const Layer& layer = layers[index];
-        if (index == 0 && head_inputs && head_inputs->embedded) {
-            join(s, layer, *head_inputs, rows, x, work);
-            product(layer.qkv, work->x, rows, work->qkv, nullptr);
-        } else linear(&layer.qkv, x, layer.attention_norm, s.eps, rows, work->qkv, work, {&adapted, index, &AdapterLayer::qkv});
-        pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
-            for (int64_t row = begin; row < end; row++) {
-                const Span& span = spans[work->owners[row]];
-                store_row(s, layer, span, index, row - span.first, work->qkv + row * all, cos + row * s.head_dim, sin + row * s.head_dim);
-            }
-        });
-        if (head_inputs && head_inputs->last && index == s.layers - 1 && rows > 1) {  // of one span; from here on there is one row
-            ends[0].first += ends[0].rows - 1;
-            ends[0].rows = 1;
-            items = attention_items(s, ends.data(), 1);
-            x += (rows - 1) * s.hidden;
-            rows = 1;
-        }
-        const float* mixed = work->mixed + ends[0].first * q_size;
-        pool().run(static_cast<int64_t>(items.size()), 1, [&](int64_t begin, int64_t end, int64_t id) {
-            for (int64_t item = begin; item < end; item++)
-                attend_item(s, layer, items[item], ends[items[item].span], index, all, id, work);
-        });
-        pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
-            for (int64_t r = begin; r < end; r++) quantise_row(mixed + r * q_size, q_size, r, rows, layer.output.activations, work->x);
-        });
-        adapted_product(layer.output, work->x, rows, x, x, {&adapted, index, &AdapterLayer::output});
-        linear(&layer.gate_up, x, layer.mlp_norm, s.eps, rows, work->inner, work, {&adapted, index, &AdapterLayer::gate_up});
-        pool().run(rows, SERIAL, [&](int64_t begin, int64_t end, int64_t) {
-            for (int64_t r = begin; r < end; r++) {
-                float *gate = work->inner + r * 2 * s.inner, *up = gate + s.inner;
-                gated(gate, up, s.inner);
-                quantise_row(gate, s.inner, r, rows, layer.down.activations, work->x);
-            }
-        });
-        adapted_product(layer.down, work->x, rows, x, x, {&adapted, index, &AdapterLayer::down});
-        for (int64_t k = 0; k < wanted_count; k++)
-            if (wanted[k] == index) std::memcpy(kept + k * rows * s.hidden, x, rows * s.hidden * sizeof(float));
-    }
+    const LayerPass pass = {*shape, layers, spans, x, cos, sin, wanted, wanted_count, kept, rows, work};
+    find_seen(pass, span_count, positions, parents, head_inputs);
+    AdaptedRows adapted(adapters, rows, shape->layers);
+    const int64_t chunk = head_inputs || adapters ? 0 : chunk_of(rows, pool().size());
+    if (chunk) run_chunks(pass, span_count, chunk);
+    else run_shared(pass, span_count, head_inputs, &adapted);
 }
 
 struct Head {  // of EAGLE-3, beside its layers

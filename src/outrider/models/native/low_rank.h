@@ -378,7 +378,7 @@ class AdaptedProduct {
     void operator()(int64_t begin, int64_t end, int64_t id) const {
         if (!few_ || id) narrowing_.help();
         rows_in_turn(*w_, rows_, [&](int64_t from, int64_t to) {
-            product_of_tiles(*w_, x_, {from, to, rows_}, begin, end, y_, add_);
+            some_outputs(*w_, x_, {from, to, rows_}, begin, end, y_, add_);
             if (!late_) widen_rows(begin, end, from, to);
         });
     }

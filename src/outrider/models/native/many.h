@@ -28,11 +28,12 @@ inline void widen_block(const Matrix& w, int64_t tile, int64_t b, WideBlock<BLOC
     }
 }
 
-// to[8][16] += `count` blocks times 8 rows.
+// to[8][16] += `count` blocks times 8 rows; nothing is there before the first of them.
 template <int PARTS>
-void chunk_rows(const WideBlock<PARTS>* w, int64_t count, const int8_t* x, const float* scales, const BlockSums* block_sums, float* to) {
+void chunk_rows(const WideBlock<PARTS>* w, int64_t count, const int8_t* x, const float* scales, const BlockSums* block_sums, bool first,
+                float* to) {
     __m512 sums[ROWS];
-    for (int r = 0; r < ROWS; r++) sums[r] = _mm512_load_ps(to + r * TILE);
+    for (int r = 0; r < ROWS; r++) sums[r] = first ? _mm512_setzero_ps() : _mm512_load_ps(to + r * TILE);
     for (int64_t b = 0; b < count; b++, w++, x += ROWS * 2 * BLOCK, scales += ROWS, block_sums += ROWS) {
         const auto vectors = [&](int j, __m512i& even, __m512i& odd) {
             even = w->even[j];
@@ -62,13 +63,12 @@ void tile_many(const Matrix& w, int64_t tile, const Activations& x, int64_t begi
     const int64_t blocks = w.inputs / BLOCK;
     alignas(64) float totals[MOST_MANY * TILE];
     WideBlock<BLOCK / GROUP> wide[CHUNK];
-    std::memset(totals, 0, rows * TILE * sizeof(float));
     for (int64_t b = 0; b < blocks; b += CHUNK) {
         const int64_t count = blocks - b < CHUNK ? blocks - b : CHUNK;
         for (int64_t i = 0; i < count; i++) widen_block<BITS, GROUP, MINIMUM, SUPERS>(w, tile, b + i, wide[i]);
         for (int64_t row = 0; row < rows; row += ROWS) {
             const int64_t first = (begin + row) * blocks + b * ROWS;
-            chunk_rows(wide, count, x.q + first * 2 * BLOCK, x.scale + first, x.sums + first, totals + row * TILE);
+            chunk_rows(wide, count, x.q + first * 2 * BLOCK, x.scale + first, x.sums + first, b == 0, totals + row * TILE);
         }
     }
     for (int64_t row = 0; row < rows; row += ROWS)

@@ -134,7 +134,7 @@ void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, fl
             }
             const int64_t output = tile * TILE + 4 * quarter;
             for (int64_t r = 0; r < count; r++) {
-                const int64_t place = (row + r) * stride + output;
+                const int64_t place = (row + r) * stride + 4 * quarter;
                 if (w.bias) sums[r] = vaddq_f32(sums[r], vld1q_f32(w.bias + output));
                 if (add) sums[r] = vaddq_f32(sums[r], vld1q_f32(add + place));
                 vst1q_f32(y + place, sums[r]);
