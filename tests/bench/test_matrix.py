@@ -182,7 +182,9 @@ class TestReport:
         summary, cells = self.cells(noisy)
         assert summary["noise"][4] == pytest.approx(0.204, abs=0.001)
         assert cells["ngram", 4, "code"]["below"] == "within its interval"
-        assert cells["ngram", 4, "code"]["low"] == pytest.approx(math.exp(-math.log(1.1) - 1.96 * 0.2042 / 2**0.5), 1e-3)
+        assert cells["ngram", 4, "code"]["low"] == pytest.approx(
+            math.exp(-math.log(1.1) - 1.96 * 0.2042 / 2**0.5), 1e-3
+        )
         assert "none again" not in {row["best"] for row in summary["auto"]}
 
     def test_auto_is_set_against_the_best_of_each_column(self):

@@ -142,24 +142,25 @@ class Engine:
     def _take_prefixes(self, model: SharesPrefixes, running: Seq[Sequence]) -> None:
         """A sequence whose prompt is not run yet takes what others have run of it by now, as far as its drafter has
         read that too; all of it where nobody would draft anyway."""
+        new = [seq for seq in running if not seq.output]
+        if not new:
+            return
         plain = self._paged is not None and self._unattended.prefers_plain(running)
         plain = plain and not self._unattended.is_due(running)
         plain = plain or self._rests(running)
-        for seq in running:
-            if plain and not seq.output:
+        for seq in new:
+            if plain:
                 if taken := model.begin(seq.id, seq.tokens, seq.scope):
                     seq.stats.cached += taken
                     self._pool.rest([seq])
-                continue
-            most = 0 if seq.output else self._pool.prefix(seq)
-            if most:
+            elif most := self._pool.prefix(seq):
                 tokens = seq.tokens if most >= len(seq.tokens) else seq.tokens[: most + 1]
                 seq.stats.cached += model.begin(seq.id, tokens, seq.scope)
                 self._pool.begin(seq, self.model.length(seq.id))
 
     def _rests(self, running: Seq[Sequence]) -> bool:
-        """Whether heads have nothing to do for so many. On a device it is tried which way is faster, and for that they
-        must have read the prompts."""
+        """Whether heads have nothing to do for so many, or wait until they are asked. On a device it is tried which way
+        is faster, and for that they must have read the prompts."""
         return self._paged is None and self._pool.rests(running, self.policy)
 
     def _takes_prefix(self, seq: Sequence) -> bool:
@@ -175,7 +176,7 @@ class Engine:
         begin = perf_counter()
         if self.policy is not None:
             self.policy.use_length(sum(len(plan.seq.tokens) for plan in plans) // len(plans))
-        drafts = self._pool.propose(plans, self.policy) if drafting else [EMPTY] * len(plans)
+        drafts = self._pool.propose(plans, self.policy, self._together()) if drafting else [EMPTY] * len(plans)
         drafted, worked, layers = perf_counter(), thread_time(), self._pool.layers([plan.seq for plan in plans])
         feeds = [Feed(p.seq.id, p.tokens, d, p.seq.adapter) for p, d in zip(plans, drafts, strict=True)]
         outputs = self.model.forward(feeds, layers)
@@ -189,7 +190,7 @@ class Engine:
             ran, worked = perf_counter(), thread_time() - worked
             verdicts = judge.verdicts(plans, drafts, outputs)
         self._learn_cost(plans, drafts, outputs, worked)
-        observing, rests = 0.0, self._rests(self.scheduler.running)
+        observing, rests = 0.0, bool(layers) and self._rests(self.scheduler.running)
         for place, (plan, draft, verdict) in enumerate(zip(plans, drafts, verdicts, strict=True)):
             step = self._judge(plan, draft, verdict, outputs[place], rests)
             judged = perf_counter()
@@ -202,6 +203,12 @@ class Engine:
         )
         self._charge(plans, drafts, ran - drafted)
         return self.sweep()
+
+    def _together(self) -> bool:
+        """Whether somebody waits for all that run, and nobody for one of them to end, so that the last one counts."""
+        running = self.scheduler.running
+        call = running[0].call
+        return not self.scheduler.waiting and call is not None and all(seq.call == call for seq in running)
 
     def _charge(self, plans: Seq[FeedPlan], drafts: Seq[Draft], seconds: float) -> None:
         """What drafted nodes added to a pass that took so long, to the sequences that they were for."""

@@ -51,6 +51,9 @@ JOIN_EVERY = 16  # passes whose rows that wait are put together at a time, so th
 # bytes and MOST_OF times as much as the row: a pass in which another sequence's prompt was read.
 LARGE, MOST_OF = 1 << 20, 8
 LENGTH = 5  # tokens of a chain where the options say nothing
+FEW = (
+    8  # sequences up to which each chain is a call of its own beside a packed target (LOG, 2026-11-18, several at once)
+)
 DEEPEST = 16  # levels of a tree, at most; it ends earlier where no deeper node can be among its best
 # Levels of a tree that a GPU grows without the host, which does not end early: with 8 levels a tree of 24 keeps 3 %
 # more than with 5; by the time of its kernels it takes 13 % longer, which is an estimate (LOG, 2026-11-17).
@@ -217,7 +220,7 @@ class Eagle(Drafter):
             return
         state = self._states.get(step.seq.id)
         count, path = len(step.tokens), () if step.verdict is None else step.verdict.path
-        rows = [*range(count), *(count + node for node in path)]
+        rows = [0] if count == 1 and not path else [*range(count), *(count + node for node in path)]
         if state is None:
             end = self._seen(step.seq.id) if step.verdict is None else len(step.seq.tokens) - 1
             state = self._states[step.seq.id] = _EagleState(max(end - len(rows), 0))
@@ -295,8 +298,8 @@ class Eagle(Drafter):
         return [chooser for chooser in choosers if not chooser.by_rows]
 
     def _at_once(self, choosers: list[Chooser]) -> list[Chooser]:
-        """Catch up and write in one call where that can be: plain trees, and the plain chain of one sequence, of a
-        packed head. The choosers that are left."""
+        """Catch up and write in one call where that can be: plain trees, and plain chains of few sequences, a call for
+        each, of a packed head. The choosers that are left."""
         runner = self._runner
         if not isinstance(runner, PackedRunner) or not runner.chains:
             return choosers
@@ -304,9 +307,10 @@ class Eagle(Drafter):
         if trees:
             self._whole_trees(runner, trees)
             return [chooser for chooser in choosers if chooser not in trees]
-        if len(choosers) != 1 or not choosers[0].plain:
+        if len(choosers) > FEW or not all(chooser.plain for chooser in choosers):
             return choosers
-        self._whole_chain(runner, choosers[0])
+        for chooser in choosers:
+            self._whole_chain(runner, chooser)
         return []
 
     def _whole_chain(self, runner: PackedRunner, chooser: Chooser) -> None:
