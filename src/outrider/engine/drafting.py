@@ -300,8 +300,8 @@ class DrafterPool:
                 self._leave_out(member, [seq], error)
 
     def rests(self, seqs: Seq[Sequence], policy: DraftingPolicy | None) -> bool:
-        """Whether the drafters that read the target's states wait with it until they are asked: none of them is expected
-        to be for as many sequences."""
+        """Whether the drafters that read the target's states wait with it until they are asked: none of them is
+        expected to be for as many sequences."""
         if policy is None or len(seqs) < 2:
             return False
         counts: dict[Drafter, int] = {}
