@@ -33,7 +33,7 @@ from outrider.core.dice import Dice
 from outrider.core.draft import EMPTY
 from outrider.core.errors import OutriderError
 from outrider.core.sampling import SamplingParams
-from outrider.core.sequence import Sequence
+from outrider.core.sequence import Sequence, Token
 from outrider.core.verify import Verdict
 from outrider.drafters.base import BuildContext, Drafter, Step
 from outrider.drafters.eagle.drafter import Eagle, _EagleState
@@ -592,6 +592,20 @@ def test_a_head_that_rests_keeps_no_more_than_it_may(monkeypatch):
         )
         assert (drafter._states[0].waiting if 0 in drafter._states else 0) == waiting
     assert drafter._ready(seq)
+
+
+def test_what_was_left_is_not_read_for_a_text_that_ends_soon(monkeypatch):
+    monkeypatch.setattr("outrider.drafters.eagle.drafter.PENDING", 20)
+    for left, waiting in ((3, 51), (4, 1)):  # 50 rows and one more; 16 for each token that is left
+        drafter = drafters.build("eagle:head=eagle,length=3", parts("llama"))
+        seq = Sequence(0, [1] * 51, SamplingParams(max_tokens=left + 2))
+        for rests in (True, False):
+            seq.append(Token(1))
+            fed = 50 if rests else 1
+            drafter.observe(
+                Step(seq, [1] * fed, EMPTY, Verdict((), 1), torch.randn(fed, len(drafter.layers), 32), rests)
+            )
+        assert (seq.left, drafter._states[0].waiting) == (left, waiting)
 
 
 def test_lookup_is_taken_where_it_promises_more_and_the_head_elsewhere():

@@ -50,6 +50,9 @@ JOIN_EVERY = 16  # passes whose rows that wait are put together at a time, so th
 # A row that waits keeps the states of its whole pass in memory. It is copied at once if these take more than LARGE
 # bytes and MOST_OF times as much as the row: a pass in which another sequence's prompt was read.
 LARGE, MOST_OF = 1 << 20, 8
+# Rows that may be taken in for each token that a text may still have: a row takes 0.04 ms beside SmolLM2, and a draft
+# saves up to 1 ms. Without it prompts were read for the last two tokens of a batch (LOG, 2026-11-18, several at once).
+REPAID = 16
 LENGTH = 5  # tokens of a chain where the options say nothing
 FEW = (
     8  # sequences up to which each chain is a call of its own beside a packed target (LOG, 2026-11-18, several at once)
@@ -232,7 +235,8 @@ class Eagle(Drafter):
                 self._let_go(step.seq.id)
             return
         most = NATIVE_PENDING if isinstance(self._runner, PackedRunner) else PENDING
-        if state.waiting > most:  # a prompt, or long not asked: all but the last, from which a draft begins
+        if state.waiting > most and _repays(state.waiting, step.seq):
+            # a prompt, or long not asked: all but the last, from which a draft begins
             self._restart_long()
             if step.seq.id in self._states:
                 self._take_in([step.seq], keep=1)
@@ -540,6 +544,12 @@ class _EagleState:
             self.loose = 1
         self.taken, self.waiting = self.taken + self.waiting - keep, keep
         return taken
+
+
+def _repays(waiting: int, seq: Sequence) -> bool:
+    """Whether to take in so many rows before a draft is asked for: a prompt, which others may share; and later what was
+    left while others ran beside it, unless the text ends soon."""
+    return len(seq.output) <= 1 or waiting < REPAID * seq.left
 
 
 def _own(pending: Seq[ShownStates]) -> ShownStates:
