@@ -28,6 +28,7 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument(f"--{name.replace('_', '-')}", type=int, default=usual)
     for name, value in WHERE.items():
         made.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+    made.add_argument("--control", action="store_true", help="measure plain decoding twice")
     made.add_argument("--output", "-o", type=Path, required=True, help="a run that was stopped goes on in it")
     return made
 
@@ -42,6 +43,7 @@ def planned(given: argparse.Namespace) -> matrix.MatrixPlan:
         prompts=matrix.chosen_prompts(given.prompts, given.kind),
         where={name: getattr(given, name) for name in WHERE},
         output=given.output,
+        control=given.control,
         **counts,
     )
 

@@ -1,6 +1,7 @@
 """`outrider bench matrix`: a real run of a tiny model, resumed, and everything that is refused."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,14 @@ def test_groups_have_as_many_prompts_as_run_at_once(tiny_folder, prompts, tmp_pa
         (2, "kind0", ["0", "2"]), (2, "kind1", ["1", "1"]),
         (4, "kind0", ["0", "2", "0", "2"]), (4, "kind1", ["1", "1", "1", "1"]),
     ]  # fmt: skip
+
+
+def test_plain_decoding_is_measured_twice_where_that_is_asked_for(tiny_folder, prompts, tmp_path):
+    asked = plan(tiny_folder, prompts, tmp_path, drafts=("ngram",), batches=(2,), rounds=1, control=True)
+    outcome = matrix.run(asked, silent)
+    assert {name for turn in outcome.turns for name in turn["runs"]} == {"none", matrix.CONTROL, "ngram"}
+    report = matrix_report.assemble(asked, outcome, "")
+    assert any("noise of one turn" in line and "with 2 at once" in line for line in matrix_report.notes(report))
 
 
 def test_a_run_that_was_stopped_goes_on(tiny_folder, prompts, tmp_path):
@@ -164,6 +173,19 @@ class TestReport:
         cell = self.cells(turns)[1]["ngram", 4, "code"]
         assert cell["low"] < cell["value"] < cell["high"]
         assert self.cells(turns[:1])[1]["ngram", 4, "code"]["low"] is None
+
+    def test_no_interval_is_narrower_than_the_noise_of_plain_decoding_against_itself(self):
+        seconds = {"none": 1.0, "ngram": 1.1, "auto": 1.0}
+        steady = [turn(4, group, {**seconds, matrix.CONTROL: 1.0}) for group in range(2)]
+        assert self.cells(steady)[1]["ngram", 4, "code"]["below"] == "clearly"
+        noisy = [turn(4, group, {**seconds, matrix.CONTROL: 0.8 + 0.4 * group}) for group in range(2)]
+        summary, cells = self.cells(noisy)
+        assert summary["noise"][4] == pytest.approx(0.204, abs=0.001)
+        assert cells["ngram", 4, "code"]["below"] == "within its interval"
+        assert cells["ngram", 4, "code"]["low"] == pytest.approx(
+            math.exp(-math.log(1.1) - 1.96 * 0.2042 / 2**0.5), 1e-3
+        )
+        assert "none again" not in {row["best"] for row in summary["auto"]}
 
     def test_auto_is_set_against_the_best_of_each_column(self):
         summary, _ = self.cells(

@@ -33,7 +33,7 @@ from outrider.core.dice import Dice
 from outrider.core.draft import EMPTY
 from outrider.core.errors import OutriderError
 from outrider.core.sampling import SamplingParams
-from outrider.core.sequence import Sequence
+from outrider.core.sequence import Sequence, Token
 from outrider.core.verify import Verdict
 from outrider.drafters.base import BuildContext, Drafter, Step
 from outrider.drafters.eagle.drafter import Eagle, _EagleState
@@ -543,6 +543,31 @@ def test_what_waits_in_pieces_is_what_waits_as_a_whole(monkeypatch, spec):
     assert all(tokens for tokens, _, _ in drafts[0])
 
 
+@pytest.mark.native
+def test_few_sequences_have_a_call_for_each_chain(monkeypatch):
+    """Which says what all chains together, step by step, say."""
+    drafts, calls, chain = [], [], PackedRunner.chain
+    monkeypatch.setattr(PackedRunner, "chain", lambda self, id, *given: (calls.append(id), chain(self, id, *given))[1])
+    torch.manual_seed(7)
+    own = {"own": eagle_head(packed_model()).requires_grad_(False)}
+    for few in (3, 2):
+        monkeypatch.setattr("outrider.drafters.eagle.drafter.FEW", few)
+        drafter = drafters.build("eagle:head=own,length=4,stop=0", BuildContext(packed_model(), None, heads=own))
+        calls.clear()  # it tried itself on loading
+        seqs = [Sequence(id, list(TEXTS[id % len(TEXTS)]), SamplingParams(max_tokens=40)) for id in range(3)]
+        engine = new_engine(packed_model(), InVain(drafter, asks=False))
+        for seq in seqs:
+            engine.add(seq)
+        for _ in range(6):
+            engine.step()
+        drafts.append(drafter.propose(seqs, [4, 4, 4]))
+        assert calls == ([0, 1, 2] if few == 3 else [])
+        for seq in seqs:
+            engine.cancel(seq.id)
+    assert [draft.tokens for draft in drafts[0]] == [draft.tokens for draft in drafts[1]]
+    assert all(len(draft) == 4 for draft in drafts[0])
+
+
 def test_a_large_pass_is_not_kept_for_a_row_of_it(monkeypatch):
     monkeypatch.setattr("outrider.drafters.eagle.drafter.LARGE", 0)
     hidden = torch.randn(40, 3, 8)
@@ -567,6 +592,20 @@ def test_a_head_that_rests_keeps_no_more_than_it_may(monkeypatch):
         )
         assert (drafter._states[0].waiting if 0 in drafter._states else 0) == waiting
     assert drafter._ready(seq)
+
+
+def test_what_was_left_is_not_read_for_a_text_that_ends_soon(monkeypatch):
+    monkeypatch.setattr("outrider.drafters.eagle.drafter.PENDING", 20)
+    for left, waiting in ((3, 51), (4, 1)):  # 50 rows and one more; 16 for each token that is left
+        drafter = drafters.build("eagle:head=eagle,length=3", parts("llama"))
+        seq = Sequence(0, [1] * 51, SamplingParams(max_tokens=left + 2))
+        for rests in (True, False):
+            seq.append(Token(1))
+            fed = 50 if rests else 1
+            drafter.observe(
+                Step(seq, [1] * fed, EMPTY, Verdict((), 1), torch.randn(fed, len(drafter.layers), 32), rests)
+            )
+        assert (seq.left, drafter._states[0].waiting) == (left, waiting)
 
 
 def test_lookup_is_taken_where_it_promises_more_and_the_head_elsewhere():

@@ -278,6 +278,38 @@ def test_lookups_that_do_not_pay_are_not_asked_and_learn_each_token_once():
     assert 0 < len(learned) <= len(seq.output)
 
 
+def test_lookups_beside_sequences_without_a_drafter_count_as_one_batch():
+    """Three of five sequences have a lookup: whether it pays is learned for batches of five."""
+    model, policy = Markov(seed=3), DraftingPolicy()
+    lookup = Failing("never", 0, model)
+    lookup.is_free = True
+    seqs = run(lookup, Drafter(Drafter.Options(), None), policy)
+    assert outputs(seqs) == expected(seqs)
+    assert (5).bit_length() in policy._free
+    assert lookup.asked
+
+
+@pytest.mark.parametrize("sees_all", [True, False])
+def test_who_learns_from_its_own_guesses_alone_is_shown_the_steps_in_which_it_was_asked(sees_all):
+    class EveryThird(DraftingPolicy):
+        steps = 0
+
+        def asks_free(self, seqs):
+            self.steps += 1
+            super().asks_free(seqs)
+            return self.steps % 3 == 0
+
+    model = Markov(seed=3)
+    lookup = Failing("never", 0, model)
+    lookup.is_free, lookup.sees_all = True, sees_all
+    engine, seq = Engine(model, lookup, Limits(), EveryThird()), Sequence(0, [1, 2, 1], PARAMS)
+    engine.add(seq)
+    drain(engine)
+    assert seq.tokens[3:] == outputs([plainly(model, [1, 2, 1], PARAMS)])[0]
+    assert len(lookup.asked) == engine.policy.steps // 3
+    assert lookup.told["observe"] == (engine.policy.steps if sees_all else len(lookup.asked))
+
+
 def test_what_was_declined_for_long_is_worked_out_in_few_passes(monkeypatch):
     """And the others are written as ever."""
     model, policy, worked_out = Markov(seed=3), DraftingPolicy(), []

@@ -10,6 +10,7 @@ from outrider.core.stats import estimated_speedup
 from outrider.engine.policy import (
     EXPLORATION,
     FIRST_FREE,
+    FULLY_EXPLORED,
     LONG_DECLINED,
     LOOK_AGAIN,
     PROVEN,
@@ -442,6 +443,12 @@ class TestFree:
         policy = learned(0.004, 0.001, rows=(1, 2, 4, 8, 16, 17, 18))
         count = self.asked(policy, 16, 0.05, 0.002, 1000)
         assert 0 < (count - FIRST_FREE) * 0.002 <= 1.1 * EXPLORATION * 1000 * policy.cost.at(16)
+
+    def test_with_many_sequences_the_share_is_smaller(self):
+        """There is less to be gained, and with a lookup and a head each may take its share."""
+        policy = learned(0.004, 0.001, rows=(1, 2, 4, 8, 16, 17, 18))
+        count = self.asked(policy, 16, 0.05, 0.002, 1000)
+        assert 0 < (count - FIRST_FREE) * 0.002 <= 1.1 * EXPLORATION * FULLY_EXPLORED / 16 * 1000 * policy.cost.at(16)
 
     def test_batches_of_another_size_are_another_matter_and_what_pays_again_is_noticed(self):
         policy = learned(0.004, 0.001, rows=(1, 2, 4, 8, 16, 17, 18))

@@ -18,6 +18,7 @@ from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext, Drafter
 from outrider.drafters.eagle.native_runner import PackedRunner
 from outrider.engine.cost import PassCost
+from outrider.engine.drafting import READS_LATE
 from outrider.engine.engine import Engine
 from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import Limits
@@ -379,6 +380,30 @@ def test_a_head_that_rests_reads_nothing_and_keeps_nobody_from_sharing(monkeypat
     engine.add(last)
     drain(engine)
     assert taken
+
+
+@pytest.mark.parametrize(("count", "reads"), [(2, True), (READS_LATE, False)])
+def test_beside_several_a_head_reads_when_it_is_asked(count, reads, monkeypatch):
+    """Where rows cost nothing, so that drafts are expected; it is not asked here. Then one of them is asked for."""
+    taken, extend = [], PackedRunner.extend
+    monkeypatch.setattr(
+        PackedRunner, "extend", lambda self, ids, *more: (taken.extend(ids), extend(self, ids, *more))[1]
+    )
+    model, cost = fresh(), PassCost(dict.fromkeys((1, 2, 4, 8, 16), 0.001))
+    drafter = drafters.build("eagle:head=eagle,length=3", BuildContext(model, None, heads=heads()))
+    policy = DraftingPolicy(cost)
+    monkeypatch.setattr(policy, "wanted", lambda drafter, seqs, *more: [0] * len(seqs))
+    engine = Engine(model, drafter, Limits(chunk=512), policy)
+    taken.clear()  # it tried itself on loading
+    chats = [ask(tokens(5 * SIZE, seed), 9) for seed in range(count)]
+    for seq in chats:
+        engine.add(seq)
+    while not all(seq.output for seq in chats):
+        engine.step()
+    assert set(taken) == ({seq.id for seq in chats} if reads else set())
+    assert drafter.propose(chats[:1], [3])[0]
+    drain(engine)
+    assert [bits(seq) for seq in chats] == [alone(seq) for seq in chats]
 
 
 def test_a_draft_model_runs_no_prefix_twice_either():

@@ -54,6 +54,7 @@ class _LocalJob:
 
 _logger = logging.getLogger("outrider")
 _ids = itertools.count()  # of sequences
+_calls = itertools.count()  # of calls that hand in requests
 IDLE = 8  # drafters kept that requests have named and none uses now: a client's few variants, without a new build
 MOST_WITH_WEIGHTS = 4  # drafters with weights of their own that requests have named, in use or idle: bounds memory
 IDLE_WITH_WEIGHTS = 2  # of the idle ones, the most with weights of their own: a head or a model each (docs/LOG.md)
@@ -103,9 +104,10 @@ class Local(Reader):
     def submit_all(self, requests: Seq[Request]) -> list[Stream]:
         """The engine takes them in between two steps, so the same call has the same passes each time."""
         jobs: list[_LocalJob] = []
+        call = next(_calls)
         try:
             for request, prompt in zip(requests, self._prompts(requests), strict=True):
-                jobs.append(self._checked(request, prompt))
+                jobs.append(self._checked(request, prompt, call))
             ready = [job for job in jobs if self._adapt(job)]
             self._hand_in(ready)
         except BaseException:
@@ -158,7 +160,7 @@ class Local(Reader):
             self._adapters.cancel(job.wait)
         self._inbox.put((job,))
 
-    def _checked(self, request: Request, prompt: list[int]) -> _LocalJob:
+    def _checked(self, request: Request, prompt: list[int], call: int) -> _LocalJob:
         """The request as a job, which keeps its drafter until it ends."""
         request, drafter = self._held(request)
         try:
@@ -166,7 +168,7 @@ class Local(Reader):
                 raise OutriderError("a prediction was given, but only the drafter prediction reads it; choose that one")
             if request.adapter:
                 self._adapters.store.check(request.adapter)
-            return self._job(request, prompt)
+            return self._job(request, prompt, call)
         except BaseException:
             self._let_go(request.draft)
             raise
@@ -190,7 +192,7 @@ class Local(Reader):
                 self._start()
                 self._inbox.put(jobs)
 
-    def _job(self, request: Request, prompt: list[int]) -> _LocalJob:
+    def _job(self, request: Request, prompt: list[int], call: int) -> _LocalJob:
         params = self._resolve(request.params)
         expected = () if request.prediction is None else tuple(self.encode(request.prediction, special=False))
         writers = [self._writer(request) for _ in range(params.n)]
@@ -210,6 +212,7 @@ class Local(Reader):
                 self._rule,
                 writer.push if writer else None,
                 request=request.group or ids[0],
+                call=call,
                 matcher=matchers[index],
                 tenant=request.tenant,
             )

@@ -28,6 +28,7 @@ from outrider.core.request import Request, Result
 from outrider.drafters import AUTO, DRAFT_MODEL, PLAIN
 from outrider.settings import Settings
 
+CONTROL = "none again"  # plain decoding in a second engine: what differs from plain decoding there is noise
 TURNS = "turns.jsonl"  # what was measured, a line for each turn: a run that was stopped goes on after them
 Show = Callable[[str, int, int], None]  # (what, done, of how many)
 
@@ -45,6 +46,7 @@ class MatrixPlan:
     seed: int
     where: dict[str, Any]  # device, dtype, threads and the like, of every engine
     output: Path
+    control: bool = False  # plain decoding is measured twice
 
     def __post_init__(self) -> None:
         counted = [("rounds", self.rounds), ("limit", self.limit), *(("batch", batch) for batch in self.batches)]
@@ -71,6 +73,12 @@ class MatrixPlan:
         return (*own, f"{DRAFT_MODEL}:model={self.draft_model}", f"{AUTO}:model={self.draft_model}")
 
     @property
+    def engines(self) -> dict[str, str]:
+        """The drafter of each engine, by the name under which the engine is measured; plain decoding first."""
+        again = {CONTROL: PLAIN} if self.control else {}
+        return {PLAIN: PLAIN, **again, **{spec: spec for spec in self.specs}}
+
+    @property
     def kinds(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(prompt.kind for prompt in self.prompts))
 
@@ -85,6 +93,7 @@ class MatrixPlan:
             "rounds": self.rounds,
             "max_tokens": self.max_tokens,
             "seed": self.seed,
+            "control": self.control,
             **self.where,
         }
 
@@ -165,20 +174,20 @@ class MatrixRunner:
                 _append(file, measured)
 
     def _open(self, model: str, opened: ExitStack) -> dict[str, Local]:
-        """An engine for each drafter that there is for this model, and the plain one."""
+        """An engine for each drafter that there is for this model, and the plain one, or two."""
         engines: dict[str, Local] = {}
         missing = self.outcome.missing.setdefault(name_of(model), {})
-        for spec in (PLAIN, *self._plan.specs):
-            self._show(f"loading {name_of(model)} with {shown(spec)}", 0, 0)
+        for name, spec in self._plan.engines.items():
+            self._show(f"loading {name_of(model)} with {shown(name)}", 0, 0)
             try:
                 settings = Settings(model, draft=spec, **self._plan.where)
-                engines[spec] = build.local(settings, drafters.parse(spec))
+                engines[name] = build.local(settings, drafters.parse(spec))
             except OutriderError as error:
                 if spec == PLAIN or self._plan.drafts:  # the model itself, or what was asked for by name
                     raise
                 missing[shown(spec)] = str(error).replace(model, name_of(model))
                 continue
-            opened.callback(engines[spec].close)
+            opened.callback(engines[name].close)
         return engines
 
     def _take(self, turn: MatrixTurn, engines: dict[str, Local]) -> dict[str, Any]:

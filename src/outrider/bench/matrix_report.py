@@ -13,15 +13,17 @@ from typing import Any
 import numpy as np
 
 from outrider.bench import machine
-from outrider.bench.matrix import MatrixPlan, MatrixResult, measured
+from outrider.bench.matrix import CONTROL, MatrixPlan, MatrixResult, measured
 from outrider.bench.ratios import ALL, interval
 from outrider.bench.report import ReportTable, markdown_table, show_tables
 from outrider.drafters import AUTO, PLAIN
 
 # Speed-up below which a cell is marked: no drafter may make a request slower, and 2 % are the noise of a quiet machine.
 LEAST = 0.98
+NORMAL_95 = 1.96  # standard deviations on each side of the mean that hold 95 % of a normal distribution
 Cell = dict[str, Any]
 Column = tuple[int, str]  # requests at once, kind of prompts
+Logs = dict[tuple[str, int, str], dict[str, list[float]]]  # by drafter and column, then by group: logarithms of ratios
 
 
 def assemble(plan: MatrixPlan, outcome: MatrixResult, command: str) -> dict[str, Any]:
@@ -40,7 +42,7 @@ def assemble(plan: MatrixPlan, outcome: MatrixResult, command: str) -> dict[str,
 
 def summarise(turns: Sequence[dict[str, Any]], model: str) -> dict[str, Any]:
     """Every cell, and `auto` against the best single drafter of each column."""
-    logs: dict[tuple[str, int, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    logs: Logs = defaultdict(lambda: defaultdict(list))
     writing: dict[str, list[float]] = defaultdict(list)
     differ: dict[tuple[str, int, str], int] = defaultdict(int)
     for batch, kind, runs, group in measured(turns, model):
@@ -52,13 +54,28 @@ def summarise(turns: Sequence[dict[str, Any]], model: str) -> dict[str, Any]:
                 differ[spec, *column] += runs[spec]["differ"]
             if batch == 1 and runs[spec]["writing"] > 0 and plain["writing"] > 0:
                 writing[spec].append(math.log(plain["writing"] / runs[spec]["writing"]))
-    cells = [_cell(spec, batch, kind, by, differ[spec, batch, kind]) for (spec, batch, kind), by in logs.items()]
+    noise = _noise(logs)
+    cells = [
+        _cell(spec, batch, kind, by, differ[spec, batch, kind], noise.get(batch, 0.0))
+        for (spec, batch, kind), by in logs.items()
+    ]
     decode = {spec: math.exp(float(np.mean(values))) for spec, values in writing.items()}
-    return {"cells": cells, "decode_only": decode, "auto": _auto(cells, logs)}
+    return {"cells": cells, "decode_only": decode, "auto": _auto(cells, logs), "noise": noise}
 
 
-def _cell(spec: str, batch: int, kind: str, by_group: dict[str, list[float]], differ: int) -> Cell:
+def _noise(logs: Logs) -> dict[int, float]:
+    """By requests at once, 0 for all: the standard deviation of a turn of plain decoding against itself."""
+    columns = {batch: by for (spec, batch, kind), by in logs.items() if (spec, kind) == (CONTROL, ALL)}
+    found = {batch: [value for values in by.values() for value in values] for batch, by in columns.items()}
+    return {batch: math.sqrt(float(np.mean(np.square(values)))) for batch, values in found.items()}
+
+
+def _cell(spec: str, batch: int, kind: str, by_group: dict[str, list[float]], differ: int, noise: float) -> Cell:
+    """Its interval is no narrower than what plain decoding against itself, in as many turns, would have."""
     value, low, high = _mean(by_group)
+    if noise and low is not None and high is not None:
+        apart = math.exp(NORMAL_95 * noise / math.sqrt(sum(map(len, by_group.values()))))
+        low, high = min(low, value / apart), max(high, value * apart)
     below = "" if value >= LEAST else "clearly" if high is None or high < LEAST else "within its interval"
     return {
         "draft": spec, "batch": batch, "kind": kind, "value": value, "low": low, "high": high,
@@ -74,13 +91,13 @@ def _mean(by_group: dict[str, list[float]]) -> tuple[float, float | None, float 
     return math.exp(float(np.mean([np.mean(each) for each in values]))), low, high
 
 
-def _auto(cells: Sequence[Cell], logs: dict[tuple[str, int, str], dict[str, list[float]]]) -> list[Cell]:
+def _auto(cells: Sequence[Cell], logs: Logs) -> list[Cell]:
     """`auto` against the single drafter that is best in a column: the ratio of their times, in the same turns."""
     found = []
     autos = [spec for spec in dict.fromkeys(cell["draft"] for cell in cells) if spec.partition(":")[0] == AUTO]
     for batch, kind in dict.fromkeys((cell["batch"], cell["kind"]) for cell in cells):
         column = [cell for cell in cells if (cell["batch"], cell["kind"]) == (batch, kind)]
-        single = [cell for cell in column if cell["draft"] not in autos]
+        single = [cell for cell in column if cell["draft"] not in (*autos, CONTROL)]
         for auto in autos if single else ():
             best = max(single, key=lambda cell: cell["value"])["draft"]
             mine, other = logs[auto, batch, kind], logs[best, batch, kind]
@@ -151,6 +168,13 @@ def notes(report: dict[str, Any]) -> list[str]:
     lines = ["Interrupted: this is a partial report."] if report["interrupted"] else []
     for model, missing in report["missing"].items():
         lines += [f"{model}, {spec} not measured: {why}" for spec, why in missing.items()]
+    for model, summary in report["models"].items():
+        shares = [f"{100 * noise:.1f} % with {batch} at once" for batch, noise in summary["noise"].items() if batch]
+        if shares:
+            lines.append(
+                f"{model}, noise of one turn (standard deviation, plain decoding against itself): {', '.join(shares)}. "
+                "No interval is narrower than this noise makes it."
+            )
     differ = sum(cell["differ"] for each in report["models"].values() for cell in each["cells"] if not cell["batch"])
     return [*lines, f"{differ} texts differ from plain decoding's."]
 

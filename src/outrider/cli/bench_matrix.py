@@ -45,6 +45,7 @@ class MatrixOptions(WorkloadOptions):
     cache_memory: float = option(0.0, "GiB for keys and values of each engine; 0: a quarter of the free memory.")
     rounds: int | None = option(None, "How often each group of prompts is run.", shown=str(FULL.rounds))
     max_tokens: int | None = option(None, "Tokens of an answer.", shown=str(FULL.max_tokens))
+    control: bool = option(False, "Measure plain decoding twice: its ratio to itself shows what is noise.", panel=WHAT)
     seed: int = option(0, "Decides the order in which drafters take turns.")
     output: Path | None = option(
         None, "Folder; a run that was stopped goes on in it.", flags=("--output", "-o"), shown="./outrider-matrix-DATE"
@@ -61,6 +62,7 @@ class MatrixOptions(WorkloadOptions):
             batches=matrix.batch_sizes(size.batches if self.batch is None else self.batch),
             prompts=matrix.chosen_prompts(self.prompts, self.kind),
             seed=self.seed,
+            control=self.control,
             where={name: getattr(self, name) for name in WHERE},
             output=self.output or dated_folder("outrider-matrix"),
             **{name: getattr(size, name) if value is None else value for name, value in given.items()},

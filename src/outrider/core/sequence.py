@@ -63,6 +63,7 @@ class Sequence:
     error: str = ""
     stats: Stats = field(default_factory=Stats)
     request: int | str = -1  # the same for all sequences of a request, or of a group; -1: it is a request of its own
+    call: int | None = None  # the same for all sequences that were handed in by one call, which waits for all of them
     matcher: Matcher | None = None  # where it stands in its grammar, if it has one
     tenant: str = ""  # whose text it is: drafters learn nothing of it that would reach another tenant
     adapter: ReadyAdapter | None = None  # of the target, for all of its tokens

@@ -91,6 +91,7 @@ class Drafter:
     reads_prediction: bool = False  # it drafts from the sequence's `prediction`, the text that the caller expects
     reads_grammar: bool = False  # it drafts from the grammar of a request, and nothing for a request without one
     reports_acceptance: bool = False  # its drafts say how likely each node is kept, and it stops where that is low
+    sees_all: bool = True  # `observe` is called after every step; False: after those alone in which it was asked
     is_free: bool = False  # a draft costs next to nothing (no model runs), so it may be asked at every step
     has_weights: bool = False  # it holds weights beside the target's, a head's or a model's: few idle ones are kept
     # Share of `cache_memory` for its own keys and values; the target has the remainder. A drafter that a request names

@@ -37,6 +37,7 @@ class GrammarDrafter(Drafter):
 
     name = "grammar"
     is_free = reads_grammar = reports_acceptance = True
+    sees_all = False
 
     @dataclass(frozen=True)
     class Options:

@@ -38,6 +38,7 @@ Guess = list[tuple[int, int]]  # tokens, each with its kind of match (`match_kin
 class Ngram(Drafter):
     name = "ngram"
     reports_acceptance = is_free = True
+    sees_all = False
     variants = ("tree=16",)
 
     @dataclass(frozen=True)

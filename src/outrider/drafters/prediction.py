@@ -24,6 +24,7 @@ class _PredictionPlace:
 class Prediction(Drafter):
     name = "prediction"
     reports_acceptance = is_free = True
+    sees_all = False
     reads_prediction = True
 
     @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -22,6 +21,10 @@ from outrider.models.base import Model, Paged
 
 log = logging.getLogger("outrider")
 T = TypeVar("T")
+# Sequences from which on heads on a CPU read what the target shows only when they are asked, so that what it takes to
+# read is weighed against what a draft brings: with two a head pays, with four it seldom does, and reading four prompts
+# took 3 % of the time of short answers (LOG, 2026-11-18, several at once on a CPU, once more).
+READS_LATE = 3
 
 
 @dataclass(eq=False)
@@ -35,10 +38,19 @@ class _Asking:
     found: list[tuple[Drafter, Draft]] = field(default_factory=list)
     chances: list[float] = field(default_factory=list)  # that each of these was needed
     drawn: bool = False  # one of them was drawn, and goes alone
+    worth: float = 1.0  # of a token of it, against the average
 
     @property
     def drafts(self) -> list[Draft]:
         return [draft for _, draft in self.found]
+
+
+@dataclass(frozen=True)
+class _FreeAsked:
+    """The drafters that run no model were asked: the pass as expected with what they found, and what it took."""
+
+    plan: PassPlan
+    seconds: float
 
 
 class DrafterPool:
@@ -54,6 +66,7 @@ class DrafterPool:
         self._left_out: dict[int, set[int]] = {}  # by running sequence: the drafters that have failed
         self._failed: set[int] = set()  # ids of drafters whose first failure was logged with its trace
         self._asked: dict[int, _Asking] = {}  # by sequence, in this pass
+        self._asked_members: set[int] = set()  # ids of the drafters that were asked in this pass
 
     def of(self, seq: Sequence) -> Drafter:
         """The drafter that the sequence names; one that never drafts where all its members have failed."""
@@ -70,7 +83,9 @@ class DrafterPool:
 
     def layers(self, seqs: Seq[Sequence]) -> list[int]:
         """The hidden layers that any of their drafters wants."""
-        return sorted({layer for seq in seqs for member in self.members(seq) for layer in member.layers})
+        return sorted(
+            {layer for members, _ in self._by_drafters(seqs) for member in members for layer in member.layers}
+        )
 
     def remove(self, name: str) -> list[int]:
         """Forget a drafter; the keys of its records, of those that are still there under no other name."""
@@ -80,68 +95,84 @@ class DrafterPool:
         self._failed.difference_update(gone)
         return gone
 
-    def propose(self, plans: Seq[FeedPlan], policy: DraftingPolicy | None) -> list[Draft]:
+    def propose(self, plans: Seq[FeedPlan], policy: DraftingPolicy | None, together: bool = False) -> list[Draft]:
         """A draft for each plan; every drafter is asked at most once, for all its sequences that have something to
-        judge."""
-        asking = []
-        for place, plan in enumerate(plans):
-            members = [member for member in self.members(plan.seq) if member.serves(plan.seq)] if plan.last else ()
-            if members:
-                asking.append(_Asking(place, plan.seq, plan.budget, members))
-        self._asked = {each.seq.id: each for each in asking}
-        drafts = [EMPTY] * len(plans)
+        judge. `together`: whoever handed them in waits for all of them."""
+        self._asked, self._asked_members, drafts = {}, set(), [EMPTY] * len(plans)
+        chosen = self._chosen([plan.seq for plan in plans if plan.last], policy)
+        asking = self._asking(plans, chosen) if chosen else []
         if not asking:
             return drafts
+        self._asked = {each.seq.id: each for each in asking}
         begin = self._now()
         size = PassSize(sum(len(plan.tokens) for plan in plans), sum(plan.last for plan in plans))
-        if not self._ask_all(asking, size, policy):
-            return drafts
+        if policy is not None:
+            for plan, worth in zip(plans, policy.worth([plan.seq for plan in plans], together), strict=True):
+                if plan.seq.id in self._asked:
+                    self._asked[plan.seq.id].worth = worth
+        free = self._ask_all(asking, size, policy)
+        drafted = self._now()
         merged = [self._merged(each) for each in asking]
         if policy is not None:
-            merged = policy.trim(merged, size, self._now() - begin)
+            merged = policy.trim(merged, size, self._now() - begin, [each.worth for each in asking])
+            if free is not None:
+                policy.learn_free(size.writing, free.plan, size, free.seconds + self._now() - drafted)
         for each, draft in zip(asking, merged, strict=True):
             drafts[each.place] = draft
         return drafts
+
+    def _chosen(self, seqs: Seq[Sequence], policy: DraftingPolicy | None) -> set[int]:
+        """The ids of the drafters that are asked in this pass if they pay: those that run no model where that pays for
+        batches of this size, or the caller told what comes; the others where it is worked out whether they pay."""
+        counts: dict[Drafter, int] = {}
+        for members, count in self._by_drafters(seqs):
+            for member in members:
+                if member.drafts:
+                    counts[member] = counts.get(member, 0) + count
+        if policy is None:
+            return set(map(id, counts))
+        free = any(member.is_free for member in counts) and (
+            policy.asks_free(len(seqs)) or any(seq.prediction or seq.matcher is not None for seq in seqs)
+        )
+        asked = (free if member.is_free else policy.considers(member, count) for member, count in counts.items())
+        return {id(member) for member, each in zip(counts, asked, strict=True) if each}
+
+    def _asking(self, plans: Seq[FeedPlan], chosen: set[int]) -> list[_Asking]:
+        """The sequences that have something to judge, each with those of the chosen drafters that serve it."""
+        found = []
+        for place, plan in enumerate(plans):
+            members = self.members(plan.seq) if plan.last else ()
+            members = [member for member in members if id(member) in chosen and member.serves(plan.seq)]
+            if members:
+                found.append(_Asking(place, plan.seq, plan.budget, members))
+        return found
 
     def _now(self) -> float:
         """Seconds that this thread has worked, which others on the machine do not lengthen; where it waits for a
         device, seconds that have passed."""
         return time.perf_counter() if self._on_device else time.thread_time()
 
-    def _ask_all(self, asking: Seq[_Asking], size: PassSize, policy: DraftingPolicy | None) -> bool:
-        """The drafters that run no model first: what they found tells whether others pay. Whether any was asked, or
-        might have been."""
-        asked, spent = self._ask_free(asking, policy)
-        costly = _by_member(asking, free=False)
+    def _ask_all(self, asking: Seq[_Asking], size: PassSize, policy: DraftingPolicy | None) -> _FreeAsked | None:
+        """The drafters that run no model first: what they found tells whether others pay. What became of asking these,
+        where they were."""
+        begin, members = self._now(), _by_member(asking, free=True)
+        for member, own in members:
+            self._ask(member, own, [each.budget for each in own], policy)
+        spent, costly = self._now() - begin, _by_member(asking, free=False)
         if policy is None:
             for member, own in costly:
                 self._ask(member, own, [0 if each.drawn else each.budget for each in own], None)
-            return True
-        costly = [(member, own) for member, own in costly if policy.considers(member, len(own))]
-        if asked or costly:
-            expected = policy.expected([each.drafts for each in asking], size)
-            if asked:
-                policy.learn_free(len(asking), expected, size, spent)
-            self._ask_costly(costly, expected, policy)
-        return asked or bool(costly)
-
-    def _ask_free(self, asking: Seq[_Asking], policy: DraftingPolicy | None) -> tuple[bool, float]:
-        """The drafters that run no model, where that pays for batches of this size, or the caller told what comes.
-        Whether they were asked, and the seconds that it took."""
-        members = _by_member(asking, free=True)
-        told = any(each.seq.prediction or each.seq.matcher is not None for each in asking)
-        if not members or (policy is not None and not policy.asks_free(len(asking)) and not told):
-            return False, 0.0
-        begin = self._now()
-        for member, own in members:
-            self._ask(member, own, [each.budget for each in own], policy)
-        return True, self._now() - begin
+            return None
+        expected = policy.expected([each.drafts for each in asking], size, [each.worth for each in asking])
+        self._ask_costly(costly, expected, policy)
+        return _FreeAsked(expected, spent) if members else None
 
     def _ask_costly(self, costly: Seq[tuple[Drafter, list[_Asking]]], plan: PassPlan, policy: DraftingPolicy) -> None:
         """The drafters whose drafts cost something, each for the sequences for which that pays."""
         for member, own in sorted(costly, key=lambda item: -policy.record(item[0]).tokens):
             chances = [0.0 if each.drawn else policy.chance(member, each.seq, each.drafts) for each in own]
-            budgets = policy.wanted(member, [e.seq for e in own], [e.budget for e in own], chances, plan)
+            worth = [each.worth for each in own]
+            budgets = policy.wanted(member, [e.seq for e in own], [e.budget for e in own], chances, plan, worth)
             self._ask(member, own, budgets, policy, chances)
 
     def _ask(
@@ -157,6 +188,7 @@ class DrafterPool:
         if not asked:
             return
         seqs, budgets = [each.seq for each, _ in asked], [budget for _, budget in asked]
+        self._asked_members.add(id(member))
         needed = {id(each): chance for each, chance in zip(own, chances, strict=False)}
         try:
             unread = 0 if policy is None or member.is_free else sum(map(member.unread, seqs))
@@ -179,6 +211,8 @@ class DrafterPool:
 
     def _merged(self, each: _Asking) -> Draft:
         """The drafts of one sequence as one, within its budget."""
+        if not each.found:
+            return EMPTY
         drafter = self.drafters[each.seq.draft]
         try:
             draft = drafter.merge(each.seq, each.found)
@@ -266,19 +300,34 @@ class DrafterPool:
                 self._leave_out(member, [seq], error)
 
     def rests(self, seqs: Seq[Sequence], policy: DraftingPolicy | None) -> bool:
-        """Whether no drafter that reads the target's states is expected to be asked for as many sequences."""
+        """Whether the drafters that read the target's states wait with it until they are asked: none of them is
+        expected to be for as many sequences."""
         if policy is None or len(seqs) < 2:
             return False
-        heads = [member for seq in seqs for member in self.members(seq) if member.layers]
-        counts = Counter(map(id, heads))
-        return bool(heads) and all(policy.rests(member, counts[id(member)]) for member in set(heads))
+        counts: dict[Drafter, int] = {}
+        for members, count in self._by_drafters(seqs):
+            for head in (member for member in members if member.layers):
+                counts[head] = counts.get(head, 0) + count
+        late = len(seqs) >= READS_LATE
+        return bool(counts) and (late or all(policy.rests(head, count) for head, count in counts.items()))
+
+    def _by_drafters(self, seqs: Seq[Sequence]) -> Iterator[tuple[Seq[Drafter], int]]:
+        """The drafters of these sequences, and the number of sequences that have them."""
+        counts: dict[str, int] = {}
+        for seq in seqs:
+            if seq.id in self._left_out:
+                yield self.members(seq), 1
+            else:
+                counts[seq.draft] = counts.get(seq.draft, 0) + 1
+        for draft, count in counts.items():
+            yield self.drafters[draft].members, count
 
     def observe(self, step: Step, layers: Seq[int], drafting: bool) -> None:
         """Let the drafters learn from the step, which has the states of all `layers`. Where nobody is drafting, only
         those that read them do."""
         drafter, bare = self.drafters[step.seq.draft], None if step.hidden is not None else step
         for member in self.members(step.seq):
-            if not (drafting or member.layers):
+            if not (member.layers or (drafting and (member.sees_all or id(member) in self._asked_members))):
                 continue
             try:
                 hidden = of_layers(step.hidden, layers, member.layers) if member.layers else None

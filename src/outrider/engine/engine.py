@@ -48,7 +48,8 @@ class Engine:
         self.scheduler = Scheduler(limits, model.context, model.capacity, page)
         self._passing = False
         self._unattended = UnattendedSteps(
-            model, self._pool, policy, self._wait, lambda: self.interrupted(), lambda: bool(self.scheduler.waiting)
+            model, self._pool, policy, self._wait, lambda: self.interrupted(), lambda: bool(self.scheduler.waiting),
+            lambda: self._together(),
         )
         self.stats = Stats()  # of every sequence that has ended
         self.meanwhile: Callable[[], None] | None = None  # called while a pass runs, where the host only waits for it
@@ -143,21 +144,22 @@ class Engine:
     def _take_prefixes(self, model: SharesPrefixes, running: Seq[Sequence]) -> None:
         """A sequence whose prompt is not run yet takes what others have run of it by now, as far as its drafter has
         read that too; all of it where nobody would draft anyway."""
+        new = [seq for seq in running if not seq.output]
+        if not new:
+            return
         plain = self._rests(running)
-        for seq in running:
-            if plain and not seq.output:
+        for seq in new:
+            if plain:
                 if taken := model.begin(seq.id, seq.tokens, seq.scope):
                     seq.stats.cached += taken
                     self._pool.rest([seq])
-                continue
-            most = 0 if seq.output else self._pool.prefix(seq)
-            if most:
+            elif most := self._pool.prefix(seq):
                 tokens = seq.tokens if most >= len(seq.tokens) else seq.tokens[: most + 1]
                 seq.stats.cached += model.begin(seq.id, tokens, seq.scope)
                 self._pool.begin(seq, self.model.length(seq.id))
 
     def _rests(self, running: Seq[Sequence]) -> bool:
-        """Whether heads have nothing to do for so many."""
+        """Whether heads have nothing to do for so many, or wait until they are asked."""
         if self._paged is not None:
             return self._measures_drafting(running) and self._unattended.rests(running)
         return self._pool.rests(running, self.policy)
@@ -172,10 +174,10 @@ class Engine:
         if not plans:
             assert not self.scheduler.running, "a running sequence has nothing to feed"
             return []
-        begin, rests = perf_counter(), self._rests(self.scheduler.running)
+        begin, rests = perf_counter(), self._paged is not None and self._rests(self.scheduler.running)
         if self.policy is not None:
             self.policy.use_length(sum(len(plan.seq.tokens) for plan in plans) // len(plans))
-        drafts = self._pool.propose(plans, self.policy) if drafting else [EMPTY] * len(plans)
+        drafts = self._pool.propose(plans, self.policy, self._together()) if drafting else [EMPTY] * len(plans)
         drafted, worked, layers = perf_counter(), thread_time(), self._shown_layers([plan.seq for plan in plans], rests)
         feeds = [Feed(p.seq.id, p.tokens, d, p.seq.adapter) for p, d in zip(plans, drafts, strict=True)]
         outputs = self.model.forward(feeds, layers)
@@ -190,6 +192,8 @@ class Engine:
             verdicts = judge.verdicts(plans, drafts, outputs)
         self._learn_cost(plans, drafts, outputs, worked)
         observing = 0.0
+        if self._paged is None and layers:
+            rests = self._rests(self.scheduler.running)
         for place, (plan, draft, verdict) in enumerate(zip(plans, drafts, verdicts, strict=True)):
             step = self._judge(plan, draft, verdict, outputs[place], rests)
             judged = perf_counter()
@@ -218,6 +222,12 @@ class Engine:
             return
         if self._unattended.prefers_plain(running) and self._unattended.is_due(running):
             self.policy.trial.charge(len(running), self._unattended.work(running), seconds)
+
+    def _together(self) -> bool:
+        """Whether somebody waits for all that run, and nobody for one of them to end, so that the last one counts."""
+        running = self.scheduler.running
+        call = running[0].call
+        return not self.scheduler.waiting and call is not None and all(seq.call == call for seq in running)
 
     def _charge(self, plans: Seq[FeedPlan], drafts: Seq[Draft], seconds: float) -> None:
         """What drafted nodes added to a pass that took so long, to the sequences that they were for."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from outrider.core.draft import ROOT, Draft, judged_tree
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Drafter
+from outrider.engine import worth as worths
 from outrider.engine.cost import SMOOTHING, PassCost, smoothed
 from outrider.engine.throughput import ThroughputTrial
 
@@ -37,8 +38,9 @@ ASSUMED_TOKENS, ASSUMED_DRAFTS = 1.5, 4.0
 LEAST_TOKENS = 0.01
 # Share of a plain pass that is assumed until it is measured: of a head's draft, and of each token of a draft model's.
 ASSUMED_DRAFT, ASSUMED_NODE = 0.15, 0.3
-# Share of the target's time for a token of a prompt that a drafter is assumed to take to read it.
-ASSUMED_READ = 0.3
+# Share of the target's time for a token of a prompt that a drafter is assumed to take to read it: a model of its own,
+# and a head, which takes in the target's states (0.04 measured beside SmolLM2).
+ASSUMED_READ, ASSUMED_HEAD_READ = 0.3, 0.05
 # Share of a pass that the target is assumed to take for a token of a prompt on a device, until it is measured. On a CPU
 # it is up to 0.28 (LOG, 2026-11-18, where head and lookup differ), so there it is waited for.
 ASSUMED_PROMPT = 0.05
@@ -67,8 +69,10 @@ LONG_DECLINED, LOOK_AGAIN = 32, 4
 # How many times the cost of its row a node must be worth in a batch: a sequence that gets ahead ends earlier, and the
 # passes of the others go on (LOG, 2026-11-18, several at once on a CPU; on recorded texts 1.1 to 1.5 do equally well).
 BATCH_MARGIN = 1.2
-# Share of a request's time that may go into drafts that are not expected to pay, so that a change is noticed.
-EXPLORATION = 0.015
+# Share of a request's time that may go into drafts that are not expected to pay, so that a change is noticed; and the
+# sequences from which on it becomes smaller in proportion to their number, since there is less to be gained (LOG,
+# 2026-11-18, several at once on a CPU, once more: without it recorded texts lose 0.4 to 0.7 % with 4 and 8 at once).
+EXPLORATION, FULLY_EXPLORED = 0.015, 2
 # Tokens of a sequence up to which a row costs the same: each doubling of the length has a cost curve of its own.
 SHORT = 256
 
@@ -170,12 +174,12 @@ class FreeDrafts:
         self._asked = self._passed = 0  # times that they were asked; passes since then
         self.saved = self.spent = 0.0  # seconds, averages over their drafts
 
-    def pay(self, seconds: float) -> bool:
-        """Now, in a pass of so many seconds. If not, they are tried as often as a bounded share of the time allows."""
+    def pay(self, seconds: float, exploration: float) -> bool:
+        """Now, in a pass of so many seconds. If not, they are tried as often as this share of the time allows."""
         self._passed += 1
         if self._asked < FIRST_FREE or self.saved > self.spent:
             return True
-        return self._passed * EXPLORATION * seconds >= self.spent
+        return self._passed * exploration * seconds >= self.spent
 
     def learn(self, saved: float, spent: float) -> None:
         fade = FADE if self._passed == 1 else TRIAL_FADE
@@ -208,21 +212,30 @@ class DraftingPolicy:
             self._costs[bits] = self._costs[nearest].beginning()
         self.cost = self._costs[bits]
 
+    def worth(self, seqs: Seq[Sequence], together: bool) -> list[float]:
+        """Of a token of each of the sequences that run, against the average. `together`: somebody waits for all."""
+        if not together or len(seqs) < 2:
+            return [1.0] * len(seqs)
+        known = all(self._tokens_left(seq) == seq.left for seq in seqs)
+        return worths.of_tokens(list(map(self._steps_left, seqs)), known, self.cost.at(1), self.cost.at(len(seqs)))
+
     # Which drafters are asked.
 
     def asks_free(self, seqs: int) -> bool:
         """Whether the drafters that run no model are asked for so many sequences."""
-        return self._free.setdefault(seqs.bit_length(), FreeDrafts()).pay(self.cost.at(seqs))
+        return self._free.setdefault(seqs.bit_length(), FreeDrafts()).pay(self.cost.at(seqs), _exploration(seqs))
 
     def learn_free(self, seqs: int, plan: PassPlan, size: PassSize, seconds: float) -> None:
-        """What asking them took, and what the pass with their drafts is expected to save over one without any."""
+        """What asking them and joining their drafts took, and what the pass with these is expected to save over one
+        without any."""
         plain = self.cost.at(size.writing)
         self._free[seqs.bit_length()].learn(plan.tokens / size.writing * plain - plan.seconds, seconds)
 
-    def expected(self, free: Seq[Seq[Draft]], size: PassSize) -> PassPlan:
-        """The pass with what was guessed for nothing: for each sequence, the drafts of it."""
-        best = [max(drafts, key=lambda draft: sum(draft.reach())) for drafts in free if drafts]
-        return self._paying(best, size, 0.0)[1]
+    def expected(self, free: Seq[Seq[Draft]], size: PassSize, worth: Seq[float] | None = None) -> PassPlan:
+        """The pass with what was guessed for nothing: for each sequence, the drafts of it. `worth`: as of `trim`."""
+        found = [(drafts, each) for drafts, each in zip(free, worth or [1.0] * len(free), strict=True) if drafts]
+        best = [max(drafts, key=lambda draft: sum(draft.reach())) for drafts, _ in found]
+        return self._paying(best, size, 0.0, [each for _, each in found])[1]
 
     def chance(self, drafter: Drafter, seq: Sequence, found: Seq[Draft]) -> float:
         """The probability that a draft of this drafter is needed, because what was found so far misses the next token.
@@ -234,17 +247,23 @@ class DraftingPolicy:
         return 1.0 - min(1.0, max(sum(draft.reach()) for draft in found) / self.record(drafter).tokens)
 
     def wanted(
-        self, drafter: Drafter, seqs: Seq[Sequence], budgets: Seq[int], chances: Seq[float], plan: PassPlan
+        self,
+        drafter: Drafter,
+        seqs: Seq[Sequence],
+        budgets: Seq[int],
+        chances: Seq[float],
+        plan: PassPlan,
+        worth: Seq[float] | None = None,
     ) -> list[int]:
         """How many nodes to ask a drafter for whose drafts cost something, for each sequence; 0: do not ask.
-        `chances`: that each draft is needed."""
-        record, case = self.record(drafter), (id(drafter), len(seqs).bit_length())
-        asked, record.trial = self._paid(drafter, seqs, budgets, chances, plan), False
+        `chances`: that each draft is needed. `worth`: as of `trim`."""
+        record, case, worth = self.record(drafter), (id(drafter), len(seqs).bit_length()), worth or [1.0] * len(seqs)
+        asked, record.trial = self._paid(drafter, seqs, budgets, chances, plan, worth), False
         if record.outcomes < PROVEN and not drafter.layers:
             self._starts += sum(self._start(drafter, seq) for seq, count in zip(seqs, asked, strict=True) if count)
         if any(asked):
             self._declined[case] = 0
-        elif min(chances) == 1.0 or not any(self._paid(drafter, seqs, budgets, [1.0] * len(seqs), plan)):
+        elif min(chances) == 1.0 or not any(self._paid(drafter, seqs, budgets, [1.0] * len(seqs), plan, worth)):
             self._declined[case] = self._declined.get(case, 0) + 1
             asked = self._tried(drafter, seqs, budgets, chances, plan)
             record.trial = any(asked)
@@ -270,15 +289,22 @@ class DraftingPolicy:
         return self._best(drafter, seqs, 1, 1.0, plan, record.doubt)[1] <= 0.0
 
     def _paid(
-        self, drafter: Drafter, seqs: Seq[Sequence], budgets: Seq[int], chances: Seq[float], plan: PassPlan
+        self,
+        drafter: Drafter,
+        seqs: Seq[Sequence],
+        budgets: Seq[int],
+        chances: Seq[float],
+        plan: PassPlan,
+        worth: Seq[float],
     ) -> list[int]:
         asked, record = [], self.record(drafter)
-        found: dict[tuple[int, float, float], tuple[int, float]] = {}  # most sequences of a batch are in the same case
-        for seq, budget, chance in zip(seqs, budgets, chances, strict=True):
+        # most sequences of a batch are in the same case
+        found: dict[tuple[int, float, float, float], tuple[int, float]] = {}
+        for seq, budget, chance, each in zip(seqs, budgets, chances, worth, strict=True):
             start = self._start(drafter, seq)
-            case = budget, chance, 0.0 if start else record.doubt
+            case = budget, chance, 0.0 if start else record.doubt, each
             if case not in found:
-                found[case] = self._best(drafter, len(seqs), budget, chance, plan, case[2])
+                found[case] = self._best(drafter, len(seqs), budget, chance, plan, case[2], each)
             length, profit = found[case]
             pays = profit > 0.0 and (not start or profit > start / self._steps_left(seq))
             asked.append(length if pays and (not start or self._may_start(drafter, seq)) else 0)
@@ -293,12 +319,12 @@ class DraftingPolicy:
         return self._starts + self._start(drafter, seq) <= STARTS * lived
 
     def _best(
-        self, drafter: Drafter, seqs: int, most: int, chance: float, plan: PassPlan, doubt: float
+        self, drafter: Drafter, seqs: int, most: int, chance: float, plan: PassPlan, doubt: float, share: float = 1.0
     ) -> tuple[int, float]:
         """The number of nodes to ask for, and the seconds that such a draft is expected to save. `doubt`: how much more
-        often its first node may be kept than was seen."""
+        often its first node may be kept than was seen. `share`: of the average, what a token is worth."""
         record, each = self.record(drafter), self._seconds(drafter, seqs)
-        worth = plan.seconds / plan.tokens  # of a token
+        worth = share * plan.seconds / plan.tokens  # of a token
         if drafter.reports_acceptance:
             rows, needed = self._rows(plan.rows, seqs, record.nodes), 1.0 if chance > DOUBTFUL else chance
             return most, needed * record.tokens * worth - each - rows
@@ -323,10 +349,11 @@ class DraftingPolicy:
         """Asked although it is not expected to pay, as far as the time of each request allows. Not called where it pays
         in other steps, in which less was guessed for nothing: there it is asked anyway."""
         each, asked = self._seconds(drafter, len(seqs)) + self._rows(plan.rows, len(seqs), 1.0), []
+        most = _exploration(len(seqs))
         for seq, budget, chance in zip(seqs, budgets, chances, strict=True):
             cost = each + self._start(drafter, seq)
             spent = self._explored.get(seq.id, 0.0) + cost
-            allowed = budget > 0 and chance > 0.0 and spent <= EXPLORATION * sum(seq.stats.seconds.values())
+            allowed = budget > 0 and chance > 0.0 and spent <= most * sum(seq.stats.seconds.values())
             if allowed:
                 self._explored[seq.id] = spent
             asked.append((budget if drafter.reports_acceptance else 1) if allowed else 0)
@@ -345,7 +372,8 @@ class DraftingPolicy:
         unread = drafter.unread(seq)
         if unread < START:
             return 0.0
-        each = self.record(drafter).read or ASSUMED_READ * (self._prompt or assumed)
+        share = ASSUMED_HEAD_READ if drafter.layers else ASSUMED_READ
+        each = self.record(drafter).read or share * (self._prompt or assumed)
         return unread * each if self.cost.known and each else math.inf  # one pass later it is known what a prompt takes
 
     def reading_repays(self, drafters: Seq[Drafter], seqs: Seq[Sequence], work: Hashable) -> bool:
@@ -375,18 +403,25 @@ class DraftingPolicy:
 
     # Which nodes go in.
 
-    def trim(self, drafts: Seq[Draft], size: PassSize, drafting: float = 0.0) -> list[Draft]:
-        """The nodes that pay, of all drafts for one pass. `drafting`: the seconds that it took to draft them.
+    def trim(
+        self, drafts: Seq[Draft], size: PassSize, drafting: float = 0.0, worth: Seq[float] | None = None
+    ) -> list[Draft]:
+        """The nodes that pay, of all drafts for one pass. `drafting`: the seconds that it took to draft them. `worth`:
+        of a token of each sequence, against the average; None: all alike.
 
         What a row costs depends on all rows of the pass. What a token is worth does not depend on the prompts in it:
         they are read in any case.
         """
-        kept, _ = self._paying(drafts, size, drafting)
+        if not any(drafts):
+            return list(drafts)
+        kept, _ = self._paying(drafts, size, drafting, worth or [1.0] * len(drafts))
         return [_keep(draft, nodes) for draft, nodes in zip(drafts, kept, strict=True)]
 
-    def _paying(self, drafts: Seq[Draft], size: PassSize, drafting: float) -> tuple[list[list[int]], PassPlan]:
-        """The nodes of each draft that pay, likeliest first."""
-        order = sorted(((-p, i, n) for i, draft in enumerate(drafts) for n, p in enumerate(draft.reach())))
+    def _paying(
+        self, drafts: Seq[Draft], size: PassSize, drafting: float, worth: Seq[float]
+    ) -> tuple[list[list[int]], PassPlan]:
+        """The nodes of each draft that pay, those first that bring most."""
+        order = sorted((-p * worth[i], i, n) for i, draft in enumerate(drafts) for n, p in enumerate(draft.reach()))
         # the step takes as long as the drafts took, whatever is kept of them
         tokens, seconds, rows = float(size.writing), self.cost.at(size.writing) + drafting, size.rows
         kept: list[list[int]] = [[] for _ in drafts]
@@ -454,6 +489,10 @@ class DraftingPolicy:
         for case in list(self._declined):
             if case[0] == drafter:
                 self._declined.pop(case, None)
+
+
+def _exploration(seqs: int) -> float:
+    return EXPLORATION * min(1.0, FULLY_EXPLORED / seqs)
 
 
 def _margin(seqs: int) -> float:

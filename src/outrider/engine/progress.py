@@ -26,10 +26,10 @@ class BatchProgress:
     def __init__(self) -> None:
         self._texts: dict[int, _TextProgress] = {}
 
-    def __call__(self, seqs: Seq[Sequence], part: Seq[JudgedSteps], queued: bool) -> float:
+    def __call__(self, seqs: Seq[Sequence], part: Seq[JudgedSteps], together: bool) -> float:
         """The tokens that plain decoding would have to write in the time of these rounds, so that the batch comes as
-        far; before they are committed. `queued`: others wait for the places of those that end: then all tokens count
-        alike."""
+        far; before they are committed. `together`: the batch is one call, which ends with its last text; else all
+        tokens count alike."""
         going = [seq for seq in seqs if seq.finish is None]
         if not going:
             return 0.0
@@ -39,7 +39,7 @@ class BatchProgress:
                 text, tokens = self._texts.setdefault(seq.id, _TextProgress()), sum(map(len, steps.tokens))
                 text.rounds, text.written = text.rounds + len(steps.tokens), text.written + tokens
                 written += tokens
-        return len(seqs) / len(going) * written * (1.0 if queued else self._slowest(going))
+        return len(seqs) / len(going) * written * (self._slowest(going) if together else 1.0)
 
     def end(self, seq: Sequence) -> None:
         self._texts.pop(seq.id, None)

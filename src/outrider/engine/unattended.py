@@ -36,11 +36,13 @@ class UnattendedSteps:
         wait: Callable[[], None],
         interrupted: Callable[[], bool],
         queued: Callable[[], bool],
+        together: Callable[[], bool],
     ) -> None:
         """`wait` is called while the device works; `interrupted`: whether somebody waits for the step to end; `queued`:
-        whether somebody waits for the place of a sequence that ends."""
+        whether somebody waits for the place of a sequence that ends; `together`: whether the sequences that run are one
+        call, which ends with the last of them."""
         self._model, self._pool, self._policy = model, pool, policy
-        self._wait, self._interrupted, self._queued = wait, interrupted, queued
+        self._wait, self._interrupted, self._queued, self._together = wait, interrupted, queued, together
         self._prefixes = model if isinstance(model, SharesPrefixes) else None
         self._progress = BatchProgress()
 
@@ -66,7 +68,7 @@ class UnattendedSteps:
         """Steps that the drafter and the target take together; False: they could not. `learn`: what each part wrote."""
         wrote, seqs, share = False, list(running), _PartShare(running, learn)
         for part in self._pool.write(drafter, seqs, self._wait, self._going(seqs, self._longest_drafting(seqs))):
-            wrote, tokens = True, self._progress(seqs, part, self._queued())
+            wrote, tokens = True, self._progress(seqs, part, self._together())
             for seq, steps in zip(seqs, part, strict=True):
                 if seq.finish is None:
                     self._commit(seq, steps, drafter.name)

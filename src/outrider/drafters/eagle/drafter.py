@@ -50,7 +50,13 @@ JOIN_EVERY = 16  # passes whose waiting rows are copied together, which frees th
 # A row that waits keeps the states of its whole pass in memory. It is copied at once if these take more than LARGE
 # bytes and more than MOST_OF times the bytes of the row: a pass in which another sequence's prompt was read.
 LARGE, MOST_OF = 1 << 20, 8
+# Rows that may be taken in for each token that a text may still have: a row takes 0.04 ms beside SmolLM2, and a draft
+# saves up to 1 ms. Without it prompts were read for the last two tokens of a batch (LOG, 2026-11-18, several at once).
+REPAID = 16
 LENGTH = 5  # tokens of a chain where the options say nothing
+FEW = (
+    8  # sequences up to which each chain is a call of its own beside a packed target (LOG, 2026-11-18, several at once)
+)
 DEEPEST = 16  # levels of a tree, at most; it ends earlier where no deeper node can be among its best
 # Levels of a tree that a GPU grows without the host, which does not end early: with 8 levels a tree of 24 keeps 3 %
 # more than with 5; by the time of its kernels it takes 13 % longer, which is an estimate (LOG, 2026-11-17).
@@ -217,7 +223,7 @@ class Eagle(Drafter):
             return
         state = self._states.get(step.seq.id)
         count, path = len(step.tokens), () if step.verdict is None else step.verdict.path
-        rows = [*range(count), *(count + node for node in path)]
+        rows = [0] if count == 1 and not path else [*range(count), *(count + node for node in path)]
         if state is None:
             end = self._seen(step.seq.id) if step.verdict is None else len(step.seq.tokens) - 1
             state = self._states[step.seq.id] = _EagleState(max(end - len(rows), 0))
@@ -229,7 +235,8 @@ class Eagle(Drafter):
                 self._let_go(step.seq.id)
             return
         most = NATIVE_PENDING if isinstance(self._runner, PackedRunner) else PENDING
-        if state.waiting > most:  # a prompt, or long not asked: all but the last, from which a draft begins
+        if state.waiting > most and _repays(state.waiting, step.seq):
+            # a prompt, or long not asked: all but the last, from which a draft begins
             self._restart_long()
             if step.seq.id in self._states:
                 self._take_in([step.seq], keep=1)
@@ -295,8 +302,8 @@ class Eagle(Drafter):
         return [chooser for chooser in choosers if not chooser.by_rows]
 
     def _at_once(self, choosers: list[Chooser]) -> list[Chooser]:
-        """Catch up and write in one call where that can be: plain trees, and the plain chain of one sequence, of a
-        packed head. The choosers that are left."""
+        """Catch up and write in one call where that can be: plain trees, and plain chains of few sequences, a call for
+        each, of a packed head. The choosers that are left."""
         runner = self._runner
         if not isinstance(runner, PackedRunner) or not runner.chains:
             return choosers
@@ -304,9 +311,10 @@ class Eagle(Drafter):
         if trees:
             self._whole_trees(runner, trees)
             return [chooser for chooser in choosers if chooser not in trees]
-        if len(choosers) != 1 or not choosers[0].plain:
+        if len(choosers) > FEW or not all(chooser.plain for chooser in choosers):
             return choosers
-        self._whole_chain(runner, choosers[0])
+        for chooser in choosers:
+            self._whole_chain(runner, chooser)
         return []
 
     def _whole_chain(self, runner: PackedRunner, chooser: Chooser) -> None:
@@ -537,6 +545,12 @@ class _EagleState:
             self.loose = 1
         self.taken, self.waiting = self.taken + self.waiting - keep, keep
         return taken
+
+
+def _repays(waiting: int, seq: Sequence) -> bool:
+    """Whether to take in so many rows before a draft is asked for: a prompt, which others may share; and later what was
+    left while others ran beside it, unless the text ends soon."""
+    return len(seq.output) <= 1 or waiting < REPAID * seq.left
 
 
 def _own(pending: Seq[ShownStates]) -> ShownStates:

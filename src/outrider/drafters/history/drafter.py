@@ -29,6 +29,7 @@ Rows = list[list[int]]  # what followed the match, at each of its occurrences
 class History(Drafter):
     name = "history"
     reports_acceptance = is_free = True
+    sees_all = False
 
     @dataclass(frozen=True)
     class Options:
