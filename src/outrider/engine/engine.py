@@ -48,7 +48,12 @@ class Engine:
         self.scheduler = Scheduler(limits, model.context, model.capacity, page)
         self._passing = False
         self._unattended = UnattendedSteps(
-            model, self._pool, policy, self._wait, lambda: self.interrupted(), lambda: bool(self.scheduler.waiting),
+            model,
+            self._pool,
+            policy,
+            self._wait,
+            lambda: self.interrupted(),
+            lambda: bool(self.scheduler.waiting),
             lambda: self._together(),
         )
         self.stats = Stats()  # of every sequence that has ended
