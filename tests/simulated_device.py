@@ -250,15 +250,16 @@ class Calls:
         self.policy = DraftingPolicy()
         drafter = self.head or Drafter(Drafter.Options(), None)
         self.engine = Engine(self.device, drafter, Limits(batch=512, chunk=2048), self.policy)
-        self._ids = itertools.count()
+        self._ids, self._number = itertools.count(), 0
 
     def call(self, count, tokens=128):
         """Milliseconds of one call; its prompts are those of earlier calls of as many."""
         self.clock.rule(self._monkeypatch)
-        before, asked = self.clock.now, []
+        before, asked, params = self.clock.now, [], SamplingParams(max_tokens=tokens)
+        self._number += 1
         for place in range(count):
             prompt = [truth(place, at) for at in range(PROMPT)]
-            asked.append(Sequence(next(self._ids), prompt, SamplingParams(max_tokens=tokens)))
+            asked.append(Sequence(next(self._ids), prompt, params, call=self._number))
             self.engine.add(asked[-1])
         while self.engine.busy:
             self.engine.step()
