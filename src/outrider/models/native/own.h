@@ -7,7 +7,7 @@
 constexpr int64_t REPEATED = 8;      // rows, times the threads beside the first, up to which every thread rounds all rows itself: with
                                      // 16 rows on two threads that is slower
 constexpr int64_t MOST_CHUNK = 128;  // rows that a thread takes through a layer at a time: their inputs stay in the second cache, and 64
-                                     // would have their weights widened twice as often (see many.h), which is slower by 1 to 2 %
+                                     // would have their weights widened twice as often (see many.h): 0 to 3 % slower
 constexpr int64_t LEAST_CHUNK = 32;  // rows from which on widening weights pays: with fewer rows a thread the outputs are shared
 
 // Memory of one thread for the inputs of a product.
