@@ -102,7 +102,9 @@ class TestProducts:
         bias = random(48)
         assert_near(Packed(matrices, [None, bias])(x), exactly(matrices, x, torch.cat([bias * 0, bias])), x, matrices)
 
-    def test_of_no_rows(self):
+    @pytest.mark.parametrize("count", [1, 2])
+    def test_of_no_rows(self, threads, count):
+        threads(count)
         assert Packed([matrix("Q4_1")])(random(0, 256)).shape == (0, 48)
 
     def test_of_rows_that_are_strided_or_of_another_dtype(self):
@@ -616,17 +618,19 @@ class TestAFile:
 
 
 class TestLongAndManyAtOnce:
-    def test_a_prompt_of_8192_tokens_in_pieces_of_512(self):
-        """Buffers grow while the sequence does; before and after, the bits are those of other pieces."""
-        sizes = dict(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    @pytest.mark.parametrize(("head_dim", "length", "pieces"), [(16, 8192, (512, 384)), (64, 4400, (512, 10))])
+    def test_a_long_prompt_in_pieces(self, head_dim, length, pieces):
+        """Buffers grow while the sequence does; before and after, the bits are those of other pieces. Keys of the larger
+        heads are turned round for many queries, up to some length."""
+        sizes = dict(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=head_dim)
         model = packs.packed(packs.reference("llama", max_position_embeddings=8400, **sizes), 4)
-        text = tokens(8192)
+        text = tokens(length)
         last = []
-        for id, size in enumerate((512, 384)):
+        for id, size in enumerate(pieces):
             for start in range(0, len(text), size):
                 (output,) = model.forward([Feed(id, text[start : start + size])])
             last.append(output.logits)
-            assert model.length(id) == 8192
+            assert model.length(id) == length
         assert torch.equal(*last)
         assert last[0].isfinite().all()
         (output,) = model.forward([Feed(0, [1], TREES["wide"])])
@@ -693,19 +697,26 @@ class TestLongAndManyAtOnce:
 
     @pytest.mark.parametrize("count", [1, 2, 3])
     @pytest.mark.parametrize(
-        "name", ["llama, heads of 64", "llama, heads of 128", "qwen2", "llama, kv int8, heads of 64"]
+        "name",
+        [
+            "llama, heads of 64",
+            "llama, heads of 128",
+            "llama, heads of 80",
+            "mistral, heads of 64",
+            "qwen2",
+            "llama, kv int8, heads of 64",
+        ],
     )
     def test_rows_that_stay_with_a_thread_have_the_bits_of_pieces(self, threads, name, count):
         """A long prompt beside a short one, whose rows share a chunk, and their states; then few rows after them."""
         model, texts = pair(name)[0], (tokens(203), tokens(30, seed=3))
         threads(1)
+        logits, hidden = {}, {0: [], 1: []}
         for begin in range(0, 203, 10):  # too few rows for a thread's own
-            outputs = model.forward(
-                [Feed(id, text[begin:][:10]) for id, text in enumerate(texts) if text[begin:]], (0, 2)
-            )
-            if begin == 20:
-                short = outputs[1]
-        pieces = [outputs[0], short]
+            feeds = [Feed(id, text[begin:][:10]) for id, text in enumerate(texts) if text[begin:]]
+            for feed, output in zip(feeds, model.forward(feeds, (0, 2)), strict=True):
+                logits[feed.id] = output.logits
+                hidden[feed.id].append(output.hidden)
         few = [model.forward([Feed(0, [5], TREES["branches"])])[0].logits for _ in range(2)]
         model.free(0)
         model.free(1)
@@ -714,9 +725,9 @@ class TestLongAndManyAtOnce:
         again = [model.forward([Feed(0, [5], TREES["branches"])])[0].logits for _ in range(2)]
         model.free(0)
         model.free(1)
-        for a, b in zip(whole, pieces, strict=True):
-            assert torch.equal(a.logits, b.logits)
-            assert torch.equal(a.hidden[-3:], b.hidden[-3:])
+        for id, output in enumerate(whole):
+            assert torch.equal(output.logits, logits[id])
+            assert torch.equal(output.hidden, torch.cat(hidden[id]))
         assert all(torch.equal(a, b) for a, b in zip(again, few, strict=True))
 
     @pytest.mark.parametrize("count", [2, 3])

@@ -68,7 +68,7 @@ constexpr int NEAR = 384 << 10;   // bytes of activations that are used for seve
 constexpr int AHEAD = 4096;       // bytes of weights that are asked for before they are used
 constexpr int TOGETHER = 12;      // queries that share one reading of keys and values
 constexpr int SERIAL = 4;         // rows whose small work is not worth sharing
-constexpr int LEAST_TURNING = 32; // queries of a pass from which on keys are turned round for them, see turned.h: to turn one takes as
+constexpr int LEAST_TURNING = 32; // queries of a sequence from which on keys are turned round for them, see turned.h: to turn one takes as
                                   // long as the sums of about 8 scores
 constexpr int PAGE = 32;          // tokens of a page of keys and values; a multiple of the 16 keys that are multiplied at a time
 constexpr int SCALED = 16;        // numbers of a key or value of 8 bits that share a scale: a large one costs these their precision
@@ -1398,7 +1398,7 @@ std::vector<Item> attention_items(const Shape& s, const Span* spans, int64_t spa
 
 struct Work {
     Activations x;
-    float *normed, *qkv, *mixed, *inner;  // [rows][hidden], [rows][all heads], [rows][heads], [rows][2 * inner]
+    float *normed, *qkv, *mixed, *inner;  // [rows][inputs of a head's first product], [rows][all heads], [rows][heads], [rows][2 * inner]
     float* scores;                        // [threads][12][longest]
     float* wide;                          // [threads][head_dim] where a value of 8 bits becomes floats
     AskedBlock* asked;                    // [threads][6][blocks of a head] queries for keys of 8 bits
@@ -1505,7 +1505,7 @@ const float* normed(const float* x, const float* norm, float eps, int64_t size, 
     return to;
 }
 
-// Queries, keys and values of some rows; the last two go where they stay.
+// Queries, keys and values of some rows.
 template <class Some>
 void project(const LayerPass& pass, int64_t index, const Some& some) {
     const Shape& s = pass.s;
@@ -1515,6 +1515,7 @@ void project(const LayerPass& pass, int64_t index, const Some& some) {
                 pass.work->qkv + some.first * pass.all(), nullptr, &AdapterLayer::qkv);
 }
 
+// Queries and keys rotated; keys and values go where they stay.
 template <class Some>
 void store_rows(const LayerPass& pass, int64_t index, const Some& some) {
     const Shape& s = pass.s;
@@ -1554,7 +1555,7 @@ void run_shared(const LayerPass& pass, int64_t span_count, const HeadInputs* hea
     SharedRows some = {0, pass.rows, pass.work, adapted, 0};
     float* x = pass.x;
     for (int64_t index = 0; index < s.layers; index++) {
-        some.layer = index;
+        some.index = index;
         if (index == 0 && head_inputs && head_inputs->embedded) {
             join(s, pass.layers[0], *head_inputs, some.count, x, pass.work);
             product(pass.layers[0].qkv, pass.work->x, some.count, pass.work->qkv, nullptr);

@@ -1,4 +1,4 @@
-// Products on ARM: y[rows][outputs] = x W^T for one tile of 16 outputs, 4 of them at a time, by dot products of 8 bits
+// Products on ARM: y = x W^T for one tile of 16 outputs (y: its first, rows apart by a stride), 4 at a time, by dot products of 8 bits
 // (dotprod), or for two rows at once by products of small matrices (i8mm). A part of kernels.cpp, in its namespace.
 
 constexpr int FEW = 8;  // rows that share one reading of a tile: their sums stay in the 32 registers

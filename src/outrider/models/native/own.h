@@ -6,11 +6,14 @@
 
 constexpr int64_t REPEATED = 8;      // rows, times the threads beside the first, up to which every thread rounds all rows itself: with
                                      // 16 rows on two threads that is slower
-constexpr int64_t MOST_CHUNK = 128;  // rows that a thread takes through a layer at a time: their inputs stay in the second cache, and 64
-                                     // would have their weights widened twice as often (see many.h): 0 to 3 % slower
-constexpr int64_t LEAST_CHUNK = 32;  // rows from which on widening weights pays: with fewer rows a thread the outputs are shared
+constexpr int64_t MOST_CHUNK = 128;  // rows that a thread takes through a layer at a time: inputs of up to 2,800 numbers stay in a second
+                                     // cache of 1 MiB, and 64 would have their weights widened twice as often (see many.h): 0 to 3 %
+                                     // slower
+constexpr int64_t LEAST_CHUNK = 32;  // rows from which on widening weights pays (many.h): with fewer rows a thread the outputs are
+                                     // shared. Measured on two threads with AVX-512 alone, and taken as it is elsewhere
 
-// Memory of one thread for the inputs of a product.
+// Memory of one thread for the inputs of a product. It stays as large as the largest pass needed it: about 3 bytes for each of 128
+// rows and number of `hidden` and `inner` (9 MB for 8B).
 class Own {
   public:
     static Own& of_this_thread() {
@@ -27,7 +30,7 @@ class Own {
             if (q_.size() < blocks) q_.resize(blocks);
             if (scale_.size() < blocks) scale_.resize(blocks);
             if (sums_.size() < blocks) sums_.resize(blocks);
-            x_ = {q_[0].bytes, scale_.data(), sums_.data()};
+            x_ = {reinterpret_cast<int8_t*>(q_.data()), scale_.data(), sums_.data()};
             return x_;
         }
         const Activations& get() const { return x_; }
@@ -59,7 +62,7 @@ class Own {
     static float* floats(std::vector<Lane>& of, int64_t size) {
         const size_t lanes = static_cast<size_t>((size + TILE - 1) / TILE);
         if (of.size() < lanes) of.resize(lanes);
-        return of[0].numbers;
+        return reinterpret_cast<float*>(of.data());
     }
 
     std::vector<Lane> row_, outputs_;
@@ -79,12 +82,12 @@ struct SharedRows {
     int64_t first, count;
     const Work* work;
     AdaptedRows* adapted;  // or null
-    int64_t layer;
+    int64_t index;         // of the layer
 
     // y [rows][outputs] = W x (+ add), with what adapters add.
     template <class Row>
     void linear(const JoinedMatrices& w, const Row& row, float* y, const float* add, AdapterField field) const {
-        const Added added = {adapted, layer, field};
+        const Added added = {adapted, index, field};
         const int64_t others = pool().size() - 1;
         if (!others || added.some() || count * others > REPEATED) {
             each([&](int64_t r) { quantise_row(row(r, Own::of_this_thread()), w.parts[0].inputs, r, count, w.activations, work->x); });
@@ -106,7 +109,7 @@ struct SharedRows {
         });
     }
 
-    // x += what follows attention, of which row() gives the inputs
+    // x += the MLP, of which row() gives the inputs
     template <class Row>
     void feed_forward(const Layer& layer, int64_t inner, const Row& row, float* x) const {
         linear(layer.gate_up, row, work->inner, nullptr, &AdapterLayer::gate_up);
@@ -146,9 +149,9 @@ struct OwnRows {
         float *const gate = own.outputs(count * STRIDE), *const up = gate + BLOCK;
         for (int64_t block = 0; block < inner / BLOCK; block++) {
             constexpr int64_t TILES = BLOCK / TILE;
-            const int64_t first = block * TILES, second = inner / TILE + first;
-            product_of_tiles(layer.gate_up, own.inputs.get(), {0, count, count}, first, first + TILES, gate, nullptr, STRIDE);
-            product_of_tiles(layer.gate_up, own.inputs.get(), {0, count, count}, second, second + TILES, up, nullptr, STRIDE);
+            const int64_t gates = block * TILES, ups = inner / TILE + gates;
+            product_of_tiles(layer.gate_up, own.inputs.get(), {0, count, count}, gates, gates + TILES, gate, nullptr, STRIDE);
+            product_of_tiles(layer.gate_up, own.inputs.get(), {0, count, count}, ups, ups + TILES, up, nullptr, STRIDE);
             for (int64_t r = 0; r < count; r++) {
                 float mixed[BLOCK];
                 gated(gate + r * STRIDE, up + r * STRIDE, BLOCK, mixed);
@@ -163,7 +166,7 @@ struct OwnRows {
     }
 };
 
-// Rows that a thread takes at a time: an equal number for all threads, in whole groups of 8; 0 where they are too few for that.
+// Rows that a thread takes at a time: about as many for each thread, rounded up to 8; 0 where they are too few for that.
 int64_t chunk_of(int64_t rows, int64_t threads) {
     if (rows < threads * LEAST_CHUNK) return 0;
     const int64_t chunks = threads * ((rows + threads * MOST_CHUNK - 1) / (threads * MOST_CHUNK));

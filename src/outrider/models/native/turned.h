@@ -3,7 +3,7 @@
 //
 // The numbers lie in the order in which sums_of adds their products up, so the scores are those of dots16, bit for bit.
 
-constexpr int64_t MOST_TURNED = 4096;  // keys of a head that a thread turns: at 64 numbers each 1 MiB, a second cache
+constexpr int64_t MOST_TURNED = 4096;  // keys of a head that a thread turns: 1 MiB of heads of 64, a second cache; 2 MiB of 128
 
 // 16 rows of 16 numbers, `stride` floats apart -> numbers[i] has number i of each row
 inline void turn(const float* rows, int64_t stride, __m512 (&numbers)[16]) {
@@ -29,7 +29,7 @@ inline void turn(const float* rows, int64_t stride, __m512 (&numbers)[16]) {
     }
 }
 
-constexpr int TREE[4] = {0, 2, 1, 3};  // of the lanes of a quarter, the order in which they are added up; its own inverse
+constexpr int LANE_ORDER[4] = {0, 2, 1, 3};  // of the lanes of a quarter, the order in which they are added up; its own inverse
 
 // A thread's copy of the keys of one head, which it makes as far as they are asked for.
 class TurnedKeys {
@@ -46,7 +46,7 @@ class TurnedKeys {
         const int64_t all = (count + TILE - 1) / TILE;
         if (static_cast<int64_t>(vectors_.size()) < all * keys.size) vectors_.resize(all * keys.size);
         for (; done_ < all; done_++) turn_tile(keys.row(done_ * TILE), keys.size, vectors_.data() + done_ * keys.size);
-        return vectors_[0].lanes;
+        return reinterpret_cast<const float*>(vectors_.data());
     }
 
   private:
@@ -59,7 +59,7 @@ class TurnedKeys {
             __m512 numbers[TILE];
             turn(keys + d, size, numbers);
             for (int lane = 0; lane < TILE; lane++)
-                _mm512_store_ps(to[(lane / 4 * 4 + TREE[lane % 4]) * (size / TILE) + d / TILE].lanes, numbers[lane]);
+                _mm512_store_ps(to[(lane / 4 * 4 + LANE_ORDER[lane % 4]) * (size / TILE) + d / TILE].lanes, numbers[lane]);
         }
     }
 
@@ -77,7 +77,7 @@ inline void turned_dots(const float* tile, const Query* queries, __m512 (&to)[N]
         __m512 sums[4][N];  // of the lanes of a quarter
 #pragma GCC unroll 4
         for (int place = 0; place < 4; place++) {
-            const int lane = TREE[place];
+            const int lane = LANE_ORDER[place];
 #pragma GCC unroll 8
             for (int k = 0; k < CHAIN; k++) {
                 const __m512 key = _mm512_load_ps(tile + (place * CHAIN + k) * TILE);
