@@ -618,11 +618,11 @@ class TestAFile:
 
 
 class TestLongAndManyAtOnce:
-    @pytest.mark.parametrize(("head_dim", "length", "pieces"), [(16, 8192, (512, 384)), (64, 4400, (512, 10))])
+    @pytest.mark.parametrize(("head_dim", "length", "pieces"), [(16, 8192, (512, 384)), (64, 4400, (500, 10))])
     def test_a_long_prompt_in_pieces(self, head_dim, length, pieces):
-        """Buffers grow while the sequence does; before and after, the bits are those of other pieces. Keys of the larger
-        heads are turned round for many queries, up to some length."""
-        sizes = dict(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=head_dim)
+        """Buffers grow while the sequence does; before and after, the bits are those of other pieces. Keys of the
+        larger heads are turned round for many queries, up to some length; the second layer tells what all got."""
+        sizes = dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=head_dim)
         model = packs.packed(packs.reference("llama", max_position_embeddings=8400, **sizes), 4)
         text = tokens(length)
         last = []
