@@ -1,6 +1,8 @@
 """The audit passes what is exact and catches what is not."""
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -252,6 +254,15 @@ def test_a_full_disk_leaves_the_report_on_the_screen(outrider, tiny_folder, tmp_
     assert f"cannot write {file}" in done.err
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
     assert file.read_text() == "before"
+
+
+def test_the_output_is_written_where_the_report_cannot_be_shown(tiny_folder, tmp_path):
+    args = f"-m {tiny_folder} -d ngram --prompt fox --max-tokens 4 --samples 20 --output {tmp_path}/report.json"
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m outrider audit {args} >/dev/full"], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert json.loads((tmp_path / "report.json").read_text())["passed"]
 
 
 def test_an_output_may_be_a_device(outrider, tiny_folder):

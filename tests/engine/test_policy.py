@@ -558,6 +558,27 @@ class TestExploration:
         policy.end(seq)
         assert policy._explored == {}
 
+    @pytest.mark.parametrize("count", [4, 16])
+    def test_beside_many_a_drafter_is_tried_again_by_what_short_requests_leave_over(self, count):
+        """None of them lives long enough for a try; together they pay for some, and for no more than their share."""
+        drafter, plan = Head(), PassPlan(float(count), 0.005 * count, count)
+        policy = TestWhoIsAsked().lived(drafter, 0, 0.001)
+        tries, lived, price = 0, 0.0, 0.0
+        for _ in range(400):
+            batch = [sequence() for _ in range(count)]
+            for step in range(1, 20):
+                for seq in batch:
+                    seq.stats.seconds["target"] = 0.005 * step / count
+                asked = policy.wanted(drafter, batch, [3] * count, [1.0] * count, plan)
+                tries += sum(budget > 0 for budget in asked)
+            price = policy._seconds(drafter, count) + policy._rows(plan.rows, count, 1.0)
+            lived += 0.005 * 19
+            for seq in batch:
+                policy.end(seq)
+        assert tries > 0
+        assert tries * price <= EXPLORATION * FULLY_EXPLORED / count * lived + price
+        assert policy._explored == {}
+
     def test_a_drafter_that_pays_again_is_soon_asked_for_all(self):
         drafter = Head()
         policy, draft = TestWhoIsAsked().lived(drafter, 0, 0.001), Draft.chain([1, 2, 3])

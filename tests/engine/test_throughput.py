@@ -146,6 +146,18 @@ def test_no_try_costs_much_of_what_the_batch_still_writes():
     assert any(steps(trial, 400, speeds, left=100.0))
 
 
+def test_a_try_that_loses_much_waits_for_longer_than_usual():
+    """Prompts are read for it, for seconds: not every minute."""
+    trial, speeds = ThroughputTrial(), {True: 5e4, False: 1e5}
+    steps(trial, 2 * MEASURED, speeds)
+    while not trial.is_due(32):
+        steps(trial, 100, speeds)
+    trial.charge(32, None, 0.05 * SELDOM)
+    steps(trial, 2 * TRY_PASSES, speeds)  # the try
+    assert not any(steps(trial, int(2e3 * SELDOM), speeds))
+    assert any(steps(trial, int(2e3 * SELDOM), speeds))
+
+
 def test_what_was_read_for_a_try_counts_as_lost():
     waits = []
     for charged in (0.0, 0.05):

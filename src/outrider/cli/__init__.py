@@ -27,7 +27,7 @@ from outrider.cli import (
     tune_tree,
 )
 from outrider.cli.screen import paint
-from outrider.core.errors import OutriderError
+from outrider.core.errors import OutriderError, one_line
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # typer brings a click of its own; this is that click's
 TRAIN_LORA = "train lora"  # two words for the user, one command for typer
@@ -117,14 +117,16 @@ def _command(error: Exception) -> str:
 
 
 def _failed_file(error: OSError) -> str:
-    """What could not be read or written, and why."""
+    """What could not be read or written, and why; of other errors of the system, what they say."""
     try:
         sys.stdout.flush()
     except OSError:
         _drop_output()
-    if error.filename is None and error.errno in FULL:
+    if error.filename is not None:
+        return f"cannot read or write {error.filename}: {error.strerror or error}"
+    if error.errno in FULL:
         return f"cannot write the output: {error.strerror}"
-    return f"cannot read or write {error.filename or 'a file'}: {error.strerror or error}"
+    return one_line(error, named=True)
 
 
 def _drop_output() -> None:

@@ -111,7 +111,7 @@ class AuditOptions(options.Printed, options.Constrained):
         for name in () if self.company else COMPANY_ONLY:
             if getattr(self, name) is not None and getattr(self, name) is not False:
                 raise OutriderError(f"--{name} is an option of --company; add that, or leave it out")
-        if self.output is not None and (self.output.is_dir() or not os.access(self.output.parent, os.W_OK)):
+        if self.output is not None and not _can_write(self.output):
             raise OutriderError(f"cannot write {self.output}: name a file in a folder that is there and can be written")
         held = self.over(SamplingParams(max_tokens=self.size))
         if self.company and held.constraint is not None:
@@ -178,12 +178,13 @@ def audit(
     with opened as llm, bar("{task.completed:.0f}/{task.total:.0f}") as progress:
         report = _report(llm, own, chosen, plan, progress)
     text = json.dumps(_as_dict(report), ensure_ascii=False)
+    failed = None if own.output is None else _write(own.output, text)
     if own.as_json:
         print(text)
     else:
         audit_report.show(report)
-    if own.output is not None:  # last: hours of work are shown even where the disk is full
-        _write(own.output, text)
+    if failed is not None:  # told last: hours of work are shown even where the disk is full
+        raise failed
     raise typer.Exit(0 if report.passed else 1)
 
 
@@ -233,14 +234,24 @@ def _named(prompts: Iterable[BenchPrompt]) -> tuple[NamedPrompt, ...]:
     return tuple(NamedPrompt(prompt.id, prompt.kind, prompt.text) for prompt in prompts)
 
 
-def _write(path: Path, text: str) -> None:
-    """Written beside its place and moved onto it: what was there before survives a full disk."""
-    path = path.resolve()
-    part = path.with_name(f".{path.name}.new") if path.is_file() or not path.exists() else path  # not of a device
+def _can_write(path: Path) -> bool:
+    if path.exists() and not path.is_file():  # a pipe or a device, which is written as it is
+        return not path.is_dir() and os.access(path, os.W_OK)
+    return os.access(path.resolve().parent, os.W_OK)
+
+
+def _write(path: Path, text: str) -> OutriderError | None:
+    """Written beside its place and moved onto it: what was there before survives a full disk. Why it could not be."""
+    part = path
+    if not path.exists() or path.is_file():  # not of a pipe or a device
+        path = path.resolve()
+        part = path.with_name(f".{path.name}.new")
     try:
         part.write_text(text + "\n", encoding="utf-8")
-        os.replace(part, path)
+        if part != path:
+            os.replace(part, path)
     except OSError as error:
         if part != path:
             part.unlink(missing_ok=True)
-        raise OutriderError(f"cannot write {path} ({error.strerror}); choose another file") from error
+        return OutriderError(f"cannot write {path} ({error.strerror}); choose another file")
+    return None

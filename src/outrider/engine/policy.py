@@ -73,6 +73,9 @@ BATCH_MARGIN = 1.2
 # sequences from which on it becomes smaller in proportion to their number, since there is less to be gained (LOG,
 # 2026-11-18, several at once on a CPU, once more: without it recorded texts lose 0.4 to 0.7 % with 4 and 8 at once).
 EXPLORATION, FULLY_EXPLORED = 0.015, 2
+# Seconds of it that requests left over and later ones may spend: with many sequences at once the share of a single
+# request never suffices for one try, and a drafter that once did not pay would not be asked again.
+MOST_CARRIED = 0.25
 # Tokens of a sequence up to which a row costs the same: each doubling of the length has a cost curve of its own.
 SHORT = 256
 
@@ -199,6 +202,7 @@ class DraftingPolicy:
         self._records: dict[Hashable, DrafterRecord] = {}
         self._free: dict[int, FreeDrafts] = {}  # by the bits of the number of sequences
         self._explored: dict[int, float] = {}  # by sequence: seconds of drafts that were not expected to pay
+        self._share, self._carried = EXPLORATION, 0.0  # of a request's time, as last; seconds that were left over
         self._declined: dict[tuple[int, int], int] = {}  # by drafter and bits of sequences: passes since it paid
         self._prompt = 0.0  # seconds of the target for a token of a prompt; 0: not measured
         self._length = ASSUMED_LENGTH  # tokens that sequences write, on average
@@ -349,15 +353,22 @@ class DraftingPolicy:
         """Asked although it is not expected to pay, as far as the time of each request allows. Not called where it pays
         in other steps, in which less was guessed for nothing: there it is asked anyway."""
         each, asked = self._seconds(drafter, len(seqs)) + self._rows(plan.rows, len(seqs), 1.0), []
-        most = _exploration(len(seqs))
+        self._share = _exploration(len(seqs))
         for seq, budget, chance in zip(seqs, budgets, chances, strict=True):
-            cost = each + self._start(drafter, seq)
-            spent = self._explored.get(seq.id, 0.0) + cost
-            allowed = budget > 0 and chance > 0.0 and spent <= most * sum(seq.stats.seconds.values())
-            if allowed:
-                self._explored[seq.id] = spent
+            allowed = budget > 0 and chance > 0.0 and self._explore(seq, each + self._start(drafter, seq))
             asked.append((budget if drafter.reports_acceptance else 1) if allowed else 0)
         return asked
+
+    def _explore(self, seq: Sequence, cost: float) -> bool:
+        """Whether a try of that cost is paid for: by the request's own share, or once by what others left over."""
+        spent = self._explored.get(seq.id, 0.0) + cost
+        if spent <= self._share * sum(seq.stats.seconds.values()):
+            self._explored[seq.id] = spent
+            return True
+        if cost > self._carried or seq.id in self._explored:
+            return False
+        self._carried, self._explored[seq.id] = self._carried - cost, 0.0
+        return True
 
     def _seconds(self, drafter: Drafter, seqs: int) -> float:
         """Of asking it for one sequence; of each node where it is asked for a length."""
@@ -479,8 +490,11 @@ class DraftingPolicy:
 
     def end(self, seq: Sequence) -> None:
         """The sequence has ended."""
-        self._explored.pop(seq.id, None)
-        self._lived += sum(seq.stats.seconds.values())
+        seconds = sum(seq.stats.seconds.values())
+        left = self._share * seconds - self._explored.pop(seq.id, 0.0)
+        if self._share < EXPLORATION:  # of a request among few the share suffices for tries of its own
+            self._carried = min(MOST_CARRIED, self._carried + max(0.0, left))
+        self._lived += seconds
         self._length += (len(seq.output) - self._length) * SMOOTHING
 
     def forget(self, drafter: Hashable) -> None:

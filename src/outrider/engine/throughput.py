@@ -44,8 +44,9 @@ SHARE_SINCE, SHARE_LEFT = 0.005, 0.01
 # Rounds of each text with drafts after which their speed is known well; with fewer, and where drafting may well be the
 # faster way, a try may lose as much more.
 WELL_KNOWN = 256
-# Seconds after which the other way is tried whatever that loses: machines and texts change.
-SELDOM = 60.0
+# Seconds after which the other way is tried though that loses more, since machines and texts change, unless it would
+# lose a larger share of that time.
+SELDOM, SHARE_SELDOM = 60.0, 0.02
 # Passes of a try after which it is over.
 TRY_PASSES = 8
 # Plain passes that a try is assumed to lose where none was made yet; and times as long as a plain pass that a pass
@@ -161,7 +162,7 @@ class _KindOfStep:
             return True
         each, lost = self.ways[False].each, self._expected_loss()
         cheap = lost <= SHARE_LEFT * left * each and lost <= SHARE_SINCE * self._since
-        return self._passes >= TRY_AGAIN and (cheap or self._since >= SELDOM)
+        return self._passes >= TRY_AGAIN and (cheap or self._since >= max(SELDOM, lost / SHARE_SELDOM))
 
     def _expected_loss(self) -> float:
         """Seconds of a try."""
