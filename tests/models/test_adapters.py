@@ -349,7 +349,7 @@ class TestMerging:
         ("more", "said"),
         [
             (dict(names=()), "1 to 16"),
-            (dict(weights=(1.0,)), "one for each"),
+            (dict(weights=(1.0,)), "each adapter needs one finite weight"),
             (dict(weights=(1.0, float("nan"))), "finite"),
             (dict(strategy="svd"), "unknown merge strategy"),
             (dict(strategy="ties"), "density"),
