@@ -75,6 +75,25 @@ def test_the_table_of_a_pass_is_the_one_that_the_host_writes():
     assert positions.tolist() == (wanted[Field.POSITION] + 1).tolist()
 
 
+def test_a_chain_is_as_committed_tokens():
+    """Its rows are read in blocks, beside a tree each of whose rows heads a block."""
+    drafts = [Draft.chain(range(4, 4 + NODES)), tree(NODES, 1), Draft.chain(range(9, 9 + NODES))]
+    ours, theirs = pages(3), pages(3)
+    rows = 3 * (1 + NODES)
+    batch = Batch([Feed(id, [3 + id], draft) for id, draft in enumerate(drafts)], theirs, GROUP)
+    wanted = torch.zeros(len(Field), rows, dtype=torch.int32)
+    batch.write(wanted.numpy(), theirs.padding)
+    table, positions = torch.full((len(Field), rows), -7, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
+    kernels.enter_draft(found(drafts), texts(ours, 3, 3), table, positions, NODES, BLOCK, ours.padding)
+    for field in list(Field)[: Field.BLOCK_ROW]:
+        assert table[field].tolist() == wanted[field].tolist(), field.name
+    by_sequence = table.view(len(Field), 3, 1 + NODES)
+    assert by_sequence[Field.BLOCK_TREE].tolist() == [[0] * (1 + NODES), [1] * (1 + NODES), [0] * (1 + NODES)]
+    for place in range(3):
+        counts = by_sequence[Field.BLOCK_COUNT, place].tolist()
+        assert sum(counts) == 1 + NODES and max(counts) == min(BLOCK, 1 + NODES)
+
+
 def test_rows_that_no_node_has_belong_to_nobody():
     """A draft of three nodes, an empty one, and a place in the table without a sequence."""
     made = pages(2)

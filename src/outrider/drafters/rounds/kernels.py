@@ -117,6 +117,9 @@ def _enter_draft(
         low = own_low | tl.sum(tl.where(above, low[None, :], 0), 1)
         high = own_high | tl.sum(tl.where(above, high[None, :], 0), 1)
         depth = tl.where(is_node, 1 + tl.sum(tl.where(above, depth[None, :], 0), 1), 0)
+    # a chain is as committed tokens: each row sees those before, and rows share what they read
+    tree = tl.max((is_node & (parent != node)).to(tl.int32), 0)
+    low, high = low * tree, high * tree
     inside, live = row <= most, (row <= nodes) & (slot != padding)
     token = tl.load(draft + _HEADER + node, mask=is_node, other=0)
     token = tl.where(row == 0, tl.load(texts_ptr + _LAST * count + seq), token)
@@ -133,7 +136,7 @@ def _enter_draft(
     leads = live & (row % BLOCK == 0)
     tl.store(to + _BLOCK_ROW * stride, tl.where(live, seq * (1 + most) + row, 0), mask=inside)
     tl.store(to + _BLOCK_COUNT * stride, tl.where(leads, tl.minimum(1 + nodes - row, BLOCK), 0), mask=inside)
-    tl.store(to + _BLOCK_TREE * stride, tl.where(live & (nodes > 0), 1, 0), mask=inside)
+    tl.store(to + _BLOCK_TREE * stride, tl.where(live, tree, 0), mask=inside)
     tl.store(positions_ptr + seq * (1 + most) + row, (length + depth + 1).to(tl.int64), mask=inside)
 
 

@@ -17,7 +17,9 @@ from outrider.models.cuda.launch import begin_after, early, nearly_done
 from outrider.models.cuda.product import PROCESSORS
 
 PARTS_BYTES = 128 << 20  # memory for the sums of chunks that have programs of their own
-LARGE_WARPS = 8  # of a program with a large tile; measured on an H200 (docs/LOG.md)
+# Warps of a program, and of one where each processor has to run more than two of them: two such fit on it at a time
+# (LOG, 2026-11-18, passes of 64 to 256 rows on a GPU).
+LARGE_WARPS, CROWDED_WARPS = 8, 4
 
 _POSITION = tl.constexpr(int(Field.POSITION))
 _SLOT = tl.constexpr(int(Field.SLOT))
@@ -234,6 +236,7 @@ class Attention:
         # reading ahead takes the registers of a whole processor, so programs must not wait for each other
         programs = blocks * kv * (-(-self.chunks // self.each) if self.each else 1)
         self.ahead = tile <= SMALL_TILE and programs <= PROCESSORS
+        self.warps = LARGE_WARPS if tile > SMALL_TILE or programs <= 2 * PROCESSORS else CROWDED_WARPS
 
     def __call__(
         self, q: Tensor, keys: Tensor, values: Tensor, table: Tensor, meta: Tensor, out: Tensor, window: int
@@ -246,7 +249,7 @@ class Attention:
             q, keys, values, table, table.stride(0), meta, meta.stride(0), out, parts.mixed, parts.most, parts.total,
             self.chunks, d**-0.5, heads, kv, d, padded, self.tile, keys.shape[2], self.chunk, self.each, window,
             self.ahead, soon,
-            num_warps=4 if wide else 8 if self.tile <= SMALL_TILE else LARGE_WARPS,
+            num_warps=4 if wide else self.warps,
             num_stages=1 if wide or self.tile <= SMALL_TILE else 2, launch_pdl=soon,
         )  # fmt: skip
         if self.each:

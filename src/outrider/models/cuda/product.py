@@ -41,6 +41,9 @@ from outrider.models.cuda.rotary import HeadPlaces, first_output, head_places, p
 from outrider.models.cuda.tickets import take_ticket, wait_for_first
 
 STRIP_ROWS = 256  # up to which a strip of a matrix whose sums have several parts is read once for all rows
+# Bytes of a matrix up to which it lies in the cache that all processors share, so that it may be read once for every 32
+# or 64 rows: more programs then have less to read each (LOG, 2026-11-18, passes of 64 to 256 rows on a GPU).
+SMALL_BYTES = 4 << 20
 SHARED = 220_000  # bytes of fast memory that one program may take: 227 KiB on Hopper, less what the compiler adds
 PROCESSORS = 132  # of an H200; a tile is chosen so that most of them have one
 LINE = 128  # bytes of a line of the cache that all processors share
@@ -114,7 +117,7 @@ def _few(
     INNER: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr, INNER_BK: tl.constexpr, SHARES: tl.constexpr,
     INNER_LINES: tl.constexpr, STAGES: tl.constexpr, SOON: tl.constexpr,
 ):  # fmt: skip
-    """out [R, size] = x w^T + bias for a strip of BN outputs. GATE: silu(first half) * second half.
+    """out [R, size] = x w^T + bias for a strip of BN outputs and ROWS rows. GATE: silu(first half) * second half.
 
     A norm costs no kernel of its own: the product that writes the residual (ADD) also writes it times the next norm's
     gain, and each strip's sum of its squares; the product that reads these (STRIPS > 0) multiplies with the norm's
@@ -129,7 +132,8 @@ def _few(
     when x is there (`multiply_inner`), and is waited for there. So nothing waits before x is read, and what kernels
     before wrote is read past the first cache, which knows nothing of other kernels' writes until then.
     """
-    rows = tl.arange(0, ROWS)
+    lane = tl.arange(0, ROWS)
+    rows = tl.program_id(2) * ROWS + lane
     if INNER > 0:
         number, launch = take_ticket(tickets_ptr, PROGRAMS)
         if number < INNER:
@@ -202,13 +206,14 @@ def _few(
     if not EAGER:
         nearly_done(SOON)
     if SPLIT > 1:
-        lane = tl.arange(0, BN)[:, None] * ROWS + rows[None, :]
-        mine = part_ptr + (strip * SPLIT).to(tl.int64) * (BN * ROWS) + lane
+        tile = tl.program_id(2) * tl.cdiv(size, BN) + strip
+        mine = part_ptr + (tile * SPLIT).to(tl.int64) * (BN * ROWS)
+        mine += tl.arange(0, BN)[:, None] * ROWS + lane[None, :]
         tl.store(mine + share * (BN * ROWS), a)
         tl.debug_barrier()
-        if tl.atomic_add(done_ptr + strip, 1, sem="acq_rel") < SPLIT - 1:
+        if tl.atomic_add(done_ptr + tile, 1, sem="acq_rel") < SPLIT - 1:
             return
-        tl.store(done_ptr + strip, 0)
+        tl.store(done_ptr + tile, 0)
         a = tl.zeros([BN, ROWS], tl.float32)
         for part in tl.static_range(SPLIT):
             a += tl.load(mine + part * (BN * ROWS), cache_modifier=".cg")
@@ -467,7 +472,7 @@ class Workspace:
         # whether a product is rounded before it is added or not, which compilers decide as they like
         exact = torch.float64 if dtype == torch.float32 else torch.float32
         self.part = torch.empty(4 * (widest + 128) * STRIP_ROWS, dtype=torch.float32, device=device)
-        self.done = torch.zeros(widest // 16 + 1, dtype=torch.int32, device=device)
+        self.done = torch.zeros((widest // 16 + 1) * (STRIP_ROWS // 32), dtype=torch.int32, device=device)
         self.next = torch.empty(rows, hidden, dtype=dtype, device=device)  # the residual times a norm's gain
         self.squares = torch.zeros(hidden // 16 + 1, rows, dtype=exact, device=device)
         self.scale = torch.empty(rows, dtype=torch.float32, device=device)
@@ -496,13 +501,13 @@ def linear(
     """out [rows, n] from x [rows, k]. No `out`: it goes to `around.places`."""
     rows, inner = x.shape
     size = weight.shape[0] // 2 if around.gate else weight.shape[0]
-    if around.eps is not None and rows > FEW_ROWS:
+    cut, at_once = tiling(size, inner, around.gate), rows_at_once(rows, weight, around)
+    if around.eps is not None and (not at_once or at_once > FEW_ROWS):
         around = replace(around, eps=None, scale=norm_scales(work, rows, inner, around.eps))
     if around.adapters is not None and not is_inside(rows):
         multiply_inner(x, around.adapters)
-    cut = tiling(size, inner, around.gate)
-    if rows <= (STRIP_ROWS if cut.split > 1 else FEW_ROWS):
-        _linear_few(x, weight, bias, out, work, around, size)
+    if at_once:
+        _linear_few(x, weight, bias, out, work, around, size, at_once)
     else:
         assert out is not None, "many rows are placed by a kernel of their own"
         _linear_many(x, weight, bias, out, work, around, size)
@@ -510,18 +515,41 @@ def linear(
         work.strips = triton.cdiv(size, cut.width)
 
 
+def rows_at_once(rows: int, weight: Tensor, around: Around) -> int:
+    """Rows that a program of few rows takes, a power of two; 0: programs of many rows take them."""
+    whole = max(16, triton.next_power_of_2(rows))
+    parts = tiling(weight.shape[0] // 2 if around.gate else weight.shape[0], weight.shape[1], around.gate).split > 1
+    if around.adapters is not None or weight.numel() * weight.element_size() > SMALL_BYTES:
+        return whole if rows <= (STRIP_ROWS if parts else FEW_ROWS) else 0
+    if rows > (STRIP_ROWS if parts or around.places is not None else FEW_ROWS):
+        return 0
+    if parts and rows > 128:
+        return 64
+    return min(whole, 32 if parts or around.gate else 64)
+
+
 def can_place(rows: int, weight: Tensor, head_dim: int, adapted: bool) -> bool:
-    """Whether the product with this matrix places queries, keys and values of as many rows itself: few rows, fewer with
-    adapters, and whole strips in every head."""
-    return rows <= (ALONE_ROWS if adapted else FEW_ROWS) and head_dim % tiling(*weight.shape).width == 0
+    """Whether the product with this matrix places queries, keys and values of this many rows itself: few rows, more of
+    a small matrix and fewer with adapters, and whole strips in every head."""
+    small = weight.numel() * weight.element_size() <= SMALL_BYTES
+    most = ALONE_ROWS if adapted else STRIP_ROWS if small else FEW_ROWS
+    return rows <= most and head_dim % tiling(*weight.shape).width == 0
 
 
 def _linear_few(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, work: Workspace, around: Around, size: int
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor | None,
+    work: Workspace,
+    around: Around,
+    size: int,
+    padded: int,
 ) -> None:
+    """`padded`: rows of a program."""
     rows, inner, soon = x.shape[0], weight.shape[1], early(x.device)
     cut = tiling(size, inner, around.gate)
-    padded, part = max(16, triton.next_power_of_2(rows)), cut.part(inner)
+    part = cut.part(inner)
     block, warps, stages = cut.inner, cut.warps, cut.stages
     if padded > FEW_ROWS:  # as wide blocks would leave no memory for several stages, nor registers for the sums
         block, warps = next(b for b in (128, 64, 32, 16) if part % b == 0), 8
@@ -544,7 +572,7 @@ def _linear_few(
     if places is not None:
         placed = (places.q, places.keys, places.values, places.pages, places.pages.stride(0), places.meta,
                   places.meta.stride(0), *places.angles)  # fmt: skip
-    _few[(within.sizes[1],) if within.tiles else (strips, cut.split)](
+    _few[(within.sizes[1],) if within.tiles else (strips, cut.split, triton.cdiv(rows, padded))](
         x, weight, bias, work.squares, around.scale, out, around.gain, work.next, work.part, work.done,
         *low.tensors, *within.tensors, *placed, rows, size, around.eps or 0.0, work.squares.stride(0), within.tiles,
         strips_before, triton.next_power_of_2(strips_before), around.scale is not None, around.gate,
