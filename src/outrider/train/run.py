@@ -329,6 +329,7 @@ class _TrainingRun:
         """Seconds of a look, and those to keep for the last saving and the table of the held-out prompts. Prompts of
         the user's own, which may be any number, are measured when the time is over."""
         first = self._look(student)
+        self._looked = 0.0  # it also compiled: if that counted, a short run would never measure again
         if self._task.evaluation:
             return first, SAVING
         one = (
