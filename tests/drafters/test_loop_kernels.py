@@ -91,7 +91,8 @@ def test_a_chain_is_as_committed_tokens():
     assert by_sequence[Field.BLOCK_TREE].tolist() == [[0] * (1 + NODES), [1] * (1 + NODES), [0] * (1 + NODES)]
     for place in range(3):
         counts = by_sequence[Field.BLOCK_COUNT, place].tolist()
-        assert sum(counts) == 1 + NODES and max(counts) == min(BLOCK, 1 + NODES)
+        assert sum(counts) == 1 + NODES
+        assert max(counts) == min(BLOCK, 1 + NODES)
 
 
 def test_rows_that_no_node_has_belong_to_nobody():
