@@ -169,7 +169,7 @@ def paths(draft):
 
 def joined(table, place):
     count, own = table[place, :DRAFT_HEADER].tolist()
-    tokens, parents, _ = table[place, DRAFT_HEADER:].view(3, NODES)[:, :count].tolist()
+    tokens, parents, _ = table[place, DRAFT_HEADER:].view(3, -1)[:, :count].tolist()
     return Draft(tuple(tokens), tuple(parents)), own
 
 
@@ -189,6 +189,18 @@ def test_a_chain_joins_a_tree_where_they_part(seed):
         assert draft.tokens[:first] == own.tokens
         assert paths(draft) == paths(own) | {tuple(chain[: n + 1]) for n in range(len(chain))}
         assert len(paths(draft)) == len(draft)
+
+
+def test_where_two_drafts_do_not_fit_the_last_nodes_of_the_first_are_left_out():
+    """Eight nodes in all: beside a chain of three the tree has five, beside none all eight."""
+    own, chains = tree(8, 1), [[70, 71, 72], []]
+    table = torch.full((2, DRAFT_HEADER + 3 * 8), -7, dtype=torch.int32)
+    kernels.join(found([own, own], 1, 8), found([Draft.chain(chain) for chain in chains], 1, 4), table)
+    for place, (chain, kept) in enumerate(zip(chains, (5, 8), strict=True)):
+        draft, first = joined(table, place)
+        assert (first, len(draft)) == (kept, 8)
+        assert draft.tokens == (*own.tokens[:kept], *chain)
+        assert draft.parents[:kept] == own.parents[:kept]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -106,20 +106,23 @@ def test_the_trees_of_rounds_are_those_of_the_host(rounds):
     assert later
 
 
-def test_beside_a_head_lookup_has_a_third_of_the_nodes_and_matches_alone(monkeypatch, rounds):
-    """Common tokens are left to the head."""
+def test_beside_a_head_lookup_has_up_to_a_third_of_the_nodes_and_matches_alone(monkeypatch, rounds):
+    """Common tokens are left to the head, and so are the nodes for which lookup finds nothing."""
     monkeypatch.setattr(base, "ROW_BUDGETS", ((1 << 30, 19),))
-    params, begun = [SamplingParams(9)], set()
+    params, begun, of_head = [SamplingParams(9)], set(), set()
     seqs = drain(engine("eagle:head=it,tree=24,width=4,length=3+ngram"), sequences(params))
     assert outputs(seqs) == outputs(plain(params))
     assert rounds
     for text, one in rounds:
         copied = [node for node, source in enumerate(one.sources) if source == "ngram"]
-        assert (len(one.sources) - len(copied), len(copied) <= 6) == (12, True)
+        assert len(copied) <= 6
+        assert 12 <= len(one.sources) - len(copied) <= 18 - len(copied)
+        of_head.add(len(one.sources) - len(copied))
         first = {one.tokens[node] for node in copied if one.parents[node] < 0}
         assert first <= {text[place] for place in range(1, len(text)) if text[place - 1] == text[-1]}
         begun |= first
     assert begun
+    assert max(of_head) == 18
 
 
 @pytest.mark.parametrize(

@@ -302,7 +302,8 @@ def _grow(
 def _collect(seen_ptr, seen_score_ptr, sequences_ptr, stride, rank_ptr, out_ptr, least,
              SEEN: tl.constexpr, SP: tl.constexpr, MOST: tl.constexpr, SOON: tl.constexpr):  # fmt: skip
     """The draft of each sequence, out [sequences, 1 + 3 MOST]: how many nodes, then their tokens, parents and
-    probabilities (as bits): the best of all that were seen, parents first."""
+    probabilities (as bits): the best of all that were seen, the best first; a parent comes before its children, which
+    are never better."""
     seq, node = tl.program_id(0).to(tl.int64), tl.arange(0, SP)
     inside = node < SEEN
     size = tl.minimum(tl.load(sequences_ptr + _SIZE * stride + seq), MOST)
@@ -319,8 +320,7 @@ def _collect(seen_ptr, seen_score_ptr, sequences_ptr, stride, rank_ptr, out_ptr,
             score, node, tl.load(seen_score_ptr + seq * SEEN + others, mask=others < SEEN, other=float("-inf")), others
         )
     kept = (order < size) & (score > float("-inf"))
-    rank = tl.cumsum(kept.to(tl.int32), 0) - 1
-    tl.store(rank_ptr + seq * SEEN + node, rank, mask=inside)
+    tl.store(rank_ptr + seq * SEEN + node, order, mask=inside)
     tl.debug_barrier()
     above = kept & (parent >= 0)
     place = tl.load(rank_ptr + seq * SEEN + parent, mask=above, other=-1)
@@ -328,9 +328,9 @@ def _collect(seen_ptr, seen_score_ptr, sequences_ptr, stride, rank_ptr, out_ptr,
     probability = tl.exp(tl.minimum(reached - before, 0.0))
     out = out_ptr + seq * (1 + 3 * MOST)
     tl.store(out, tl.sum(kept.to(tl.int32), 0))
-    tl.store(out + 1 + rank, token, mask=kept)
-    tl.store(out + 1 + MOST + rank, place, mask=kept)
-    tl.store(out + 1 + 2 * MOST + rank, probability.to(tl.int32, bitcast=True), mask=kept)
+    tl.store(out + 1 + order, token, mask=kept)
+    tl.store(out + 1 + MOST + order, place, mask=kept)
+    tl.store(out + 1 + 2 * MOST + order, probability.to(tl.int32, bitcast=True), mask=kept)
 
 
 def states(shown: Tensor, source: Tensor, gains: Tensor | None, out: Tensor, eps: float) -> None:

@@ -54,8 +54,9 @@ _HEADER = tl.constexpr(DRAFT_HEADER)
 @triton.jit(do_not_specialize=["first", "second", "nodes"])
 def _join(first_ptr, second_ptr, whose_ptr, out_ptr, first, second, nodes, DRAWN: tl.constexpr, NP: tl.constexpr,
           SOON: tl.constexpr):  # fmt: skip
-    """A draft of up to `first` nodes and one of up to `second` as one draft: nodes of the second that the first has on
-    the same path stand there once, the others come after its nodes. DRAWN: `whose` says which one goes alone."""
+    """A draft of up to `first` nodes and one of up to `second` as one draft of up to `nodes`: nodes of the second that
+    the first has on the same path stand there once, the others come after its nodes. Where both do not fit, the last
+    nodes of the first are left out, which are its least. DRAWN: `whose` says which one goes alone."""
     begin_after(SOON)
     nearly_done(SOON)
     seq, node = tl.program_id(0), tl.arange(0, NP)
@@ -63,15 +64,16 @@ def _join(first_ptr, second_ptr, whose_ptr, out_ptr, first, second, nodes, DRAWN
     whose = seq * 0
     if DRAWN:
         whose = tl.load(whose_ptr + seq)
-    own = tl.where(whose == 2, 0, tl.minimum(tl.load(draft), first))
+    other = second_ptr + seq * (1 + 3 * second)
+    size = tl.minimum(tl.load(other, mask=second > 0, other=0), second)
+    size = tl.where(whose == 1, 0, size)
+    own = tl.where(whose == 2, 0, tl.minimum(tl.minimum(tl.load(draft), first), nodes - size))
     inside = node < own
     tokens = tl.load(draft + 1 + node, mask=inside, other=-1)
     parents = tl.load(draft + 1 + first + node, mask=inside, other=-2)
     bits = tl.load(draft + 1 + 2 * first + node, mask=inside, other=0)
-    other = second_ptr + seq * (1 + 3 * second)
     count, stands = own, tl.zeros([NP], tl.int32)  # nodes so far; where each of the second stands among them
-    size = tl.minimum(tl.load(other, mask=second > 0, other=0), second)
-    for place in range(tl.where(whose == 1, 0, size)):
+    for place in range(size):
         token, parent = tl.load(other + 1 + place), tl.load(other + 1 + second + place)
         at = tl.where(parent < 0, -1, tl.sum(tl.where(node == parent, stands, 0), 0))
         child = tl.min(tl.where((parents == at) & (tokens == token) & (node < count), node, NP), 0)

@@ -101,7 +101,7 @@ class DeviceLoop:
     @property
     def nodes(self) -> int:
         """Of the largest draft of one sequence."""
-        return sum(each.size.nodes for each in self._of(1))
+        return _nodes(self._of(1), 1)
 
     def rounds(self, seqs: Seq[Sequence], wanted: int, unread: int = 0) -> int:
         """How many rounds of these sequences fit into the context after those that are not read yet, at most `wanted`;
@@ -214,7 +214,7 @@ class DeviceLoop:
             budget, found = node_budget(count), list[Guesses]()
             alone = len(self.guessers) == 1
             second = 0 if alone else budget // (3 if budget >= MANY else 4)
-            for guesser, own in zip(self.guessers, (budget - second, second), strict=False):
+            for guesser, own in zip(self.guessers, (budget, second), strict=False):
                 guesses = guesser.guesses(count, own, alone) if own else None
                 found += [] if guesses is None else [guesses]
             self._guesses[count] = found
@@ -222,7 +222,7 @@ class DeviceLoop:
 
     def _rows(self, count: int) -> int:
         """Of a pass."""
-        return count * (1 + sum(each.size.nodes for each in self._of(count)))
+        return count * (1 + _nodes(self._of(count), count))
 
     def _ahead(self, of: Seq[Guesses], rounds: int) -> int:
         """Places of the target's cache that the rounds of a sequence may take."""
@@ -249,7 +249,7 @@ class DeviceLoop:
 
     def _make(self, count: int, longest: int, kind: _Kind) -> _Looped:
         of, device = self._of(count), self._target.device
-        nodes, depth, wide = sum(each.size.nodes for each in of), max(each.size.depth for each in of), _wide(of)
+        nodes, depth, wide = _nodes(of, count), max(each.size.depth for each in of), _wide(of)
         sizes = [len(RoundField) * count, (1 + 2 * wide) * count]
         sent = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         texts, kept = sent.split(sizes)
@@ -396,6 +396,11 @@ def _longest(seqs: Seq[Sequence]) -> int:
 def _places(count: int) -> int:
     """The number of sequences of the loop that serves `sequences`."""
     return 1 << (count - 1).bit_length()
+
+
+def _nodes(of: Seq[Guesses], count: int) -> int:
+    """Nodes of the largest draft of each of `count` sequences: those of all guessers, as far as they fit."""
+    return min(node_budget(count), sum(each.size.nodes for each in of))
 
 
 def _wide(of: Seq[Guesses]) -> int:
