@@ -153,7 +153,7 @@ def local(settings: Settings, draft: DrafterSpec | None = None) -> Local:
     for name, path in (settings.adapters or {}).items():
         store.register(name, path)
     if isinstance(loaded.model, Paged):
-        loaded.model.prepare(own.layers)
+        loaded.model.prepare(own.layers, settings.piece + settings.max_batch, bool(settings.adapters))
     engine.drafters[settings.draft] = engine.drafters[""]  # a request that names it gets the same one
     notes = [*draft_models.notes, *_unused_history(settings, spec), *(prefixes.notes if prefixes else ())]
     rule: Any = settings.rule

@@ -26,9 +26,9 @@ from outrider.drafters.heads.device_weights import DeviceWeights
 from outrider.models.base import Feed
 from outrider.models.cuda import kernels
 from outrider.models.cuda.attention import Attention, PartSums, chunk_keys
-from outrider.models.cuda.batch import FEW_ROWS, NODES, SMALL_TILE, Batch, Field
+from outrider.models.cuda.batch import FEW_ROWS, LARGE_TILE, NODES, SMALL_TILE, Batch, Field
 from outrider.models.cuda.cuts import Cuts
-from outrider.models.cuda.graphs import SHORTEST, Capture, Shape, event, pinned, shape_of
+from outrider.models.cuda.graphs import SHORTEST, Capture, Shape, event, pinned, prompt_rows, shape_of
 from outrider.models.cuda.model import PAGE, SLOTS, CudaLlama
 from outrider.models.cuda.pages import DeviceTable, PageTable
 from outrider.models.cuda.product import Around, Workspace, linear
@@ -40,6 +40,8 @@ FEWEST = 4  # rows of a graph that takes in committed tokens: this many cost no 
 SHORT = 1024  # tokens of a text up to which one program takes all its keys; one graph serves all these texts
 SHOWN = 1024  # rows of the target's states that a graph can read
 PARTS_BYTES = 16 << 20  # memory for the sums of attention over long texts: the rows of a draft are few
+# Rows of prompts that it takes in at once from which on the kernels are the same: those of 64 sequences can be many.
+PROMPT_ROWS = 5120
 SPARE = 3  # pages a sequence may hold beyond its text: a page that is not full, and its draft
 
 
@@ -346,9 +348,19 @@ class DeviceHeadRunner(ABC, Generic[G]):
         for rows in (1, FEWEST + 1, 2 * FEWEST + 1):
             for _ in range(2):
                 self.write([-1], [[0] * rows], [[(hidden, [0] * rows)]], [DraftRequest(self.shape.nodes)])
-        for take_in in (self.extend, self.read):
-            take_in([-1], [[0] * (FEW_ROWS + 1)], hidden.expand(FEW_ROWS + 1, -1, -1))
+        self.extend([-1], [[0] * (FEW_ROWS + 1)], hidden.expand(FEW_ROWS + 1, -1, -1))
         self.free(-1)
+        for rows in prompt_rows(PROMPT_ROWS):
+            for longest in (SHORTEST, self._context + NODES):
+                for tile in (self.tile, LARGE_TILE):
+                    self._read_nothing(Shape(rows, rows, longest, tile))
+
+    @torch.inference_mode()
+    def _read_nothing(self, shape: Shape) -> None:
+        """A pass over a prompt in which no row belongs to a sequence, kernel by kernel."""
+        table = torch.zeros(len(Field) + 1, shape.rows, dtype=torch.int32, device=self.device)
+        table[Field.SLOT] = self.padding
+        self.take_in(None, self._sequences(1), table, shape, self._shown)
 
 
 @dataclass(eq=False)

@@ -21,13 +21,25 @@ from outrider.core.errors import OutriderError
 from outrider.core.params import SamplingParams
 from outrider.core.sequence import Scope
 from outrider.models.adapters.adapter import Adapter
-from outrider.models.base import Feed, Output, Outputs, WrittenTokens
+from outrider.models.base import Feed, Output, Outputs, WrittenTokens, one_part
 from outrider.models.cuda import kernels, rejection
 from outrider.models.cuda.adapters import AdapterPool
 from outrider.models.cuda.attention import chunk_keys
-from outrider.models.cuda.batch import FEW_ROWS, NODES, SMALL_TILE, Batch, Field
+from outrider.models.cuda.batch import FEW_ROWS, LARGE_TILE, NODES, SMALL_TILE, Batch, Field
 from outrider.models.cuda.cuts import Cuts
-from outrider.models.cuda.graphs import GIB, ROWS, SHORTEST, DevicePass, Passes, Shape, event, pinned, reach, shape_of
+from outrider.models.cuda.graphs import (
+    GIB,
+    ROWS,
+    SHORTEST,
+    DevicePass,
+    Passes,
+    Shape,
+    event,
+    pinned,
+    prompt_rows,
+    reach,
+    shape_of,
+)
 from outrider.models.cuda.looped import LoopedPass
 from outrider.models.cuda.low_rank import LowRankSum
 from outrider.models.cuda.pages import DeviceTable, PageTable
@@ -42,9 +54,17 @@ GREEDY = SamplingParams()
 SLOTS = 4096  # sequences at once: twice the largest max_batch (settings.MOST_BATCH), as that many may be paused
 
 
-# Rows and tokens up to which passes have their graphs from the beginning: one sequence with a draft of 16 nodes in a
-# chat of usual length. 36 graphs; each takes a request that meets it first about 10 ms on an H200.
-PREPARED_ROWS, PREPARED_LENGTHS = 20, (256, 512, 1024)
+# Tokens up to which passes of few rows have their graphs from the beginning: chats of usual length. 51 graphs; each
+# takes a request that meets it first about 10 ms on an H200.
+PREPARED_LENGTHS = (256, 512, 1024)
+PROMPT_ROWS = 576  # of the largest pass with a prompt, by default: a chunk of it, and tokens of 64 others
+# Texts of one chunk of keys, and of several: their attention has kernels of its own.
+PROMPT_LENGTHS = (256, 1024)
+# Requests of each kind whose tokens the device chooses by kernels of its own: whether by rejection's draws.
+SAMPLED = (
+    (SamplingParams(temperature=1.0), False),
+    (SamplingParams(temperature=1.0, top_p=0.9), True),
+)
 
 
 class CudaLlama(ReadableWeights):
@@ -174,19 +194,54 @@ class CudaLlama(ReadableWeights):
         self._adapters.release(ready.weights)
 
     @torch.inference_mode()
-    def prepare(self, layers: Sequence[int] = ()) -> None:
-        """Capture the graphs of small passes now, so that no request waits for them. `layers`: as of `forward`. Those
-        with adapters too, where there are some already."""
+    def prepare(self, layers: Sequence[int] = (), rows: int = PROMPT_ROWS, adapted: bool = False) -> None:
+        """Compile all kernels now, and capture the graphs of small passes, so that no request waits for them. Kernels
+        of passes with adapters too, where there are some already."""
+        if adapted:
+            self._adapters.allocate()
+        for with_adapters in (False, True)[: 1 + self._adapters.used]:
+            for longest in (size for size in PREPARED_LENGTHS if size <= self.context):
+                for few in (few for few in ROWS if few <= FEW_ROWS):
+                    self._capture(Shape(few, few, longest, self._small_tile, tuple(layers), with_adapters))
+            for many in prompt_rows(rows):
+                for longest in PROMPT_LENGTHS:
+                    for tile in (self._small_tile, LARGE_TILE):
+                        self._compile(Shape(many, many, longest, tile, tuple(layers), with_adapters))
+        self._compile_choices()
+
+    @property
+    def _small_tile(self) -> int:
         group = self.config.num_heads // self.config.num_kv_heads
-        tile = max(SMALL_TILE, 1 << (group - 1).bit_length())
-        for longest in (size for size in PREPARED_LENGTHS if size <= self.context):
-            for rows in (rows for rows in ROWS if rows <= PREPARED_ROWS):
-                for adapted in (False, True)[: 1 + self._adapters.used]:
-                    self._capture(Shape(rows, rows, longest, tile, tuple(layers), adapted))
+        return max(SMALL_TILE, 1 << (group - 1).bit_length())
 
     def _capture(self, shape: Shape) -> None:
         """A pass in which no row belongs to a sequence, until it has its graph."""
         run = self._passes.of(shape)
+        self._send_nothing(run)
+        while self._passes.is_first(run):
+            self._passes.run(run, self._compute)
+
+    def _compile(self, shape: Shape) -> None:
+        """The same once, and the logits of as many rows as have kernels of their own."""
+
+        def compute(run: DevicePass) -> None:
+            self._send_nothing(run)
+            self._compute(run)
+            for judged in (1, FEW_ROWS // 2, FEW_ROWS, FEW_ROWS + 1):
+                self._output(run, torch.zeros(judged, dtype=torch.int64, device=self.device))
+
+        self._passes.compile(shape, compute)
+
+    def _compile_choices(self) -> None:
+        """A sequence writes a token by itself, in each of the ways in which tokens are chosen."""
+        dice = [Dice(0)]
+        for given, params, draws in ((None, GREEDY, False), *((dice, *each) for each in SAMPLED)):
+            for _ in self.write([-1], [0], given or [None], [params], one_part(1), lambda: None, draws=[draws]):
+                pass
+            self.free(-1)
+
+    def _send_nothing(self, run: DevicePass) -> None:
+        """Tables in which no row belongs to a sequence."""
         self._sent.synchronize()
         run.fields[:] = 0
         run.fields[Field.SLOT] = self._pages.padding
@@ -194,8 +249,6 @@ class CudaLlama(ReadableWeights):
         if run.adapters is not None:
             run.adapters.send((), ())
         self._sent.record()
-        while self._passes.is_first(run):
-            self._passes.run(run, self._compute)
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], layers: Sequence[int] = ()) -> Sequence[Output]:
@@ -339,8 +392,7 @@ class CudaLlama(ReadableWeights):
         writes. `moves`: nodes of a sequence that can be kept. `adapted`: whether sequences have adapters. `cuts`: of
         the sequences, if any have some."""
         rows, device = sequences * (1 + nodes), self.device
-        group = self.config.num_heads // self.config.num_kv_heads
-        tile = max(SMALL_TILE, 1 << (group - 1).bit_length())
+        tile, group = self._small_tile, self.config.num_heads // self.config.num_kv_heads
         run = self._passes.of(Shape(rows, rows, reach(longest, self.context), tile, tuple(layers), adapted))
         every = torch.arange(rows, device=device)
 

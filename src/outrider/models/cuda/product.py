@@ -100,7 +100,7 @@ def _squares(squares_ptr, stride, rows, count, STRIPS: tl.constexpr, MOST: tl.co
     return tl.load(squares_ptr + strip[:, None] * stride + rows[None, :], mask=wanted, other=0.0, cache_modifier=PAST)
 
 
-@triton.jit(do_not_specialize=["count", "tiles"])
+@triton.jit(do_not_specialize=["pages_stride", "meta_stride", "count", "tiles"])
 def _few(
     x_ptr, w_ptr, bias_ptr, squares_ptr, scale_ptr, out_ptr, gain_ptr, next_ptr, part_ptr, done_ptr,
     inner_ptr, b_ptr, units_ptr, firsts_ptr, counts_ptr, a_ptr, order_ptr, tiles_ptr, tickets_ptr,
@@ -366,7 +366,7 @@ def _strip_sums(x, BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr):
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _scales(squares_ptr, scale_ptr, count, squares_stride, eps, STRIPS: tl.constexpr, MOST: tl.constexpr,
             K: tl.constexpr, ROWS: tl.constexpr, SOON: tl.constexpr):  # fmt: skip
     """scale [R] of the norm that reads the residual next."""
