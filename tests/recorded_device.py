@@ -19,7 +19,7 @@ HOPPER = GPUTarget("cuda", 90, 32)
 
 
 class Launches:
-    """Keys of kernels, and how many graphs were captured. `loading`: until it is set to False, keys are prepared."""
+    """Keys of kernels, and how many graphs were captured."""
 
     def __init__(self):
         self.keys = {}  # key: the kernel's name

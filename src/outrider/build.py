@@ -20,6 +20,7 @@ from outrider.backends.local import MOST_WITH_WEIGHTS, Local
 from outrider.core.errors import OutriderError
 from outrider.drafters import DrafterSpec
 from outrider.drafters.base import BuildContext, Drafter, RetokenizedModel
+from outrider.drafters.draft_model import READ_AT_ONCE
 from outrider.drafters.heads.adapted import with_heads
 from outrider.drafters.history.store import HistoryStore
 from outrider.engine.cost import measured
@@ -253,6 +254,8 @@ class DraftModels:
             self.notes.append(f"{name} has another vocabulary than {self._name}: it guesses through text")
         else:
             check_vocabularies(self._target, other, name)
+        if isinstance(other.model, Paged):
+            other.model.prepare(rows=READ_AT_ONCE)
         return other.model
 
 

@@ -194,8 +194,8 @@ def _only_drawn(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of each sequence whose draft is drawn: the token that was drawn after its first row is the only likely one, with
-    the probability that is stated for it. So the draft grows as a chain, always in the first row. A sequence has as many
-    `sums`, one of each part of its rows, and `choices`."""
+    the probability that is stated for it. So the draft grows as a chain, always in the first row. A sequence has `sums`
+    parts of rows, and `choices` in them."""
     seq = tl.program_id(0)
     if tl.load(whose_ptr + seq) == own:
         stated = tl.log(tl.load(stated_ptr + seq))

@@ -27,6 +27,7 @@ from outrider.models.base import Feed
 from outrider.models.cuda import kernels
 from outrider.models.cuda.attention import Attention, PartSums, chunk_keys
 from outrider.models.cuda.batch import FEW_ROWS, LARGE_TILE, NODES, SMALL_TILE, Batch, Field
+from outrider.models.cuda.compiling import compile_first, is_noting
 from outrider.models.cuda.cuts import Cuts
 from outrider.models.cuda.graphs import SHORTEST, Capture, Shape, event, pinned, prompt_rows, shape_of
 from outrider.models.cuda.model import PAGE, SLOTS, CudaLlama
@@ -84,6 +85,7 @@ class DeviceHeadRunner(ABC, Generic[G]):
         self._sent, self._done = event(self.device), event(self.device)
         self._drafted: dict[int, int] = {}  # rows after those committed, of drafts that the host looks on
         if self.device.type == "cuda":
+            compile_first(self._warm_up, self.device)
             self._warm_up()
 
     @abstractmethod
@@ -290,7 +292,10 @@ class DeviceHeadRunner(ABC, Generic[G]):
         self.take_in(group, sequences, table, shape, shown)
 
     def launch(self, key: Hashable, compute: Callable[[], None]) -> None:
-        """Kernel by kernel the first time, which also compiles what is new; then as a graph."""
+        """Kernel by kernel the first time; then as a graph."""
+        if is_noting():
+            compute()
+            return
         launched = self._graphs.setdefault(key, _Launched())
         if launched.graph is None and launched.before and self.device.type == "cuda":
             launched.graph = self._capture(compute)

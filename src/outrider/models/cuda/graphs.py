@@ -22,6 +22,7 @@ from outrider.models.cuda import kernels
 from outrider.models.cuda.adapters import AdapterPool, PassAdapters
 from outrider.models.cuda.attention import Attention, PartSums, chunk_keys
 from outrider.models.cuda.batch import FEW_ROWS, NODES, Batch, Field
+from outrider.models.cuda.compiling import is_noting
 from outrider.models.cuda.product import Workspace
 from outrider.models.llama import LlamaConfig
 
@@ -164,6 +165,9 @@ class Passes:
     def run(self, one: DevicePass, compute: Callable[[DevicePass], None]) -> None:
         """Kernel by kernel the first time, which also compiles what is new; from the second time on as a graph: a shape
         that never comes again is not worth one."""
+        if is_noting():
+            compute(one)
+            return
         with self._fitting(one.rows):
             if one.graph is None and one.used and self._captures(one):
                 one.graph = self._capture(partial(compute, one))

@@ -183,7 +183,7 @@ def mix64(x):
     return x ^ (x >> 31)
 
 
-@triton.jit(do_not_specialize_on_alignment=["out_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["position_ptr", "out_ptr"])
 def _choose(
     logits_ptr, key_ptr, position_ptr, temperature_ptr, out_ptr, size, CUT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

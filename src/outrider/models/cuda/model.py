@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, product
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from outrider.models.cuda import kernels, rejection
 from outrider.models.cuda.adapters import AdapterPool
 from outrider.models.cuda.attention import chunk_keys
 from outrider.models.cuda.batch import FEW_ROWS, LARGE_TILE, NODES, SMALL_TILE, Batch, Field
+from outrider.models.cuda.compiling import compile_first
 from outrider.models.cuda.cuts import Cuts
 from outrider.models.cuda.graphs import (
     GIB,
@@ -57,9 +58,12 @@ SLOTS = 4096  # sequences at once: twice the largest max_batch (settings.MOST_BA
 # Tokens up to which passes of few rows have their graphs from the beginning: chats of usual length. 51 graphs; each
 # takes a request that meets it first about 10 ms on an H200.
 PREPARED_LENGTHS = (256, 512, 1024)
-PROMPT_ROWS = 576  # of the largest pass with a prompt, by default: a chunk of it, and tokens of 64 others
-# Texts of one chunk of keys, and of several: their attention has kernels of its own.
-PROMPT_LENGTHS = (256, 1024)
+# Rows up to which kernels are compiled from the beginning, at least: 64 sequences with drafts of 15 nodes that the host
+# looks at.
+COMPILED_ROWS = 1024
+# Texts of one chunk of keys, and of several: their attention has kernels of its own. Of few rows all kernels are among
+# those of passes of as many.
+PROMPT_LENGTHS, FEW_KINDS = (256, 1024), (1, 16, 32, 64)
 # Requests of each kind whose tokens the device chooses by kernels of its own: whether by rejection's draws.
 SAMPLED = (
     (SamplingParams(temperature=1.0), False),
@@ -194,20 +198,28 @@ class CudaLlama(ReadableWeights):
         self._adapters.release(ready.weights)
 
     @torch.inference_mode()
-    def prepare(self, layers: Sequence[int] = (), rows: int = PROMPT_ROWS, adapted: bool = False) -> None:
+    def prepare(self, layers: Sequence[int] = (), rows: int = 0, adapted: bool = False) -> None:
         """Compile all kernels now, and capture the graphs of small passes, so that no request waits for them. Kernels
         of passes with adapters too, where there are some already."""
         if adapted:
             self._adapters.allocate()
-        for with_adapters in (False, True)[: 1 + self._adapters.used]:
-            for longest in (size for size in PREPARED_LENGTHS if size <= self.context):
-                for few in (few for few in ROWS if few <= FEW_ROWS):
-                    self._capture(Shape(few, few, longest, self._small_tile, tuple(layers), with_adapters))
-            for many in prompt_rows(rows):
-                for longest in PROMPT_LENGTHS:
-                    for tile in (self._small_tile, LARGE_TILE):
-                        self._compile(Shape(many, many, longest, tile, tuple(layers), with_adapters))
-        self._compile_choices()
+        kinds = [(tuple(layers), each) for each in (False, True)[: 1 + self._adapters.used]]
+        lengths, tile = [size for size in PREPARED_LENGTHS if size <= self.context], self._small_tile
+        few = [
+            Shape(count, count, longest, tile, *kind)
+            for kind, longest, count in product(kinds, lengths, (count for count in ROWS if count <= FEW_ROWS))
+        ]
+        many = [
+            Shape(count, count, longest, size, *kind)
+            for kind, longest, count, size in product(
+                kinds, PROMPT_LENGTHS, prompt_rows(max(rows, COMPILED_ROWS)), (tile, LARGE_TILE)
+            )
+        ]
+        told_apart = [shape for shape in few if shape.rows in FEW_KINDS and shape.longest in PROMPT_LENGTHS]
+        compile_first(partial(self._run_each, [*told_apart, *many]), self.device)
+        for shape in few:
+            self._capture(shape)
+        self._run_each(many)
 
     @property
     def _small_tile(self) -> int:
@@ -221,19 +233,19 @@ class CudaLlama(ReadableWeights):
         while self._passes.is_first(run):
             self._passes.run(run, self._compute)
 
-    def _compile(self, shape: Shape) -> None:
-        """The same once, and the logits of as many rows as have kernels of their own."""
+    @torch.inference_mode()
+    def _run_each(self, shapes: Sequence[Shape]) -> None:
+        """Such passes once, kernel by kernel, with the logits of as many rows as have kernels of their own; then a
+        sequence writes a token by itself, in each of the ways in which tokens are chosen."""
 
         def compute(run: DevicePass) -> None:
             self._send_nothing(run)
             self._compute(run)
-            for judged in (1, FEW_ROWS // 2, FEW_ROWS, FEW_ROWS + 1):
+            for judged in (*FEW_KINDS, FEW_ROWS + 1):
                 self._output(run, torch.zeros(judged, dtype=torch.int64, device=self.device))
 
-        self._passes.compile(shape, compute)
-
-    def _compile_choices(self) -> None:
-        """A sequence writes a token by itself, in each of the ways in which tokens are chosen."""
+        for shape in shapes:
+            self._passes.compile(shape, compute)
         dice = [Dice(0)]
         for given, params, draws in ((None, GREEDY, False), *((dice, *each) for each in SAMPLED)):
             for _ in self.write([-1], [0], given or [None], [params], one_part(1), lambda: None, draws=[draws]):

@@ -61,7 +61,8 @@ def _inside(weights, column, point):
 
 
 @triton.jit(
-    do_not_specialize=["size", "each", "most", "header", "depth"], do_not_specialize_on_alignment=["out_ptr"]
+    do_not_specialize=["size", "each", "most", "header", "depth"],
+    do_not_specialize_on_alignment=["position_ptr", "out_ptr"],
 )
 def _verify(
     logits_ptr, key_ptr, position_ptr, heat_ptr, draft_ptr, law_ptr, whose_ptr, out_ptr,
