@@ -11,11 +11,12 @@ from pool_adapters import lora
 from recorded_device import recorded_device
 
 from outrider import drafters
-from outrider.bench.gpu_shapes import EPS, SHAPES, random_eagle
+from outrider.bench.gpu_shapes import EPS, SHAPES, head_sizes, random_eagle, read_layers
 from outrider.core.dice import Dice
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext
+from outrider.drafters.block.head import BlockConfig, BlockHead
 from outrider.drafters.draft_model import READ_AT_ONCE
 from outrider.drafters.history.store import HistoryStore
 from outrider.drafters.medusa.head import MedusaConfig, MedusaHead
@@ -49,6 +50,7 @@ SPECS = {
     "eagle": "eagle:head=it",
     "eagle:tree=31": "eagle:head=it,tree=31",
     "auto": "auto:head=it",
+    "block": "block:head=slots,tree=16",
     "draft_model": "draft_model:model=small",
 }
 
@@ -78,6 +80,9 @@ def heads(spec):
         medusa = MedusaHead(MedusaConfig(SHAPE.hidden, SHAPE.vocab, few, 3), torch.arange(few))
         medusa.tree = ((0,), (1,), (0, 0), (0, 1), (0, 0, 0))
         return {"three": medusa.requires_grad_(False)}
+    if "slots" in spec:
+        config = BlockConfig(*head_sizes(SHAPE), read_layers(SHAPE, 3), context=SHAPE.context)
+        return {"slots": BlockHead(config, torch.arange(SHAPE.draft_vocab)).requires_grad_(False)}
     return {"it": random_eagle(SHAPE)} if "it" in spec else {}
 
 
@@ -93,7 +98,7 @@ class Requests:
 
     def __init__(self, launches, spec, adapted=False):
         self._launches, self.model = launches, model(SHAPE)
-        given = dict(heads=heads(spec), histories=HistoryStore(1 << 12), cache_bytes=1 << 26)
+        given = dict(heads=heads(spec), histories=HistoryStore(1 << 12), cache_bytes=1 << 28)
         self._drafter = drafters.build(spec, BuildContext(self.model, draft_model, **given))
         if adapted:
             self.model.reserve_adapters(1 << 26)

@@ -32,7 +32,7 @@ from outrider.models.cuda.cuts import Cuts
 from outrider.models.cuda.graphs import SHORTEST, Capture, Shape, event, pinned, prompt_rows, shape_of
 from outrider.models.cuda.model import PAGE, SLOTS, CudaLlama
 from outrider.models.cuda.pages import DeviceTable, PageTable
-from outrider.models.cuda.product import Around, Workspace, linear
+from outrider.models.cuda.product import Around, Workspace, linear, rows_of_largest_tile
 from outrider.models.cuda.rejection import ChainDraws
 from outrider.models.cuda.rotary import HeadPlaces
 
@@ -41,8 +41,6 @@ FEWEST = 4  # rows of a graph that takes in committed tokens: this many cost no 
 SHORT = 1024  # tokens of a text up to which one program takes all its keys; one graph serves all these texts
 SHOWN = 1024  # rows of the target's states that a graph can read
 PARTS_BYTES = 16 << 20  # memory for the sums of attention over long texts: the rows of a draft are few
-# Rows of prompts that it takes in at once from which on the kernels are the same: those of 64 sequences can be many.
-PROMPT_ROWS = 5120
 SPARE = 3  # pages a sequence may hold beyond its text: a page that is not full, and its draft
 
 
@@ -355,7 +353,7 @@ class DeviceHeadRunner(ABC, Generic[G]):
                 self.write([-1], [[0] * rows], [[(hidden, [0] * rows)]], [DraftRequest(self.shape.nodes)])
         self.extend([-1], [[0] * (FEW_ROWS + 1)], hidden.expand(FEW_ROWS + 1, -1, -1))
         self.free(-1)
-        for rows in prompt_rows(PROMPT_ROWS):
+        for rows in prompt_rows(rows_of_largest_tile(self.sizes.hidden_size)):  # those of 64 prompts can be many
             for longest in (SHORTEST, self._context + NODES):
                 for tile in (self.tile, LARGE_TILE):
                     self._read_nothing(Shape(rows, rows, longest, tile))

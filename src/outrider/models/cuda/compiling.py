@@ -40,8 +40,8 @@ def compile_first(work: Callable[[], None], device: torch.device) -> None:
             work()
 
         def compiled(each: tuple[str, JITFunction]) -> None:
-            torch.cuda.set_device(device)  # of this thread
             with suppress(Exception):  # its launch will compile it once more, and tell
+                torch.cuda.set_device(device)  # of this thread
                 each[1].preload(each[0])
 
         with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0)))) as pool:

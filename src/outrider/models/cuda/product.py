@@ -458,6 +458,12 @@ def tile_for(rows: int, size: int, gate: bool, split: int, width: int, wide: boo
     return fitting[-1]
 
 
+def rows_of_largest_tile(size: int) -> int:
+    """From which on products with `size` outputs or more have the largest tile, however many rows there are."""
+    tile = TILES[0]
+    return tile.rows * triton.cdiv(PROCESSORS * 3 // 4, triton.cdiv(size, tile.outputs))
+
+
 class Workspace:
     """What the kernels of a pass hand to each other, for up to `rows` rows."""
 
