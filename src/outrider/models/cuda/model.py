@@ -26,7 +26,7 @@ from outrider.models.cuda import kernels, rejection
 from outrider.models.cuda.adapters import AdapterPool
 from outrider.models.cuda.attention import chunk_keys
 from outrider.models.cuda.batch import FEW_ROWS, LARGE_TILE, NODES, SMALL_TILE, Batch, Field
-from outrider.models.cuda.compiling import compile_first
+from outrider.models.cuda.compiling import compile_first, is_noting
 from outrider.models.cuda.cuts import Cuts
 from outrider.models.cuda.graphs import (
     GIB,
@@ -477,8 +477,10 @@ class CudaLlama(ReadableWeights):
         kernels.embed(run.meta[Field.TOKEN], table, self._layers[0].attention_norm, run.x, work)
         q = torch.empty(rows, config.num_heads, config.head_dim, dtype=self.dtype, device=self.device)
         mixed = torch.empty_like(q)
+        different = 2 if is_noting() else self.num_layers  # the kernels of the second layer are those of all others
         for index in range(self.num_layers):
-            self._layer(index, run, q, mixed)
+            if index < different:
+                self._layer(index, run, q, mixed)
             if index in run.layers:
                 assert run.hidden is not None
                 kernels.keep(run.x, run.hidden[:, run.layers.index(index)])
