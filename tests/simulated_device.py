@@ -107,7 +107,7 @@ class SimulatedDevice:
     def forget_prefixes(self):
         self._known.clear()
 
-    def prepare(self, layers=()): ...
+    def prepare(self, layers=(), rows=0, adapted=False): ...
 
     def write(self, ids, last, dice, params, plan, wait, layers=(), adapters=(), draws=()):
         parts = collections.deque()
@@ -141,7 +141,7 @@ class SimulatedLoop:
         self.device, self.head, self.rate, self._cold = device, head, rate, cold
         self.guessers, self.rounds_run, self._chance = [head], 0, random.Random(1)
 
-    def prepare(self, count): ...
+    def prepare(self, counts): ...
 
     def rounds(self, seqs, wanted, unread=0):
         return wanted

@@ -20,6 +20,7 @@ from outrider.backends.local import MOST_WITH_WEIGHTS, Local
 from outrider.core.errors import OutriderError
 from outrider.drafters import DrafterSpec
 from outrider.drafters.base import BuildContext, Drafter, RetokenizedModel
+from outrider.drafters.draft_model import READ_AT_ONCE
 from outrider.drafters.heads.adapted import with_heads
 from outrider.drafters.history.store import HistoryStore
 from outrider.engine.cost import measured
@@ -153,7 +154,7 @@ def local(settings: Settings, draft: DrafterSpec | None = None) -> Local:
     for name, path in (settings.adapters or {}).items():
         store.register(name, path)
     if isinstance(loaded.model, Paged):
-        loaded.model.prepare(own.layers)
+        loaded.model.prepare(own.layers, settings.piece + settings.max_batch, bool(settings.adapters))
     engine.drafters[settings.draft] = engine.drafters[""]  # a request that names it gets the same one
     notes = [*draft_models.notes, *_unused_history(settings, spec), *(prefixes.notes if prefixes else ())]
     rule: Any = settings.rule
@@ -253,6 +254,8 @@ class DraftModels:
             self.notes.append(f"{name} has another vocabulary than {self._name}: it guesses through text")
         else:
             check_vocabularies(self._target, other, name)
+        if isinstance(other.model, Paged):
+            other.model.prepare(rows=READ_AT_ONCE)
         return other.model
 
 

@@ -177,8 +177,9 @@ def one_part(steps: int) -> Callable[[int], int]:
 class Paged(SharesPrefixes, Protocol):
     """Such a model on a device of its own, which can also write by itself."""
 
-    def prepare(self, layers: Sequence[int] = ()) -> None:
-        """Do now what the first small passes would wait for. `layers`: as of `forward`."""
+    def prepare(self, layers: Sequence[int] = (), rows: int = 0, adapted: bool = False) -> None:
+        """Do now what the first passes would wait for. `layers`: as of `forward`. `rows`: of the largest pass with a
+        prompt. `adapted`: whether adapters will come."""
         ...
 
     def write(

@@ -23,6 +23,7 @@ from outrider.models.cuda.rejection import ChainDraws
 
 COMPARED = 32  # nodes that every node is compared with at once, where the best are chosen: more do not fit registers
 PART = 2048  # logits that one program looks through for the likeliest
+DRAWN_BLOCK = 1024  # choices of a drawn draft that are written at once
 NEVER = -1e9  # the logarithm of probability 0, finite so that sums of it are no NaN
 LEAST = 1e-6  # probability to be reached below which a node is never part of a draft
 
@@ -97,7 +98,7 @@ def _states(shown_ptr, source_ptr, gain_ptr, out_ptr, size, eps, LAYERS: tl.cons
     tl.store(out_ptr + (row * LAYERS + layer) * size + column, x, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["token_ptr", "source_ptr"])
 def _enter(token_ptr, table_ptr, state_ptr, source_ptr, embed_gain_ptr, state_gain_ptr, x_ptr, out_ptr, size, eps,
            REPLACES: tl.constexpr, BLOCK: tl.constexpr, SOON: tl.constexpr):  # fmt: skip
     """What the first layer reads of a row, out [R, 2 size]: its token's embedding and the state before it, both normed.
@@ -117,7 +118,7 @@ def _enter(token_ptr, table_ptr, state_ptr, source_ptr, embed_gain_ptr, state_ga
     tl.store(x_ptr + row * size + column, normed if REPLACES else state, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _finish(x_ptr, sequences_ptr, stride, gain_ptr, state_ptr, normed_ptr, size, eps, LAST: tl.constexpr,
             OUTPUT: tl.constexpr, BLOCK: tl.constexpr, SOON: tl.constexpr):  # fmt: skip
     """The last norm of some rows of x, and the state that the next stage reads of them. LAST: of each sequence's last
@@ -147,7 +148,7 @@ def _scores(x, token, temperature, position, key_low, key_high):
     return (x / temperature - tl.log(tl.maximum(noise, 1e-30))) / _BLUR
 
 
-@triton.jit(do_not_specialize=["stage", "slots"])
+@triton.jit(do_not_specialize=["slots", "stride", "stage"])
 def _likeliest(
     logits_ptr, slots_ptr, slots_stride, slots, ids_ptr, sequences_ptr, stride, most_ptr, sum_ptr, value_ptr, index_ptr,
     size, sharpness, stage,
@@ -187,22 +188,25 @@ def _likeliest(
         x = tl.where(column == where, float("-inf"), x)
 
 
-@triton.jit(do_not_specialize=["own"])
+@triton.jit(do_not_specialize=["own", "sums", "choices"])
 def _only_drawn(
-    drawn_ptr, stated_ptr, place_ptr, whose_ptr, own, most_ptr, sum_ptr, value_ptr, index_ptr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, AP: tl.constexpr,
+    drawn_ptr, stated_ptr, place_ptr, whose_ptr, own, most_ptr, sum_ptr, value_ptr, index_ptr, sums, choices,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of each sequence whose draft is drawn: the token that was drawn after its first row is the only likely one, with
-    the probability that is stated for it. So the draft grows as a chain, always in the first row."""
-    seq, place = tl.program_id(0), tl.arange(0, AP)
+    the probability that is stated for it. So the draft grows as a chain, always in the first row. A sequence has `sums`
+    parts of rows, and `choices` in them."""
+    seq = tl.program_id(0)
     if tl.load(whose_ptr + seq) == own:
-        most, sums = most_ptr + seq * ROWS * PARTS + place, sum_ptr + seq * ROWS * PARTS + place
-        values, inside = value_ptr + seq * ROWS * PARTS * WIDTH + place, place < ROWS * PARTS * WIDTH
-        tl.store(values, tl.where(place == 0, tl.log(tl.load(stated_ptr + seq)), float("-inf")), mask=inside)
-        tl.store(most, tl.where(place == 0, 0.0, float("-inf")), mask=place < ROWS * PARTS)
-        tl.store(sums, tl.where(place == 0, 1.0, 0.0), mask=place < ROWS * PARTS)
+        stated = tl.log(tl.load(stated_ptr + seq))
+        for begin in range(0, choices, BLOCK):
+            place = begin + tl.arange(0, BLOCK)
+            values, inside = tl.where(place == 0, stated, float("-inf")), place < sums
+            tl.store(value_ptr + seq * choices + place, values, mask=place < choices)
+            tl.store(most_ptr + seq * sums + place, tl.where(place == 0, 0.0, float("-inf")), mask=inside)
+            tl.store(sum_ptr + seq * sums + place, tl.where(place == 0, 1.0, 0.0), mask=inside)
         index = tl.load(place_ptr + tl.load(drawn_ptr + seq))
-        tl.store(index_ptr + seq * ROWS * PARTS * WIDTH, tl.maximum(index, 0))
+        tl.store(index_ptr + seq * choices, tl.maximum(index, 0))
 
 
 @triton.jit
@@ -219,7 +223,10 @@ def _of(values, wanted, count):
     return tl.sum(tl.where(wanted[:, None] == count[None, :], values[None, :], 0), 1)
 
 
-@triton.jit(do_not_specialize=["stage", "offset"])
+@triton.jit(
+    do_not_specialize=["stride", "table_stride", "stage", "offset"],
+    do_not_specialize_on_alignment=["old_ptr", "old_score_ptr", "new_ptr", "new_score_ptr"],
+)
 def _grow(
     most_ptr, sum_ptr, value_ptr, index_ptr, ids_ptr, sequences_ptr, stride,
     old_ptr, old_score_ptr, new_ptr, new_score_ptr, table_stride, seen_ptr, seen_score_ptr, stage, offset,
@@ -298,15 +305,15 @@ def _grow(
     tl.store(new_score_ptr + seq * WIDTH + place, _of(score, place, rank), mask=inside)
 
 
-@triton.jit
-def _collect(seen_ptr, seen_score_ptr, sequences_ptr, stride, rank_ptr, out_ptr, least,
-             SEEN: tl.constexpr, SP: tl.constexpr, MOST: tl.constexpr, SOON: tl.constexpr):  # fmt: skip
-    """The draft of each sequence, out [sequences, 1 + 3 MOST]: how many nodes, then their tokens, parents and
+@triton.jit(do_not_specialize=["stride", "most"])
+def _collect(seen_ptr, seen_score_ptr, sequences_ptr, stride, rank_ptr, out_ptr, least, most,
+             SEEN: tl.constexpr, SP: tl.constexpr, SOON: tl.constexpr):  # fmt: skip
+    """The draft of each sequence, out [sequences, 1 + 3 most]: how many nodes, then their tokens, parents and
     probabilities (as bits): the best of all that were seen, the best first; a parent comes before its children, which
     are never better."""
     seq, node = tl.program_id(0).to(tl.int64), tl.arange(0, SP)
     inside = node < SEEN
-    size = tl.minimum(tl.load(sequences_ptr + _SIZE * stride + seq), MOST)
+    size = tl.minimum(tl.load(sequences_ptr + _SIZE * stride + seq), most)
     begin_after(SOON)
     nearly_done(SOON)
     reached = tl.load(seen_score_ptr + seq * SEEN + node, mask=inside, other=float("-inf"))
@@ -326,11 +333,11 @@ def _collect(seen_ptr, seen_score_ptr, sequences_ptr, stride, rank_ptr, out_ptr,
     place = tl.load(rank_ptr + seq * SEEN + parent, mask=above, other=-1)
     before = tl.load(seen_score_ptr + seq * SEEN + parent, mask=above, other=0.0)
     probability = tl.exp(tl.minimum(reached - before, 0.0))
-    out = out_ptr + seq * (1 + 3 * MOST)
+    out = out_ptr + seq * (1 + 3 * most)
     tl.store(out, tl.sum(kept.to(tl.int32), 0))
     tl.store(out + 1 + order, token, mask=kept)
-    tl.store(out + 1 + MOST + order, place, mask=kept)
-    tl.store(out + 1 + 2 * MOST + order, probability.to(tl.int32, bitcast=True), mask=kept)
+    tl.store(out + 1 + most + order, place, mask=kept)
+    tl.store(out + 1 + 2 * most + order, probability.to(tl.int32, bitcast=True), mask=kept)
 
 
 def states(shown: Tensor, source: Tensor, gains: Tensor | None, out: Tensor, eps: float) -> None:
@@ -425,16 +432,16 @@ class Growth:
         rows = len(logits) // self.sequences
         first, added = logits.view(self.sequences, rows, -1)[:, 0], None if slots is None else slots[:, stage]
         chains.draw(stage, first, self._drawn, self._stated, self._places, added)
+        sums = rows * self._parts
         _only_drawn[(self.sequences,)](
             self._drawn, self._stated, self._places, chains.whose, chains.own, self._most_of, self._sum_of,
-            self._values, self._indices, rows, self.width, self._parts,
-            triton.next_power_of_2(rows * self.width * self._parts), num_warps=4,
+            self._values, self._indices, sums, sums * self.width, DRAWN_BLOCK, num_warps=4,
         )  # fmt: skip
 
     def collect(self, sequences: Tensor, stop: float) -> None:
         soon = early(sequences.device)
         _collect[(self.sequences,)](
             self._seen, self._seen_scores, sequences, sequences.stride(0), self._ranks, self.found,
-            math.log(max(stop, LEAST)), self._count, triton.next_power_of_2(self._count), self._most, soon,
+            math.log(max(stop, LEAST)), self._most, self._count, triton.next_power_of_2(self._count), soon,
             num_warps=8, launch_pdl=soon,
         )  # fmt: skip

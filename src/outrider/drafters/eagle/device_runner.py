@@ -131,7 +131,9 @@ class DeviceRunner(DeviceHeadRunner[EagleGroup]):
         work = self.workspace(rows)
         state = self.empty(rows, config.hidden_size)
         linear(joined, weights.fc.weight, weights.fc.bias, state, work)
-        itself = self._itself if rows <= len(self._itself) else torch.arange(rows, device=self.device)
+        itself = self._itself
+        if rows > len(itself):
+            itself = torch.arange(rows, dtype=itself.dtype, device=self.device)
         x = self._run(table, itself, state, self.attention(shape), work)
         if group is None:
             return

@@ -26,12 +26,13 @@ from outrider.drafters.heads.device_weights import DeviceWeights
 from outrider.models.base import Feed
 from outrider.models.cuda import kernels
 from outrider.models.cuda.attention import Attention, PartSums, chunk_keys
-from outrider.models.cuda.batch import FEW_ROWS, NODES, SMALL_TILE, Batch, Field
+from outrider.models.cuda.batch import FEW_ROWS, LARGE_TILE, NODES, SMALL_TILE, Batch, Field
+from outrider.models.cuda.compiling import compile_first, is_noting
 from outrider.models.cuda.cuts import Cuts
-from outrider.models.cuda.graphs import SHORTEST, Capture, Shape, event, pinned, shape_of
+from outrider.models.cuda.graphs import SHORTEST, Capture, Shape, event, pinned, prompt_rows, shape_of
 from outrider.models.cuda.model import PAGE, SLOTS, CudaLlama
 from outrider.models.cuda.pages import DeviceTable, PageTable
-from outrider.models.cuda.product import Around, Workspace, linear
+from outrider.models.cuda.product import Around, Workspace, linear, rows_of_largest_tile
 from outrider.models.cuda.rejection import ChainDraws
 from outrider.models.cuda.rotary import HeadPlaces
 
@@ -82,6 +83,7 @@ class DeviceHeadRunner(ABC, Generic[G]):
         self._sent, self._done = event(self.device), event(self.device)
         self._drafted: dict[int, int] = {}  # rows after those committed, of drafts that the host looks on
         if self.device.type == "cuda":
+            compile_first(self._warm_up, self.device)
             self._warm_up()
 
     @abstractmethod
@@ -288,7 +290,10 @@ class DeviceHeadRunner(ABC, Generic[G]):
         self.take_in(group, sequences, table, shape, shown)
 
     def launch(self, key: Hashable, compute: Callable[[], None]) -> None:
-        """Kernel by kernel the first time, which also compiles what is new; then as a graph."""
+        """Kernel by kernel the first time; then as a graph."""
+        if is_noting():
+            compute()
+            return
         launched = self._graphs.setdefault(key, _Launched())
         if launched.graph is None and launched.before and self.device.type == "cuda":
             launched.graph = self._capture(compute)
@@ -346,9 +351,19 @@ class DeviceHeadRunner(ABC, Generic[G]):
         for rows in (1, FEWEST + 1, 2 * FEWEST + 1):
             for _ in range(2):
                 self.write([-1], [[0] * rows], [[(hidden, [0] * rows)]], [DraftRequest(self.shape.nodes)])
-        for take_in in (self.extend, self.read):
-            take_in([-1], [[0] * (FEW_ROWS + 1)], hidden.expand(FEW_ROWS + 1, -1, -1))
+        self.extend([-1], [[0] * (FEW_ROWS + 1)], hidden.expand(FEW_ROWS + 1, -1, -1))
         self.free(-1)
+        for rows in prompt_rows(rows_of_largest_tile(self.sizes.hidden_size)):  # those of 64 prompts can be many
+            for longest in (SHORTEST, self._context + NODES):
+                for tile in (self.tile, LARGE_TILE):
+                    self._read_nothing(Shape(rows, rows, longest, tile))
+
+    @torch.inference_mode()
+    def _read_nothing(self, shape: Shape) -> None:
+        """A pass over a prompt in which no row belongs to a sequence, kernel by kernel."""
+        table = torch.zeros(len(Field) + 1, shape.rows, dtype=torch.int32, device=self.device)
+        table[Field.SLOT] = self.padding
+        self.take_in(None, self._sequences(1), table, shape, self._shown)
 
 
 @dataclass(eq=False)

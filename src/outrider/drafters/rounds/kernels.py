@@ -142,7 +142,7 @@ def _enter_draft(
     tl.store(positions_ptr + seq * (1 + most) + row, (length + depth + 1).to(tl.int64), mask=inside)
 
 
-@triton.jit(do_not_specialize=["places", "count", "padding", "most", "wide", "rounds"])
+@triton.jit(do_not_specialize=["places", "pages_stride", "count", "padding", "most", "wide", "rounds"])
 def _judge(
     chosen_ptr, found_ptr, texts_ptr, kept_ptr, written_ptr, places, pages_ptr, pages_stride, pairs_ptr, out_ptr,
     count, padding, most, wide, rounds,

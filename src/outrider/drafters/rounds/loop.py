@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import cycle
+from itertools import chain, cycle
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from outrider.drafters.rounds.base import (
 )
 from outrider.drafters.rounds.kernels import DRAFT_HEADER, RoundField
 from outrider.models.cuda import rejection
+from outrider.models.cuda.compiling import compile_first, is_noting
 from outrider.models.cuda.cuts import Cuts
 from outrider.models.cuda.graphs import Capture, NoEvent, event, pinned, reach
 from outrider.models.cuda.model import PAGE, CudaLlama
@@ -44,7 +45,7 @@ MOST_ROUNDS = 16  # of a part
 IN_FLIGHT = 2  # parts: the host looks at one while the device is at the other
 WARM_ROUNDS = 2  # rounds after which a graph is captured
 # Length of texts, in tokens, for which graphs exist from the start; they serve shorter texts too.
-PREPARED = (512, 1024)
+PREPARED = (512, 1024, 2048)
 
 
 @dataclass(frozen=True)
@@ -189,24 +190,28 @@ class DeviceLoop:
             guesser.end([seq for seq, _ in going], [own for _, own in going])
         return read
 
+    def prepare(self, counts: Seq[int]) -> None:
+        """Compile the kernels for as many sequences now, and capture the graphs for texts of usual length, so that no
+        request waits for them."""
+        if self._target.device.type == "cuda":
+            fitting = [count for count in counts if self._rows(count) <= MOST_ROWS]
+            compile_first(partial(self._warm_up, fitting, 1), self._target.device)
+            self._warm_up(fitting, WARM_ROUNDS)
+
     @torch.inference_mode()
-    def prepare(self, count: int) -> None:
-        """Capture the graphs for texts of usual length and this many sequences now, so that no request waits for
-        them."""
-        if self._target.device.type != "cuda" or self._rows(count) > MOST_ROWS:
-            return
+    def _warm_up(self, counts: Seq[int], rounds: int) -> None:
+        for loop in chain.from_iterable(map(self._prepared, counts)):
+            self._send(loop, (), ())
+            for _ in range(rounds):
+                self._launch(loop)
+            torch.cuda.synchronize()
+
+    def _prepared(self, count: int) -> Iterator[_Looped]:
         for longest in PREPARED:
-            self._warm_up(self._looped(count, longest, _Kind()))
+            yield self._looped(count, longest, _Kind())
         if count == 1:  # what requests that sample need beside it; for more sequences their kernels are there then
             for params in (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9)):
-                kind = self._kind([Sequence(-1, [0], params)], self._of(count))
-                self._warm_up(self._looped(count, PREPARED[0], kind))
-
-    def _warm_up(self, loop: _Looped) -> None:
-        self._send(loop, (), ())
-        for _ in range(WARM_ROUNDS):
-            self._launch(loop)
-        torch.cuda.synchronize()
+                yield self._looped(count, PREPARED[0], self._kind([Sequence(-1, [0], params)], self._of(count)))
 
     def _of(self, count: int) -> list[Guesses]:
         """The guesses of each guesser that can guess for this many sequences."""
@@ -327,7 +332,10 @@ class DeviceLoop:
         draws.whose.copy_(torch.tensor([*(self._whose(seq, of) for seq in seqs), *none], dtype=torch.int32))
 
     def _launch(self, loop: _Looped) -> None:
-        """Kernel by kernel the first time, which also compiles what is new; then as a graph."""
+        """Kernel by kernel the first time; then as a graph."""
+        if is_noting():
+            self._round(loop)
+            return
         if loop.graph is None and loop.launched and self._target.device.type == "cuda":
             loop.graph = self._capture(partial(self._round, loop))
         if loop.graph is None:

@@ -32,8 +32,7 @@ PREPARED = (1, 2, 4, 8, 16, 32, 64)
 class RoundWriter:
     def __init__(self, loop: DeviceLoop) -> None:
         self._loop, self._rate = loop, FIRST_RATE
-        for count in PREPARED:
-            loop.prepare(count)
+        loop.prepare(PREPARED)
 
     def serves(self, seqs: Seq[Sequence], budget: int) -> bool:
         """Whether these sequences can be written once their prompts are read, with drafts of up to `budget` nodes."""

@@ -98,8 +98,8 @@ class AdapterPool:
     def place(self, adapter: Adapter, key: str) -> ReadyAdapter:
         """Any thread may call it while passes run: they do not wait for it, and no pass reads what it writes yet."""
         size, count = self.bytes_of(adapter), _units_of(adapter)
+        self.allocate()
         with self._lock:
-            self._allocate()
             if count > len(self._free):
                 raise OutriderError(f"an adapter of {count} units finds {len(self._free)} of {self.most} on the GPU")
             units = tuple(sorted(self._free.pop() for _ in range(count)))
@@ -132,9 +132,13 @@ class AdapterPool:
         """Numbers that the inner values of one row take, at most."""
         return max(len(sizes.ends) for sizes in self._sizes.values()) * PLACES * UNIT
 
+    def allocate(self) -> None:
+        """The memory for all adapters, once."""
+        with self._lock:
+            if not self._joined and self.most:
+                self._allocate()
+
     def _allocate(self) -> None:
-        if self._joined or not self.most:
-            return
         try:
             self._joined = {field: self._pool(sizes) for field, sizes in self._sizes.items()}
         except torch.OutOfMemoryError as error:

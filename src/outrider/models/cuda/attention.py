@@ -87,7 +87,7 @@ def _values(values_ptr, at, dim, wanted, inside):
     return tl.load(values_ptr + at[:, None] + dim[None, :], mask=wanted[:, None] & inside[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit(do_not_specialize=["table_stride", "stride", "chunks"])
 def _attend(
     q_ptr, keys_ptr, values_ptr, table_ptr, table_stride, meta_ptr, stride, out_ptr, part_ptr, most_ptr, sum_ptr,
     chunks, scale,
@@ -180,7 +180,7 @@ def _attend(
         tl.store(out_ptr + where[:, None] + dim[None, :], out, mask=live[:, None] & inside[None, :])
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit(do_not_specialize=["stride", "chunks"])
 def _combine(
     out_ptr, part_ptr, most_ptr, sum_ptr, meta_ptr, stride, chunks,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr, BH: tl.constexpr, SOON: tl.constexpr,
@@ -218,7 +218,7 @@ class PartSums:
     def __init__(self, heads: int, head_dim: int, device: torch.device, memory: int = PARTS_BYTES) -> None:
         self.count = memory // (4 * heads * (head_dim + 2))  # chunks of rows
         self.mixed = torch.empty(self.count * heads * head_dim, dtype=torch.float32, device=device)
-        self.most, self.total = torch.empty(2, self.count * heads, dtype=torch.float32, device=device)
+        self.most, self.total = (torch.empty(self.count * heads, device=device) for _ in range(2))
 
 
 class Attention:

@@ -22,6 +22,7 @@ from outrider.models.cuda import kernels
 from outrider.models.cuda.adapters import AdapterPool, PassAdapters
 from outrider.models.cuda.attention import Attention, PartSums, chunk_keys
 from outrider.models.cuda.batch import FEW_ROWS, NODES, Batch, Field
+from outrider.models.cuda.compiling import is_noting
 from outrider.models.cuda.product import Workspace
 from outrider.models.llama import LlamaConfig
 
@@ -47,11 +48,21 @@ class Shape:
 
 def shape_of(batch: Batch, longest: int, layers: Sequence[int], context: int, adapted: bool = False) -> Shape:
     """The shape that serves a pass over sequences of up to `longest` tokens."""
-    rows = batch.rows
-    fitting = ROWS[bisect_left(ROWS, rows)] if rows <= MOST_ROWS else -(-rows // LARGE) * LARGE
+    fitting = fitting_rows(batch.rows)
     packed = -(-fitting // PACKED)
     blocks = packed if fitting > FEW_ROWS and len(batch.spans) <= packed else fitting
     return Shape(fitting, blocks, reach(longest, context), batch.tile, tuple(layers), adapted)
+
+
+def fitting_rows(rows: int) -> int:
+    """Of the pass that serves one of `rows` rows."""
+    return ROWS[bisect_left(ROWS, rows)] if rows <= MOST_ROWS else -(-rows // LARGE) * LARGE
+
+
+def prompt_rows(most: int) -> list[int]:
+    """The rows of the passes that serve prompts: more than a few rows, and up to `most` of them."""
+    last = fitting_rows(most)
+    return [rows for rows in (*ROWS, *range(MOST_ROWS + LARGE, last + 1, LARGE)) if FEW_ROWS < rows <= last]
 
 
 def reach(longest: int, context: int) -> int:
@@ -154,6 +165,9 @@ class Passes:
     def run(self, one: DevicePass, compute: Callable[[DevicePass], None]) -> None:
         """Kernel by kernel the first time, which also compiles what is new; from the second time on as a graph: a shape
         that never comes again is not worth one."""
+        if is_noting():
+            compute(one)
+            return
         with self._fitting(one.rows):
             if one.graph is None and one.used and self._captures(one):
                 one.graph = self._capture(partial(compute, one))
@@ -162,6 +176,13 @@ class Passes:
             else:
                 one.graph.replay()
         one.used = True
+
+    def compile(self, shape: Shape, compute: Callable[[DevicePass], None]) -> DevicePass:
+        """Run a pass once, kernel by kernel; it has no graph yet when it comes again."""
+        one = self.of(shape)
+        with self._fitting(one.rows):
+            compute(one)
+        return one
 
     def _captures(self, one: DevicePass) -> bool:
         return self._graphs and one.rows <= MOST_ROWS

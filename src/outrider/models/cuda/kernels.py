@@ -47,7 +47,7 @@ def _embed(token_ptr, table_ptr, gain_ptr, x_ptr, next_ptr, squares_ptr, size, B
     tl.store(squares_ptr + row, tl.sum(x * x, 0))
 
 
-@triton.jit(do_not_specialize=["count", "stride"])
+@triton.jit(do_not_specialize=["table_stride", "stride", "count"])
 def _place_qkv(
     qkv_ptr, norm_q_ptr, norm_k_ptr, q_ptr, keys_ptr, values_ptr, table_ptr, table_stride,
     meta_ptr, stride, cos_ptr, sin_ptr, count, eps,
@@ -158,7 +158,7 @@ def _best_parts(logits_ptr, most_ptr, where_ptr, size, BLOCK: tl.constexpr, PART
     tl.store(where_ptr + row * PARTS + part, tl.min(tl.where(x == most, column, size), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["out_ptr"])
 def _best_of(most_ptr, where_ptr, out_ptr, size, PARTS: tl.constexpr, ALL: tl.constexpr, SOON: tl.constexpr):
     begin_after(SOON)
     nearly_done(SOON)
@@ -183,7 +183,7 @@ def mix64(x):
     return x ^ (x >> 31)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["position_ptr", "out_ptr"])
 def _choose(
     logits_ptr, key_ptr, position_ptr, temperature_ptr, out_ptr, size, CUT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -222,7 +222,7 @@ def _choose(
     tl.store(out_ptr + row, token.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["stride", "count"])
+@triton.jit(do_not_specialize=["stride", "count"], do_not_specialize_on_alignment=["token_ptr"])
 def _advance(meta_ptr, stride, token_ptr, position_ptr, count, BLOCK: tl.constexpr):
     """The table of a pass with one row of each sequence, whose next tokens are these."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -241,7 +241,7 @@ def _add_one(at, inside):
     tl.store(at, tl.load(at, mask=inside) + 1, mask=inside)
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=["pairs_ptr"])
 def _move(cache_ptr, begins_ptr, pairs_ptr, size, D: tl.constexpr, DP: tl.constexpr, PAGED: tl.constexpr,
           KV: tl.constexpr, SOON: tl.constexpr):  # fmt: skip
     """Keys or values of one layer, key head and sequence go from the first place of each of its pairs to the second, in

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, product
 
 import numpy as np
 import torch
@@ -21,13 +21,26 @@ from outrider.core.errors import OutriderError
 from outrider.core.params import SamplingParams
 from outrider.core.sequence import Scope
 from outrider.models.adapters.adapter import Adapter
-from outrider.models.base import Feed, Output, Outputs, WrittenTokens
+from outrider.models.base import Feed, Output, Outputs, WrittenTokens, one_part
 from outrider.models.cuda import kernels, rejection
 from outrider.models.cuda.adapters import AdapterPool
 from outrider.models.cuda.attention import chunk_keys
-from outrider.models.cuda.batch import FEW_ROWS, NODES, SMALL_TILE, Batch, Field
+from outrider.models.cuda.batch import FEW_ROWS, LARGE_TILE, NODES, SMALL_TILE, Batch, Field
+from outrider.models.cuda.compiling import compile_first, is_noting
 from outrider.models.cuda.cuts import Cuts
-from outrider.models.cuda.graphs import GIB, ROWS, SHORTEST, DevicePass, Passes, Shape, event, pinned, reach, shape_of
+from outrider.models.cuda.graphs import (
+    GIB,
+    ROWS,
+    SHORTEST,
+    DevicePass,
+    Passes,
+    Shape,
+    event,
+    pinned,
+    prompt_rows,
+    reach,
+    shape_of,
+)
 from outrider.models.cuda.looped import LoopedPass
 from outrider.models.cuda.low_rank import LowRankSum
 from outrider.models.cuda.pages import DeviceTable, PageTable
@@ -42,9 +55,20 @@ GREEDY = SamplingParams()
 SLOTS = 4096  # sequences at once: twice the largest max_batch (settings.MOST_BATCH), as that many may be paused
 
 
-# Rows and tokens up to which passes have their graphs from the beginning: one sequence with a draft of 16 nodes in a
-# chat of usual length. 36 graphs; each takes a request that meets it first about 10 ms on an H200.
-PREPARED_ROWS, PREPARED_LENGTHS = 20, (256, 512, 1024)
+# Tokens up to which passes of few rows have their graphs from the beginning: chats of usual length. 51 graphs; each
+# takes a request that meets it first about 10 ms on an H200.
+PREPARED_LENGTHS = (256, 512, 1024)
+# Rows up to which kernels are compiled from the beginning, at least: 64 sequences with drafts of 15 nodes that the host
+# looks at.
+COMPILED_ROWS = 1024
+# Texts of one chunk of keys, and of several: their attention has kernels of its own. Of few rows all kernels are among
+# those of passes of as many.
+PROMPT_LENGTHS, FEW_KINDS = (256, 1024), (1, 16, 32, 64)
+# Requests of each kind whose tokens the device chooses by kernels of its own: whether by rejection's draws.
+SAMPLED = (
+    (SamplingParams(temperature=1.0), False),
+    (SamplingParams(temperature=1.0, top_p=0.9), True),
+)
 
 
 class CudaLlama(ReadableWeights):
@@ -174,19 +198,62 @@ class CudaLlama(ReadableWeights):
         self._adapters.release(ready.weights)
 
     @torch.inference_mode()
-    def prepare(self, layers: Sequence[int] = ()) -> None:
-        """Capture the graphs of small passes now, so that no request waits for them. `layers`: as of `forward`. Those
-        with adapters too, where there are some already."""
+    def prepare(self, layers: Sequence[int] = (), rows: int = 0, adapted: bool = False) -> None:
+        """Compile all kernels now, and capture the graphs of small passes, so that no request waits for them. Kernels
+        of passes with adapters too, where there are some already."""
+        if adapted:
+            self._adapters.allocate()
+        kinds = [(tuple(layers), each) for each in (False, True)[: 1 + self._adapters.used]]
+        lengths, tile = [size for size in PREPARED_LENGTHS if size <= self.context], self._small_tile
+        few = [
+            Shape(count, count, longest, tile, *kind)
+            for kind, longest, count in product(kinds, lengths, (count for count in ROWS if count <= FEW_ROWS))
+        ]
+        many = [
+            Shape(count, count, longest, size, *kind)
+            for kind, longest, count, size in product(
+                kinds, PROMPT_LENGTHS, prompt_rows(max(rows, COMPILED_ROWS)), (tile, LARGE_TILE)
+            )
+        ]
+        told_apart = [shape for shape in few if shape.rows in FEW_KINDS and shape.longest in PROMPT_LENGTHS]
+        compile_first(partial(self._run_each, [*told_apart, *many]), self.device)
+        for shape in few:
+            self._capture(shape)
+        self._run_each(many)
+
+    @property
+    def _small_tile(self) -> int:
         group = self.config.num_heads // self.config.num_kv_heads
-        tile = max(SMALL_TILE, 1 << (group - 1).bit_length())
-        for longest in (size for size in PREPARED_LENGTHS if size <= self.context):
-            for rows in (rows for rows in ROWS if rows <= PREPARED_ROWS):
-                for adapted in (False, True)[: 1 + self._adapters.used]:
-                    self._capture(Shape(rows, rows, longest, tile, tuple(layers), adapted))
+        return max(SMALL_TILE, 1 << (group - 1).bit_length())
 
     def _capture(self, shape: Shape) -> None:
         """A pass in which no row belongs to a sequence, until it has its graph."""
         run = self._passes.of(shape)
+        self._send_nothing(run)
+        while self._passes.is_first(run):
+            self._passes.run(run, self._compute)
+
+    @torch.inference_mode()
+    def _run_each(self, shapes: Sequence[Shape]) -> None:
+        """Such passes once, kernel by kernel, with the logits of as many rows as have kernels of their own; then a
+        sequence writes a token by itself, in each of the ways in which tokens are chosen."""
+
+        def compute(run: DevicePass) -> None:
+            self._send_nothing(run)
+            self._compute(run)
+            for judged in (*FEW_KINDS, FEW_ROWS + 1):
+                self._output(run, torch.zeros(judged, dtype=torch.int64, device=self.device))
+
+        for shape in shapes:
+            self._passes.compile(shape, compute)
+        dice = [Dice(0)]
+        for given, params, draws in ((None, GREEDY, False), *((dice, *each) for each in SAMPLED)):
+            for _ in self.write([-1], [0], given or [None], [params], one_part(1), lambda: None, draws=[draws]):
+                pass
+            self.free(-1)
+
+    def _send_nothing(self, run: DevicePass) -> None:
+        """Tables in which no row belongs to a sequence."""
         self._sent.synchronize()
         run.fields[:] = 0
         run.fields[Field.SLOT] = self._pages.padding
@@ -194,8 +261,6 @@ class CudaLlama(ReadableWeights):
         if run.adapters is not None:
             run.adapters.send((), ())
         self._sent.record()
-        while self._passes.is_first(run):
-            self._passes.run(run, self._compute)
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], layers: Sequence[int] = ()) -> Sequence[Output]:
@@ -339,8 +404,7 @@ class CudaLlama(ReadableWeights):
         writes. `moves`: nodes of a sequence that can be kept. `adapted`: whether sequences have adapters. `cuts`: of
         the sequences, if any have some."""
         rows, device = sequences * (1 + nodes), self.device
-        group = self.config.num_heads // self.config.num_kv_heads
-        tile = max(SMALL_TILE, 1 << (group - 1).bit_length())
+        tile, group = self._small_tile, self.config.num_heads // self.config.num_kv_heads
         run = self._passes.of(Shape(rows, rows, reach(longest, self.context), tile, tuple(layers), adapted))
         every = torch.arange(rows, device=device)
 
@@ -413,8 +477,10 @@ class CudaLlama(ReadableWeights):
         kernels.embed(run.meta[Field.TOKEN], table, self._layers[0].attention_norm, run.x, work)
         q = torch.empty(rows, config.num_heads, config.head_dim, dtype=self.dtype, device=self.device)
         mixed = torch.empty_like(q)
+        different = 2 if is_noting() else self.num_layers  # the kernels of the second layer are those of all others
         for index in range(self.num_layers):
-            self._layer(index, run, q, mixed)
+            if index < different:
+                self._layer(index, run, q, mixed)
             if index in run.layers:
                 assert run.hidden is not None
                 kernels.keep(run.x, run.hidden[:, run.layers.index(index)])

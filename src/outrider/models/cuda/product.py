@@ -103,7 +103,7 @@ def _squares(squares_ptr, stride, rows, count, STRIPS: tl.constexpr, MOST: tl.co
     return tl.load(squares_ptr + strip[:, None] * stride + rows[None, :], mask=wanted, other=0.0, cache_modifier=PAST)
 
 
-@triton.jit(do_not_specialize=["count", "tiles"])
+@triton.jit(do_not_specialize=["pages_stride", "meta_stride", "count", "tiles"])
 def _few(
     x_ptr, w_ptr, bias_ptr, squares_ptr, scale_ptr, out_ptr, gain_ptr, next_ptr, part_ptr, done_ptr,
     inner_ptr, b_ptr, units_ptr, firsts_ptr, counts_ptr, a_ptr, order_ptr, tiles_ptr, tickets_ptr,
@@ -371,7 +371,7 @@ def _strip_sums(x, BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr):
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _scales(squares_ptr, scale_ptr, count, squares_stride, eps, STRIPS: tl.constexpr, MOST: tl.constexpr,
             K: tl.constexpr, ROWS: tl.constexpr, SOON: tl.constexpr):  # fmt: skip
     """scale [R] of the norm that reads the residual next."""
@@ -461,6 +461,12 @@ def tile_for(rows: int, size: int, gate: bool, split: int, width: int, wide: boo
         if triton.cdiv(rows, tile.rows) * triton.cdiv(size, tile.outputs) >= PROCESSORS * 3 // 4:
             return tile
     return fitting[-1]
+
+
+def rows_of_largest_tile(size: int) -> int:
+    """From which on products with `size` outputs or more have the largest tile, however many rows there are."""
+    tile = TILES[0]
+    return tile.rows * triton.cdiv(PROCESSORS * 3 // 4, triton.cdiv(size, tile.outputs))
 
 
 class Workspace:

@@ -60,7 +60,10 @@ def _inside(weights, column, point):
     return tl.minimum(tl.min(tl.where((until > point) & (weights > 0), column, 2147483647), 0), last)
 
 
-@triton.jit(do_not_specialize=["size", "each", "most", "header", "depth"])
+@triton.jit(
+    do_not_specialize=["size", "each", "most", "header", "depth"],
+    do_not_specialize_on_alignment=["position_ptr", "out_ptr"],
+)
 def _verify(
     logits_ptr, key_ptr, position_ptr, heat_ptr, draft_ptr, law_ptr, whose_ptr, out_ptr,
     size, each, most, header, depth, DRAFTED: tl.constexpr, DRAWN: tl.constexpr,
@@ -155,7 +158,10 @@ def _drawn_logits(logits, added, place_ptr, token, size, MAPPED: tl.constexpr, A
     return tl.where(inside, x, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["row_stride", "added_stride", "own", "ahead", "size", "step", "depth", "out_stride"])
+@triton.jit(
+    do_not_specialize=["row_stride", "added_stride", "own", "ahead", "size", "step", "depth", "out_stride"],
+    do_not_specialize_on_alignment=["length_ptr"],
+)
 def _draw(
     logits_ptr, row_stride, added_ptr, added_stride, place_ptr, key_ptr, length_ptr, heat_ptr, whose_ptr, own, ahead,
     law_ptr, out_ptr, out_stride, stated_ptr, size, step, depth, MAPPED: tl.constexpr, ADDED: tl.constexpr,
