@@ -35,7 +35,7 @@ SMALL = replace(SHAPE, hidden=384, inner=1024, heads=6, kv_heads=3, layers=2)
 LIMITS = Limits(256)
 TOKENS = 12  # that each request writes: some rounds, and some steps
 LENGTHS = (1, 5, 20, 40, 70, 100, 200, 300, 600, 1100, 1900)  # tokens of prompts
-BATCHES = (2, 4, 16, 64)
+BATCHES = (4, 16, 64)
 GREEDY = SamplingParams(max_tokens=TOKENS)
 SAMPLED = {
     "seeded": replace(GREEDY, temperature=0.8, seed=1),
