@@ -4,20 +4,24 @@ import asyncio
 import gc
 import itertools
 import threading
+import time
 import tracemalloc
 import weakref
 
 import pytest
 import torch
 from letters import LETTERS, Letters, Slow, backend
-from tiny import Markov, outputs, plainly
+from looped import plain as plain_texts, sequences, target
+from tiny import Markov, new_engine, outputs, plainly
 
 from outrider import drafters
+from outrider.backends.local import Local
 from outrider.core.dice import Dice
 from outrider.core.errors import OutriderError
 from outrider.core.request import Request
 from outrider.core.sampling import SamplingParams, warp
 from outrider.drafters.base import BuildContext, Drafter
+from outrider.engine.scheduler import Limits
 from outrider.models.base import Feed, Outputs, WrittenTokens
 
 
@@ -654,4 +658,38 @@ def test_a_drafter_that_is_renewed_has_learned_nothing():
     again = local.submit(request).result()
     assert again.token_ids == first.token_ids
     assert again.stats.drafted_by_depth == first.stats.drafted_by_depth
+    local.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled: tests/gpu")
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning")
+def test_on_a_device_a_drafter_that_a_request_names_is_built_between_two_steps():
+    """It prepares passes there, in the memory that the passes of a step use."""
+    params, stepping, seen = SamplingParams(max_tokens=60), threading.Event(), []
+
+    def drafter(spec):
+        for _ in range(100):
+            seen.append(stepping.is_set())
+            time.sleep(0.005)
+        return drafters.build(spec, BuildContext(target(), None))
+
+    engine = new_engine(target(), drafters.build("none", BuildContext(target(), None)), Limits())
+    step = engine.step
+
+    def watched():
+        stepping.set()
+        try:
+            return step()
+        finally:
+            stepping.clear()
+
+    engine.step = watched
+    local = Local(engine, drafter)
+    [seq] = sequences([params])
+    stream = local.submit(Request(list(seq.tokens), params=params))
+    assert stepping.wait(20)
+    local.prepare("ngram:length=3")
+    assert len(seen) == 100
+    assert not any(seen)
+    assert stream.result().token_ids == outputs(plain_texts([params]))[0]
     local.close()

@@ -16,6 +16,8 @@ from outrider.core.adapter import AdapterInfo
 from outrider.core.errors import OutriderError
 from outrider.core.request import Chunk, Message, Prompt, Request, Result
 
+WAKE = 1.0  # seconds after which a step that may not begin yet says that it is alive (fleet/limits.py waits longer)
+
 
 class BackendStopped(OutriderError):
     """Nothing can run on this backend any more; a new one has to be loaded, in a new process for a lost device."""
@@ -154,6 +156,35 @@ class StepClock:
         """Seconds since the last step ended; 0 while there is nothing to do."""
         begun = self._begun
         return 0.0 if begun is None else self._now() - begun
+
+
+class StepGate:
+    """Keeps the engine's steps and the work of other threads apart that uses the same memory of a device. Who wants to
+    do such work waits for one step at most: the next one lets it go first."""
+
+    def __init__(self) -> None:
+        self._next, self._one = threading.Lock(), threading.Lock()
+
+    @contextlib.contextmanager
+    def step(self, waiting: Callable[[], None]) -> Iterator[None]:
+        """A step. `waiting` is called every WAKE seconds until it may begin."""
+        _acquire(self._next, waiting)
+        self._next.release()
+        _acquire(self._one, waiting)
+        try:
+            yield
+        finally:
+            self._one.release()
+
+    @contextlib.contextmanager
+    def between_steps(self) -> Iterator[None]:
+        with self._next, self._one:
+            yield
+
+
+def _acquire(lock: threading.Lock, waiting: Callable[[], None]) -> None:
+    while not lock.acquire(timeout=WAKE):
+        waiting()
 
 
 class Backend(Protocol):

@@ -15,7 +15,7 @@ from typing import Any
 
 from outrider import drafters
 from outrider.backends.adapters import AdapterLoader, AdapterWait
-from outrider.backends.base import BackendBusy, BackendLoad, BackendStopped, StepClock, Stream
+from outrider.backends.base import BackendBusy, BackendLoad, BackendStopped, StepClock, StepGate, Stream
 from outrider.backends.faults import FaultCounter
 from outrider.backends.reader import Reader
 from outrider.backends.text import Writer
@@ -95,6 +95,7 @@ class Local(Reader):
         self._adapters = AdapterLoader(adapters or AdapterStore(engine.model, 0))
         self._unused: list[_LocalJob] = []  # requests that failed in a pass, which may still use what they hold
         self._lock, self._building, self._counting = threading.Lock(), threading.Lock(), threading.Lock()
+        self._gate = StepGate()
         self._opening = threading.Lock()  # of the thread, or closing it: never taken by the thread, which is waited for
 
     def submit(self, request: Request) -> Stream:
@@ -306,7 +307,7 @@ class Local(Reader):
         """Build a drafter that no request uses anew: what it has learned from earlier sequences is forgotten."""
         with self._building:
             self.forget_texts()
-            built = self._drafter(draft)
+            built = self._build(draft)
             with self._counting:
                 old = self.engine.drafters.get(draft)
                 names = [name for name, each in self.engine.drafters.items() if each is old] or [draft]
@@ -322,12 +323,17 @@ class Local(Reader):
             if (found := self._use(draft)) is not None:
                 return found
             self._make_place(draft)
-            built = self._drafter(draft)
+            built = self._build(draft)
             if built.has_weights:  # reading and packing its weights took as much again for a moment
                 return_heap()
             with self._counting:
                 self.engine.drafters[draft], self._users[draft] = built, 1
         return built
+
+    def _build(self, draft: str) -> Drafter:
+        """On a device no step runs meanwhile: passes are prepared there in the memory that steps use."""
+        with self._gate.between_steps() if self.engine.overlaps else contextlib.nullcontext():
+            return self._drafter(draft)
 
     def _make_place(self, draft: str) -> None:
         """Before a drafter with weights of its own is built: drop the longest unused one where there are too many."""
@@ -414,7 +420,8 @@ class Local(Reader):
             if not self._take_in():
                 return False
             if self.engine.busy:
-                ended = self.engine.step()
+                with self._gate.step(self._clock.tick):
+                    ended = self.engine.step()
                 self._faults.succeeded()
                 # where passes overlap with what we do here, readers of the others wake up during the next one:
                 # now they would take the interpreter from the thread that has to start it
