@@ -406,6 +406,29 @@ def test_beside_several_a_head_reads_when_it_is_asked(count, reads, monkeypatch)
     assert [bits(seq) for seq in chats] == [alone(seq) for seq in chats]
 
 
+def test_beside_several_a_head_has_the_prefix_that_it_has_read(monkeypatch):
+    """A prompt that one request has had alone; then as many begin with it that heads read late."""
+    prompt, drafts = tokens(5 * SIZE), []
+    for shared in (True, False):
+        model, cost = fresh(), PassCost(dict.fromkeys((1, 2, 4, 8, 16), 0.001))
+        drafter = drafters.build("eagle:head=eagle,length=3", BuildContext(model, None, heads=heads()))
+        engine = Engine(model, drafter, Limits(chunk=512), DraftingPolicy(cost))
+        if shared:
+            engine.add(ask(prompt, 9))
+            drain(engine)
+        monkeypatch.setattr(engine.policy, "wanted", lambda drafter, seqs, *more: [0] * len(seqs))
+        chats = [ask([*prompt, *tokens(3, seed)], 9) for seed in range(READS_LATE)]
+        for seq in chats:
+            engine.add(seq)
+        while not all(seq.output for seq in chats):
+            engine.step()
+        if shared:
+            assert all(seq.stats.cached >= 4 * SIZE for seq in chats)
+        drafts.append([draft.tokens for draft in drafter.propose(chats, [3] * len(chats))])
+    assert all(drafts[0])
+    assert drafts[0] == drafts[1]
+
+
 def test_a_draft_model_runs_no_prefix_twice_either():
     target, draft = fresh(), counted()
     context = BuildContext(target, lambda name, quantize: draft)
