@@ -13,8 +13,8 @@ from outrider.engine.throughput import (
     SHARE_SINCE,
     TRY_AGAIN,
     TRY_PASSES,
+    BatchWork,
     ThroughputTrial,
-    Work,
 )
 
 
@@ -257,6 +257,6 @@ def test_who_waits_decides_what_is_expected_from_the_other_case():
         trial = ThroughputTrial()
         for drafted in (False, True):
             for _ in range(MEASURED):
-                trial.learn(16, drafted, 1e6, 1e6 / (speed if drafted else 100.0), work=Work(drafters, known))
-        other = Work(drafters, asked)
+                trial.learn(16, drafted, 1e6, 1e6 / (speed if drafted else 100.0), work=BatchWork(drafters, known))
+        other = BatchWork(drafters, asked)
         assert (trial.prefers_drafts(16, other), trial.prefers_plain(16, other)) == expected

@@ -74,7 +74,7 @@ REMEMBERED = 256
 
 
 @dataclass(frozen=True)
-class Work:
+class BatchWork:
     """What decides how well drafts do, beside the size of the batch."""
 
     drafters: Hashable  # and adapters
@@ -166,7 +166,7 @@ class ThroughputTrial:
     def _tried(self, bits: int, work: Hashable) -> Iterator[tuple[_KindOfStep, bool]]:
         """Such steps that were tried both ways, with whether they are of a call: of the same work, and of the same
         drafters for others who wait."""
-        alike = [work, replace(work, together=not work.together)] if isinstance(work, Work) else [work]
+        alike = [work, replace(work, together=not work.together)] if isinstance(work, BatchWork) else [work]
         for each in alike:
             kind = self._kinds.get((bits, each))
             if kind is not None and kind.is_tried:
@@ -174,7 +174,7 @@ class ThroughputTrial:
 
 
 def _together(work: Hashable) -> bool:
-    return isinstance(work, Work) and work.together
+    return isinstance(work, BatchWork) and work.together
 
 
 class _KindOfStep:

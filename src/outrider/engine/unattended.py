@@ -16,7 +16,7 @@ from outrider.engine import bulk, judge
 from outrider.engine.drafting import DrafterPool
 from outrider.engine.policy import DraftingPolicy
 from outrider.engine.progress import BatchProgress
-from outrider.engine.throughput import FIRST_PASSES, Work
+from outrider.engine.throughput import FIRST_PASSES, BatchWork
 from outrider.models.base import Model, Paged, SharesPrefixes
 
 # Passes of a step without the host after which the engine looks around again where nobody has come or ended meanwhile:
@@ -48,7 +48,7 @@ class UnattendedSteps:
 
     def work(self, seqs: Seq[Sequence]) -> Hashable:
         drafters = frozenset((seq.draft, "" if seq.adapter is None else seq.adapter.key) for seq in seqs)
-        return Work(drafters, len(seqs) > 1 and self._together())
+        return BatchWork(drafters, len(seqs) > 1 and self._together())
 
     def drafts(self, seqs: Seq[Sequence]) -> bool:
         """Whether the next step of such a batch should draft."""
