@@ -42,6 +42,7 @@ from outrider.bench.workloads import BenchPrompt
 from outrider.core.errors import OutriderError
 from outrider.core.request import Result
 from outrider.drafters import PLAIN, kinds
+from outrider.engine.throughput import BatchWork
 
 MODES = "auto,eagle:tree=31,eagle:tree=15,ngram"
 
@@ -141,7 +142,7 @@ class Turns:
         self._took[call.batch, mode] = max(seconds, 0.5 * self._took.get((call.batch, mode), 0.0))
         line = {"engine": OURS, "mode": mode, "batch": call.batch, "group": call.group, "seconds": seconds}
         if trial is not None:
-            round_s, pass_s = trial.pass_seconds(call.batch, frozenset({(mode, "")}))
+            round_s, pass_s = trial.pass_seconds(call.batch, BatchWork(frozenset({(mode, "")}), call.batch > 1))
             line |= {"tries": trial.tries - tries, "round_ms": 1e3 * round_s, "pass_ms": 1e3 * pass_s}
         return {**line, **counted(results), "prompts": [prompt.id for prompt in call.prompts]}
 
@@ -165,7 +166,8 @@ def counted(results: Sequence[Result]) -> Line:
         "tokens": total.tokens, "steps": total.steps, "drafts": total.drafts, "drafted": total.drafted,
         "accepted": total.accepted, "rounds": max(each.drafts for each in stats),
         "plain_passes": max(each.steps - each.drafts for each in stats),
-        "writing_s": max(each.writing_seconds for each in stats),
+        "writing_s": max(each.writing_seconds for each in stats), "cached": total.cached,
+        "phases": {phase: round(seconds, 5) for phase, seconds in total.seconds.items()},
         "texts": [hashlib.sha256(json.dumps(list(r.token_ids)).encode()).hexdigest()[:DIGEST] for r in results],
     }  # fmt: skip
 

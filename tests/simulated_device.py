@@ -1,5 +1,6 @@
-"""A simulated device: passes and rounds take the milliseconds that an H200 takes for SmolLM2 (LOG, 2026-11-18), on a
-clock of its own. The engine, the pool of drafters, the policy and the planning of rounds are the real ones."""
+"""A simulated device: passes and rounds take the milliseconds that an H200 takes for SmolLM2 (docs/benchmarks/gpu-h200,
+with bounded tries), on a clock of its own. The engine, the pool of drafters, the policy and the planning of rounds are
+the real ones."""
 
 import collections
 import itertools
@@ -7,7 +8,7 @@ import random
 from bisect import bisect_left
 
 import torch
-from simulated import VOCAB, truth
+from simulated import VOCAB
 
 from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence
@@ -22,7 +23,10 @@ from outrider.models.base import Outputs, WrittenTokens
 
 PASS = ((1, 0.52), (16, 0.53), (32, 0.59), (64, 0.81), (128, 1.15), (512, 3.5), (8192, 20.0))  # rows, ms
 DEPTHS = {31: 5, 15: 5, 7: 4, 3: 2, 1: 1}  # of a draft, by its nodes
+EACH = 0.005  # ms of a pass for each sequence
+ROUND, LEVEL = 0.04, 0.05  # ms of a round beside its pass, and of each level of its drafts
 BEGIN, HOST = 0.7, 0.01  # ms of the host: to begin a step; for each sequence of a part
+SENT = 0.1  # ms to begin rounds, for each sequence
 SHOWING = 1.025  # times as long as a pass that shows no states
 READING = 0.0005  # ms of the head for a token of a prompt
 PROMPT = 100  # tokens
@@ -34,8 +38,20 @@ def pass_ms(rows):
     return low + (high - low) * (rows - left) / (right - left)
 
 
+def plain_ms(seqs):
+    """Of a pass that writes: 0.53, 0.54, 0.61 and 1.13 for 1, 4, 16 and 64."""
+    return pass_ms(seqs) + EACH * seqs
+
+
 def round_ms(places):
-    return pass_ms(places * (1 + node_budget(places))) + 0.24 + 0.01 * places
+    """0.88, 0.85, 0.76 and 1.56 for 1, 4, 16 and 64."""
+    nodes = node_budget(places)
+    return pass_ms(places * (1 + nodes)) + ROUND + LEVEL * DEPTHS[nodes] + EACH * places
+
+
+def truth(id, place):
+    """The token that the target writes there."""
+    return (7919 * id + 104729 * place + place * place) % VOCAB
 
 
 class DeviceClock:
@@ -114,7 +130,7 @@ class SimulatedDevice:
         self.clock.now += BEGIN
         while True:
             while len(parts) < 2 and (steps := plan(sum(count for count, _ in parts))):
-                each = pass_ms(len(ids)) * (SHOWING if layers else 1.0)
+                each = plain_ms(len(ids)) * (SHOWING if layers else 1.0)
                 parts.append((steps, self.clock.launch(steps * each + self._cold)))
                 self._cold = 0.0
             if not parts:
@@ -133,13 +149,15 @@ class SimulatedDevice:
 
 
 class SimulatedLoop:
-    """Rounds of a head: `rate(id)` of the nodes of a chain are kept. `cold`: ms of the first round beside it."""
+    """Rounds of a head: `rate(id)` of the nodes of a chain are kept. `cold`: ms of the first round beside it.
+    `disturbed`: ms that one part takes beside its rounds, by its number."""
 
     nodes, layers = 31, (0,)
 
     def __init__(self, device, head, rate, cold=0.0):
         self.device, self.head, self.rate, self._cold = device, head, rate, cold
         self.guessers, self.rounds_run, self._chance = [head], 0, random.Random(1)
+        self.disturbed, self._parts = {}, itertools.count()
 
     def prepare(self, counts): ...
 
@@ -152,13 +170,14 @@ class SimulatedLoop:
 
     def run(self, seqs, plan, wait):
         parts, clock, places = collections.deque(), self.device.clock, _places(len(seqs))
-        clock.now += BEGIN + HOST * len(seqs)
+        clock.now += BEGIN + SENT * len(seqs)
         clock.reach(clock.launch(READING * sum(map(self.head.read, seqs))))
         depth = DEPTHS[node_budget(places)]
         while True:
             while len(parts) < 2 and (rounds := plan(sum(count for count, _ in parts))):
                 self.rounds_run += rounds
-                parts.append((rounds, clock.launch(rounds * round_ms(places) + self._cold)))
+                beside = self._cold + self.disturbed.get(next(self._parts), 0.0)
+                parts.append((rounds, clock.launch(rounds * round_ms(places) + beside)))
                 self._cold = 0.0
             if not parts:
                 return
@@ -252,18 +271,31 @@ class Calls:
         self.engine = Engine(self.device, drafter, Limits(batch=512, chunk=2048), self.policy)
         self._ids, self._number = itertools.count(), 0
 
-    def call(self, count, tokens=128):
-        """Milliseconds of one call; its prompts are those of earlier calls of as many."""
+    def call(self, count, tokens=128, together=True):
+        """Milliseconds of one call; its prompts are those of earlier calls of as many. Not `together`: as many requests
+        that came by themselves at the same moment; the milliseconds of one on average."""
         self.clock.rule(self._monkeypatch)
         before, asked, params = self.clock.now, [], SamplingParams(max_tokens=tokens)
         self._number += 1
         for place in range(count):
-            prompt = [truth(place, at) for at in range(PROMPT)]
-            asked.append(Sequence(next(self._ids), prompt, params, call=self._number))
+            prompt, call = (
+                [truth(place, at) for at in range(PROMPT)],
+                self._number if together else (self._number, place),
+            )
+            asked.append(Sequence(next(self._ids), prompt, params, call=call))
             self.engine.add(asked[-1])
+        ended = {}
+
+        def look():
+            for seq in asked:
+                if seq.finish is not None:
+                    ended.setdefault(seq.id, self.clock.now)
+
+        self.engine.meanwhile = look
         while self.engine.busy:
             self.engine.step()
+            look()
         for seq in asked:
             assert [token.id for token in seq.output] == [truth(seq.id, PROMPT + at) for at in range(tokens)]
         self.clock.reach(self.clock.busy)
-        return self.clock.now - before
+        return self.clock.now - before if together else sum(ended.values()) / count - before

@@ -12,6 +12,7 @@ import pytest
 import torch
 from letters import LETTERS, Letters, Slow, backend
 from looped import plain as plain_texts, sequences, target
+from simulated_device import DeviceClock, SimulatedDevice
 from tiny import Markov, new_engine, outputs, plainly
 
 from outrider import drafters
@@ -21,6 +22,7 @@ from outrider.core.errors import OutriderError
 from outrider.core.request import Request
 from outrider.core.sampling import SamplingParams, warp
 from outrider.drafters.base import BuildContext, Drafter
+from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Feed, Outputs, WrittenTokens
 
@@ -524,6 +526,34 @@ def reason(stream):
 
 class TestPassesThatRunApart:
     """Chunks are handed over while the next pass runs, and the last ones at once."""
+
+    def test_what_a_request_holds_is_let_go_after_the_step_in_which_it_ended(self, monkeypatch):
+        """A step goes on with the rows of a text that has ended: kernels still read its adapter."""
+        engine = Engine(SimulatedDevice(DeviceClock()), Drafter(Drafter.Options(), None), Limits(batch=8))
+        local, events = Local(engine, lambda spec: Drafter(Drafter.Options(), None)), []
+
+        def noted(own, before, after=None):
+            def call(*given):
+                events.append(before)
+                found = own(*given)
+                events.extend([after] if after else [])
+                return found
+
+            return call
+
+        monkeypatch.setattr(engine, "step", noted(engine.step, "begins", "ends"))
+        monkeypatch.setattr(local, "_let_go_of", noted(local._let_go_of, "let go"))
+        monkeypatch.setattr(local, "_outcome", noted(local._outcome, "result"))
+        asked = [Request([place, 2, 3], params=SamplingParams(4 if not place else 60)) for place in range(3)]
+        assert [len(stream.result().token_ids) for stream in local.submit_all(asked)] == [4, 60, 60]
+        local.close()
+        within = [
+            event
+            for place, event in enumerate(events)
+            if events[:place].count("begins") > events[:place].count("ends") and event != "ends"
+        ]
+        assert within == ["result"], "of the short one, while the step goes on"
+        assert events.count("let go") == 3
 
     def test_streams_carry_the_same_tokens_and_text(self):
         local = backend(model=Apart())

@@ -9,12 +9,14 @@ import pytest
 import torch
 from looped import adapters, draft_model, drain, engine, plain, sequences, target, watch
 from tiny import family, outputs, plainly
+from torch.overrides import TorchFunctionMode
 
 from outrider import drafters
 from outrider.core.dice import Dice
 from outrider.core.params import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext
+from outrider.drafters.eagle.device_guesser import HeadGuesses
 from outrider.drafters.rounds import base, loop, writer
 from outrider.drafters.rounds.loop import DeviceLoop
 from outrider.engine import unattended
@@ -74,6 +76,39 @@ def test_rounds_write_what_plain_decoding_writes(loops, spec):
         kept = sum(token.drafter is not None for token in seq.output)
         assert seq.stats.accepted == kept == sum(seq.stats.accepted_by_drafter.values())
         assert seq.stats.drafted == sum(seq.stats.drafted_by_drafter.values())
+
+
+class Operations(TorchFunctionMode):
+    """How many there were of torch."""
+
+    count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("owner", "name"), [(HeadGuesses, "_show"), (DeviceLoop, "_send_texts")])
+def test_what_the_first_round_reads_is_sent_in_one_copy_for_all(monkeypatch, owner, name):
+    """A copy for each text kept the device waiting where there are many."""
+    own, counts = getattr(owner, name), {}
+
+    def counted(self, *given):
+        with Operations() as operations:
+            own(self, *given)
+        counts.setdefault(texts, operations.count)
+
+    monkeypatch.setattr(owner, name, counted)
+    for texts in (2, 6):
+        made = engine("ngram:length=3,tree=4+eagle:head=it,tree=6,width=3,length=3")
+        seqs = sequences([SamplingParams(3)] * texts)
+        for seq in seqs:
+            made.add(seq)
+        while texts not in counts:
+            made.step()
+        for seq in seqs:
+            made.cancel(seq.id)
+    assert counts[6] - counts[2] <= 4, counts  # no operation for each text but its length
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from outrider.drafters.base import Drafter
 from outrider.engine.engine import Engine
 from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import Limits
-from outrider.engine.throughput import FIRST_PASSES
+from outrider.engine.throughput import FIRST_PASSES, BatchWork
 from outrider.models.base import Outputs, Paged, WrittenTokens
 
 MANY = 64
@@ -220,7 +220,7 @@ def test_whether_drafts_pay_is_found_out_for_each_drafter_and_adapter():
     policy, asked = DraftingPolicy(), collections.defaultdict(set)
 
     def noted(name, own, *batch, **named):
-        asked[name].add(next(each for each in batch if isinstance(each, frozenset)))
+        asked[name].add(next(each for each in batch if isinstance(each, BatchWork)))
         return own(*batch, **named)
 
     for name in ("drafts", "learn", "prefers_plain"):
@@ -230,7 +230,7 @@ def test_whether_drafts_pay_is_found_out_for_each_drafter_and_adapter():
     for id, more in enumerate([{}, {"adapter": ReadyAdapter("haiku", None, 0)}, {"draft": "other"}]):
         engine.add(Sequence(id, [1, 2], SamplingParams(60), **more))
         drain(engine)
-    kinds = {frozenset({("", "")}), frozenset({("", "haiku")}), frozenset({("other", "")})}
+    kinds = {BatchWork(frozenset({drafter})) for drafter in (("", ""), ("", "haiku"), ("other", ""))}
     assert asked == {"drafts": kinds, "learn": kinds, "prefers_plain": kinds}
 
 

@@ -406,6 +406,32 @@ def test_beside_several_a_head_reads_when_it_is_asked(count, reads, monkeypatch)
     assert [bits(seq) for seq in chats] == [alone(seq) for seq in chats]
 
 
+def test_beside_several_a_head_has_the_prefix_that_it_has_read(monkeypatch):
+    """A prompt that one request has had alone; then as many begin with it that heads read late. Their drafts are those
+    of a head that has read all of each."""
+    prompt, every = tokens(5 * SIZE + 7), range(READS_LATE)  # the head's last page depends on the token after it
+
+    def begun(before, seeds):
+        model, cost = fresh(), PassCost(dict.fromkeys((1, 2, 4, 8, 16), 0.001))
+        drafter = drafters.build("eagle:head=eagle,length=3", BuildContext(model, None, heads=heads()))
+        engine = Engine(model, drafter, Limits(chunk=512), DraftingPolicy(cost))
+        for seq in before:
+            engine.add(seq)
+        drain(engine)
+        monkeypatch.setattr(engine.policy, "wanted", lambda drafter, seqs, *more: [0] * len(seqs))
+        chats = [ask([*prompt, *tokens(3, seed)], 9) for seed in seeds]
+        for seq in chats:
+            engine.add(seq)
+        while not all(seq.output for seq in chats):
+            engine.step()
+        drafts = [draft.tokens for draft in drafter.propose(chats, [3] * len(chats))]
+        return [seq.stats.cached for seq in chats], drafts
+
+    cached, drafts = begun([ask(prompt, 9)], every)
+    assert cached == [5 * SIZE] * len(every)
+    assert drafts == [begun([], [seed])[1][0] for seed in every]
+
+
 def test_a_draft_model_runs_no_prefix_twice_either():
     target, draft = fresh(), counted()
     context = BuildContext(target, lambda name, quantize: draft)

@@ -5,7 +5,6 @@ import random
 import pytest
 
 from outrider.engine.throughput import (
-    FIRST_LOOK,
     FIRST_PASSES,
     LARGEST,
     MEASURED,
@@ -14,6 +13,7 @@ from outrider.engine.throughput import (
     SHARE_SINCE,
     TRY_AGAIN,
     TRY_PASSES,
+    BatchWork,
     ThroughputTrial,
 )
 
@@ -30,16 +30,8 @@ def steps(trial, count, speeds, seqs=32, left=1e9):
 def test_both_ways_are_measured_plain_first_and_the_faster_one_is_used():
     for speeds in ({True: 300.0, False: 100.0}, {True: 100.0, False: 300.0}):
         ways = steps(ThroughputTrial(), 2 * MEASURED + TRY_AGAIN // 2, speeds)
-        assert ways[: MEASURED + FIRST_LOOK // 2] == [False] * MEASURED + [True] * (FIRST_LOOK // 2)
-        assert set(ways[MEASURED + FIRST_LOOK // 2 :]) == {speeds[True] > speeds[False]}
-
-
-def test_drafts_that_may_pay_are_looked_at_for_longer():
-    trial = ThroughputTrial()
-    steps(trial, MEASURED, {False: 100.0}, seqs=4)
-    assert trial.longest_try(4) == FIRST_LOOK
-    steps(trial, FIRST_LOOK // 2, {True: 100.0}, seqs=4)
-    assert (trial.longest_try(4), trial.prefers_drafts(4), trial.prefers_plain(4)) == (FIRST_PASSES, False, False)
+        assert ways[: 2 * MEASURED] == [False] * MEASURED + [True] * MEASURED
+        assert set(ways[2 * MEASURED :]) == {speeds[True] > speeds[False]}
 
 
 def test_the_slower_way_is_tried_again_and_wins_when_it_became_faster():
@@ -229,3 +221,42 @@ def test_a_try_that_is_due_is_not_jumped_over_by_a_long_step():
             trial.learn(1, ways[-1], 4, 0.1 if ways[-1] else 0.0022, 4)
     assert not ways[0]
     assert 2 <= trial.tries <= 20
+
+
+@pytest.mark.parametrize(("whole", "pays"), [(100.0, False), (10_000.0, True)])
+def test_what_it_takes_to_begin_counts_by_the_length_of_the_batch(whole, pays):
+    """Rounds are 1.12 times as fast as plain passes of 1 ms, and to begin them takes 12 ms, which are capped at 8."""
+    trial = ThroughputTrial()
+    for _ in range(3):
+        trial.learn(64, False, 64 * 8, 0.008, 8)
+    for _ in range(4):
+        trial.drafts(64, whole=whole)
+        trial.learn(64, True, 64 * 4 * 1.68, 0.012 + 4 * 0.0015, 4, begins=True)
+        trial.learn(64, True, 64 * 12 * 1.68, 12 * 0.0015, 12)
+    assert trial.prefers_drafts(64, whole=whole) is pays
+    assert trial.prefers_plain(64, whole=whole) is not pays
+
+
+def test_what_pays_with_more_needs_no_look_with_fewer():
+    trial = ThroughputTrial()
+    steps(trial, 2 * MEASURED, {True: 150.0, False: 100.0}, seqs=16)
+    assert trial.drafts(3)
+    assert trial.prefers_drafts(1)
+    assert not trial.drafts(40)  # of more it says that a look may be worth it; plain steps come first
+
+
+def test_who_waits_decides_what_is_expected_from_the_other_case():
+    """What pays for the slowest text pays on average, and what does not on average does not for the slowest."""
+    drafters = frozenset({("", "")})
+    for known, asked, speed, expected in [
+        (True, False, 150.0, (True, False)),
+        (False, True, 80.0, (False, True)),
+        (True, False, 80.0, (False, False)),
+        (False, True, 150.0, (False, False)),
+    ]:
+        trial = ThroughputTrial()
+        for drafted in (False, True):
+            for _ in range(MEASURED):
+                trial.learn(16, drafted, 1e6, 1e6 / (speed if drafted else 100.0), work=BatchWork(drafters, known))
+        other = BatchWork(drafters, asked)
+        assert (trial.prefers_drafts(16, other), trial.prefers_plain(16, other)) == expected

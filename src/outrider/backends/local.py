@@ -93,7 +93,7 @@ class Local(Reader):
             engine.meanwhile = lambda: self._deliver(engine.scheduler.running)
             engine.interrupted = lambda: not self._inbox.empty()
         self._adapters = AdapterLoader(adapters or AdapterStore(engine.model, 0))
-        self._unused: list[_LocalJob] = []  # requests that failed in a pass, which may still use what they hold
+        self._unused: list[_LocalJob] = []  # requests that ended in a pass, which may still use what they hold
         self._lock, self._building, self._counting = threading.Lock(), threading.Lock(), threading.Lock()
         self._gate = StepGate()
         self._opening = threading.Lock()  # of the thread, or closing it: never taken by the thread, which is waited for
@@ -519,7 +519,11 @@ class Local(Reader):
             del self._places[seq.id]
             if not any(sample.id in self._places for sample in job.seqs):  # the last chunk of each was sent
                 result = self._outcome(job)
-                self._let_go_of(job)
+                # a step goes on with the rows of a text that has ended: its adapter must not make place for another
+                if self.engine.passing:
+                    self._unused.append(job)
+                else:
+                    self._let_go_of(job)
                 job.stream.finish(result)
 
     def _outcome(self, job: _LocalJob) -> Result:

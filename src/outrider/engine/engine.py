@@ -46,7 +46,7 @@ class Engine:
         self._prefixes = model if isinstance(model, SharesPrefixes) else None
         page = 1 if self._prefixes is None else self._prefixes.page
         self.scheduler = Scheduler(limits, model.context, model.capacity, page)
-        self._passing = False
+        self.passing = False  # whether a pass runs now, during `meanwhile`
         self._unattended = UnattendedSteps(
             model,
             self._pool,
@@ -85,7 +85,7 @@ class Engine:
                 seq.finish = "cancelled"
                 if self.scheduler.withdraw(seq):
                     return [seq]
-        return [] if self._passing else self.sweep()
+        return [] if self.passing else self.sweep()
 
     def drop(self, draft: str) -> None:
         """Forget a drafter that no sequence uses."""
@@ -106,7 +106,7 @@ class Engine:
         if self.policy is None or not self._measures_drafting(running):
             return self._advance(writer if able else None, drafting=True)
         trial, count, work = self.policy.trial, len(running), self._unattended.work(running)
-        drafting = trial.drafts(count, work, self.policy.most_left(running))
+        drafting = self._unattended.drafts(running)
         if drafting and writer is not None and not (able and self._repays(writer, running)):
             drafting = False  # a head that was not shown what was written: drafts from there are few
         settled = not bulk.unread(running, self.model.length)  # a prompt takes longer
@@ -148,20 +148,22 @@ class Engine:
 
     def _take_prefixes(self, model: SharesPrefixes, running: Seq[Sequence]) -> None:
         """A sequence whose prompt is not run yet takes what others have run of it by now, as far as its drafter has
-        read that too; all of it where nobody would draft anyway."""
+        read that too; all of it where heads rest, which then begin with it only if they have read it."""
         new = [seq for seq in running if not seq.output]
         if not new:
             return
-        plain = self._rests(running)
+        rests = self._rests(running)
         for seq in new:
-            if plain:
-                if taken := model.begin(seq.id, seq.tokens, seq.scope):
-                    seq.stats.cached += taken
-                    self._pool.rest([seq])
-            elif most := self._pool.prefix(seq):
-                tokens = seq.tokens if most >= len(seq.tokens) else seq.tokens[: most + 1]
-                seq.stats.cached += model.begin(seq.id, tokens, seq.scope)
-                self._pool.begin(seq, self.model.length(seq.id))
+            # on a device a head that rests is not asked at all; on a CPU it may be, later
+            most = 0 if rests and self._paged is not None else self._pool.prefix(seq)
+            if not rests and not most:
+                continue
+            taken = model.begin(seq.id, seq.tokens if rests else seq.tokens[: most + 1], seq.scope)
+            seq.stats.cached += taken
+            if most and most >= (seen := self.model.length(seq.id)):
+                self._pool.begin(seq, seen)
+            elif taken:
+                self._pool.rest([seq])
 
     def _rests(self, running: Seq[Sequence]) -> bool:
         """Whether heads have nothing to do for so many, or wait until they are asked."""
@@ -286,11 +288,11 @@ class Engine:
     def _wait(self) -> None:
         """A pass runs: what else there is to do is done now."""
         if self.meanwhile is not None:
-            self._passing = True
+            self.passing = True
             try:
                 self.meanwhile()
             finally:
-                self._passing = False
+                self.passing = False
 
     def sweep(self) -> list[Sequence]:
         """Take off the sequences that have ended, and give their memory back."""

@@ -407,6 +407,10 @@ class DraftingPolicy:
         """Tokens that the longest of these sequences is expected to write."""
         return max(map(self._tokens_left, seqs), default=0.0)
 
+    def longest(self, seqs: Seq[Sequence]) -> float:
+        """Tokens that the longest of these sequences is expected to write in all."""
+        return max((len(seq.output) + self._tokens_left(seq) for seq in seqs), default=0.0)
+
     def _tokens_left(self, seq: Sequence) -> float:
         """Tokens that a sequence is expected to write: as many as it has written, or as others have."""
         written = len(seq.output)

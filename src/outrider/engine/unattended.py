@@ -16,7 +16,7 @@ from outrider.engine import bulk, judge
 from outrider.engine.drafting import DrafterPool
 from outrider.engine.policy import DraftingPolicy
 from outrider.engine.progress import BatchProgress
-from outrider.engine.throughput import FIRST_PASSES
+from outrider.engine.throughput import FIRST_PASSES, BatchWork
 from outrider.models.base import Model, Paged, SharesPrefixes
 
 # Passes of a step without the host after which the engine looks around again where nobody has come or ended meanwhile:
@@ -47,18 +47,27 @@ class UnattendedSteps:
         self._progress = BatchProgress()
 
     def work(self, seqs: Seq[Sequence]) -> Hashable:
-        """What decides how well drafts do, beside the size of the batch."""
-        return frozenset((seq.draft, "" if seq.adapter is None else seq.adapter.key) for seq in seqs)
+        drafters = frozenset((seq.draft, "" if seq.adapter is None else seq.adapter.key) for seq in seqs)
+        return BatchWork(drafters, len(seqs) > 1 and self._together())
+
+    def drafts(self, seqs: Seq[Sequence]) -> bool:
+        """Whether the next step of such a batch should draft."""
+        policy = self._policy
+        if policy is None:
+            return True
+        return policy.trial.drafts(len(seqs), self.work(seqs), policy.most_left(seqs), policy.longest(seqs))
 
     def prefers_plain(self, seqs: Seq[Sequence]) -> bool:
-        """Whether such a batch is known to be faster without drafts."""
-        return self._policy is not None and self._policy.trial.prefers_plain(len(seqs), self.work(seqs))
+        """Whether such a batch is known to be faster without drafts, or is too short to find out."""
+        policy = self._policy
+        return policy is not None and policy.trial.prefers_plain(len(seqs), self.work(seqs), policy.longest(seqs))
 
     def is_due(self, seqs: Seq[Sequence]) -> bool:
         """Whether drafts of such a batch are tried again now, though they were found to be slower."""
-        if self._policy is None:
+        policy = self._policy
+        if policy is None:
             return False
-        return self._policy.trial.is_due(len(seqs), self.work(seqs), self._policy.most_left(seqs))
+        return policy.trial.is_due(len(seqs), self.work(seqs), policy.most_left(seqs), policy.longest(seqs))
 
     def rests(self, seqs: Seq[Sequence]) -> bool:
         """Whether heads have nothing to do for such a batch: it is written plainly, and no try is due."""
@@ -66,9 +75,9 @@ class UnattendedSteps:
 
     def draft(self, drafter: Drafter, running: Seq[Sequence], learn: Learn | None = None) -> bool:
         """Steps that the drafter and the target take together; False: they could not. `learn`: what each part wrote."""
-        wrote, seqs, share = False, list(running), _PartShare(running, learn)
+        wrote, seqs, share, together = False, list(running), _PartShare(running, learn), self._together()
         for part in self._pool.write(drafter, seqs, self._wait, self._going(seqs, self._longest_drafting(seqs))):
-            wrote, tokens = True, self._progress(seqs, part, self._together())
+            wrote, tokens = True, self._progress(seqs, part, together)
             for seq, steps in zip(seqs, part, strict=True):
                 if seq.finish is None:
                     self._commit(seq, steps, drafter.name)
@@ -110,8 +119,8 @@ class UnattendedSteps:
         policy, work = self._policy, self.work(seqs)
         if policy is None:
             return lambda: LONGEST_STEP
-        most = policy.trial.longest_try(len(seqs), work)
-        return lambda: LONGEST_STEP if policy.trial.prefers_drafts(len(seqs), work) else most
+        whole = policy.longest(seqs)
+        return lambda: LONGEST_STEP if policy.trial.prefers_drafts(len(seqs), work, whole) else FIRST_PASSES
 
     def _going(self, seqs: Seq[Sequence], most: Callable[[], int]) -> Callable[[int], bool]:
         """Whether a step may go on after as many passes, of `most`: nobody waits for its end, and nobody has ended, or

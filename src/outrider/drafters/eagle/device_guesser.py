@@ -142,19 +142,26 @@ class HeadGuesses:
         tables.kept.copy_(self._kept, non_blocking=True)
 
     def _show(self, shown: Seq[Seq[ShownStates]], tables: RoundTables) -> None:
-        """The states before them stand where the states of a pass will stand."""
+        """The states before them stand where the states of a pass will stand. One copy for all of them: a copy each
+        kept the device waiting for the host where there are many."""
         hidden, each = tables.target.hidden, 1 + tables.nodes
         by: dict[int, tuple[Tensor, list[int], list[int]]] = {}  # states; their rows; where these go
         for place, own in enumerate(shown):
             to = place * each
             for states, rows in own:
-                _, sources, goals = by.setdefault(id(states), (states, [], []))
-                sources += rows
-                goals += range(to, to + len(rows))
+                _, some, places = by.setdefault(id(states), (states, [], []))
+                some += rows
+                places += range(to, to + len(rows))
                 to += len(rows)
-        for states, sources, goals in by.values():
-            moved = torch.tensor([sources, goals], device=hidden.device)
-            hidden[moved[1]] = states[moved[0]]
+        if not by:
+            return
+        sources, goals, begin = list[int](), list[int](), 0
+        for states, rows, to_rows in by.values():
+            sources += [begin + row for row in rows]
+            goals += to_rows
+            begin += len(states)
+        moved = torch.tensor([sources, goals], device=hidden.device)
+        hidden[moved[1]] = torch.cat([states for states, _, _ in by.values()])[moved[0]]
 
     def guess(self, tables: RoundTables, number: int) -> None:
         runner, rows = self._runner, tables.sequences * tables.wide

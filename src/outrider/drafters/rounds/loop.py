@@ -308,13 +308,18 @@ class DeviceLoop:
             self._send_draws(loop.tables.draws, seqs, loop.guesses)
 
     def _send_texts(self, loop: _Looped, seqs: Seq[Sequence]) -> None:
-        """The tokens of the texts that are not there yet: those of the rounds before the device wrote itself."""
+        """The tokens of the texts that are not there yet, in one copy: those of the rounds before the device wrote
+        itself."""
+        there, written = [(seq.id, len(seq.tokens)) for seq in seqs], loop.tables.written
         held = dict(enumerate(loop.resident))
-        for place, seq in enumerate(seqs):
-            if held.get(place) != (seq.id, len(seq.tokens)):
-                tokens = torch.tensor(seq.tokens, dtype=torch.int32)
-                loop.tables.written[place, : len(seq.tokens)].copy_(tokens)
-        loop.resident = [(seq.id, len(seq.tokens)) for seq in seqs]
+        lacking = [place for place, own in enumerate(there) if held.get(place) != own]
+        if lacking:
+            texts = np.zeros((len(lacking), max(there[place][1] for place in lacking)), "int32")
+            for row, place in zip(texts, lacking, strict=True):
+                row[: there[place][1]] = seqs[place].tokens
+            places = torch.tensor(lacking, device=written.device)
+            written[places, : texts.shape[1]] = torch.from_numpy(texts).to(written.device)
+        loop.resident = there
 
     def _heat(self, loop: _Looped, seqs: Seq[Sequence]) -> None:
         each, target = 1 + loop.tables.nodes, loop.tables.target
