@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +18,7 @@ from outrider.bench import machine, workloads
 from outrider.bench.workloads import BenchPrompt
 from outrider.cli import audit_report, options
 from outrider.cli.fields import command, fields
-from outrider.cli.screen import bar
+from outrider.cli.screen import bar, json_text, print_json
 from outrider.core.errors import OutriderError
 from outrider.core.option import option
 from outrider.core.params import SamplingParams
@@ -177,10 +176,10 @@ def audit(
     opened = options.opened(replace(settings, draft=_first_drafter(own), pace=False))
     with opened as llm, bar("{task.completed:.0f}/{task.total:.0f}") as progress:
         report = _report(llm, own, chosen, plan, progress)
-    text = json.dumps(_as_dict(report), ensure_ascii=False)
-    failed = None if own.output is None else _write(own.output, text)
+    content = _as_dict(report)
+    failed = None if own.output is None else _write(own.output, json_text(content))
     if own.as_json:
-        print(text)
+        print_json(content)
     else:
         audit_report.show(report)
     if failed is not None:  # told last: hours of work are shown even where the disk is full

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from outrider.backends.base import Stream
 from outrider.cli import answers, options
 from outrider.cli.answers import Query
 from outrider.cli.fields import Given, command, fields
-from outrider.cli.screen import note
+from outrider.cli.screen import note, print_json
 from outrider.core.errors import OutriderError
 from outrider.core.option import option
 from outrider.core.request import Result
@@ -92,7 +91,7 @@ def _answer(config: Config, own: GenerateOptions, configured: bool, text: str) -
             about: dict[str, Any] = {"model": config.settings.model, "draft": config.settings.drafter, "prompt": text}
             if config.settings.rounded:
                 about["rounded"] = config.settings.rounded
-            print(json.dumps({**about, **result.as_dict()}, ensure_ascii=False))
+            print_json({**about, **result.as_dict()})
         else:
             print("" if sys.stdout.isatty() else result.text)
             note("; ".join([str(result.stats), *config.settings.rounded]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +10,7 @@ import typer
 
 from outrider.cli import options
 from outrider.cli.fields import command, fields
+from outrider.cli.screen import print_json
 from outrider.models import sources
 
 
@@ -43,7 +43,7 @@ def models(
     named = [entry for entry in known.entries if entry not in BUILT_IN.entries]
     if printed.as_json:
         rows = [{"name": m.name, "size": m.size, "path": None if m.path is None else str(m.path)} for m in found]
-        print(json.dumps({"models": rows, "registry": [*map(asdict, named)], "heads": [*map(asdict, known.heads)]}))
+        print_json({"models": rows, "registry": [*map(asdict, named)], "heads": [*map(asdict, known.heads)]})
     else:
         _print_table(found, [*named, *known.heads])
 

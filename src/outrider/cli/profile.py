@@ -23,7 +23,7 @@ from outrider.bench.profile import (
 )
 from outrider.cli import options
 from outrider.cli.fields import command, fields
-from outrider.cli.screen import bar, note
+from outrider.cli.screen import bar, note, print_json
 from outrider.core.option import option
 from outrider.settings import Settings
 
@@ -71,7 +71,7 @@ def profile(
     with options.opened(settings) as llm, bar("{task.completed:.0f}/{task.total:.0f}") as progress:
         found = run(llm, plan, progress)
     if own.as_json:
-        print(json.dumps(found.as_dict(), ensure_ascii=False))
+        print_json(found.as_dict())
     else:
         _print(found)
     if own.output is not None:

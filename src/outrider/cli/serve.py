@@ -42,11 +42,13 @@ class LaunchOptions:
     model_id: str = option("", "The model, as an option instead of an argument.", flags=("--model-id", "--model", "-m"))
     uid: str = option("", "Name of the model in requests.", shown="the model's name")
     no_model: bool = option(False, "Launch no model; clients launch theirs.")
-    speculative_tokens: int = option(0, "Prompt lookup of this many tokens: LoRAX's option.", shown=False)
+    speculative_tokens: int | None = option(
+        None, "Prompt lookup of this many tokens: LoRAX's option; 0: plain decoding.", shown=False
+    )
     adapter_id: str = option("", "An EAGLE or Medusa head that drafts.", shown=False)
 
     def __post_init__(self) -> None:
-        if self.speculative_tokens < 0:
+        if self.speculative_tokens is not None and self.speculative_tokens < 0:
             raise OutriderError(f"--speculative-tokens must be at least 0, not {self.speculative_tokens}")
 
 
@@ -73,6 +75,12 @@ class RayOptions:
         0.0, "CPUs of each replica, or a fraction of one.", least=0.0, shown="1 for each thread"
     )
     gpus_per_replica: float = option(0.0, "GPUs of each replica, or a fraction of one.", least=0.0)
+
+    @property
+    def address(self) -> str:
+        """Of a Ray that runs already; "": one of our own is started on this machine."""
+        address = self.ray_address or os.environ.get("RAY_ADDRESS", "")
+        return address if self.ray and address != "local" else ""
 
 
 SETTINGS = options.settings(
@@ -118,7 +126,9 @@ def serve(
     from outrider.server.run import ServePlan, run
 
     known = registries.load(listen.registry)
-    spec = _spec(model, launch, given, known)
+    if not ray.address:  # other machines have other files
+        server.check_folders()
+    spec = _spec(model, launch, given, known, elsewhere=bool(ray.address))
     settings = spec.settings
     if not launch.no_model:
         options.pull_known(settings.model)
@@ -143,7 +153,7 @@ def serve(
     if not ray.ray:
         run(plan)
         return
-    _prepare_ray(ray.ray_address or os.environ.get("RAY_ADDRESS", ""))
+    _prepare_ray(ray.address)
     from outrider.server.ray import app as on_ray
     from outrider.server.ray.scale import Scale
 
@@ -158,8 +168,8 @@ def check_installed() -> None:
         raise OutriderError(f"a server needs {', '.join(missing)}, not installed for this Python: {INSTALL_SERVER}")
 
 
-def _spec(model: str, launch: LaunchOptions, given: Given, known: Registry) -> LaunchSpec:
-    """The model that was asked for, and how it runs."""
+def _spec(model: str, launch: LaunchOptions, given: Given, known: Registry, elsewhere: bool) -> LaunchSpec:
+    """The model that was asked for, and how it runs. `elsewhere`: maybe on other machines."""
     name = _only_one(**{"MODEL": model, "--model-id": launch.model_id, "--no-model": launch.no_model})
     config = options.chosen(given)
     for line in config.notes:
@@ -168,7 +178,7 @@ def _spec(model: str, launch: LaunchOptions, given: Given, known: Registry) -> L
     _only_one(
         **{
             "--draft": given.get("draft"),
-            "--speculative-tokens": launch.speculative_tokens,
+            "--speculative-tokens": launch.speculative_tokens is not None,
             "--adapter-id": launch.adapter_id,
             "--speculative-config": given.get("speculative_config"),
         }
@@ -180,7 +190,7 @@ def _spec(model: str, launch: LaunchOptions, given: Given, known: Registry) -> L
         quantize=config.settings.quantize if choice.quantize == "none" else choice.quantize,
     )
     build.check(settings)
-    if not launch.no_model and settings.backend == DEFAULT.backend:
+    if not launch.no_model and not elsewhere and settings.backend == DEFAULT.backend:
         sources.check(settings.model)  # a mistyped path shows before a server is started
     return LaunchSpec(settings, launch.uid, (choice.name,), choice.family())
 
@@ -219,7 +229,9 @@ def _only_one(**given: object) -> object:
 
 
 def _draft(own: str, launch: LaunchOptions, access: Access) -> str:
-    """The default drafter: the drafter that was named, prompt lookup of a number of tokens, or a head."""
+    """The default drafter: the drafter that was named, prompt lookup of a number of tokens, a head, or none."""
+    if launch.speculative_tokens == 0:
+        return drafters.PLAIN
     if launch.speculative_tokens:
         return f"{drafters.LOOKUP}:length={launch.speculative_tokens}"
     if launch.adapter_id:

@@ -192,7 +192,7 @@ def _questions(path: Path | None) -> list[tuple[str, str]]:
 def read_prompts(path: Path) -> list[tuple[str, str]]:
     """User turns out of a file, each with its kind."""
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise OutriderError(f"the prompt file {path} cannot be read: {getattr(error, 'strerror', error)}") from error
     if path.suffix != ".jsonl":

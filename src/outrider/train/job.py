@@ -157,16 +157,20 @@ _LEAST = {
     "seed": 0,
     "writers": 0,
 }
+_CHOSEN = ("minutes", "tokens", "writers", "epochs", "layers", "inner", "rate")  # 0: by us, where nothing is given
 _SHAPES = ("layers", "inner", "reads", "heads", "block", "sequential", "public", "draft_vocab")  # decide what a head is
 _CHANGEABLE = {"minutes", "writers"}  # may change when a run is resumed: they do not decide its losses
 
 
 def new(kind: str, given: Mapping[str, Any]) -> TrainingJob:
+    """`given`: what the user chose; the rest is chosen here."""
+    _refuse_zeros(given)
     return TrainingJob(kind, **given)
 
 
 def resumed(kind: str, given: Mapping[str, Any], stored: Mapping[str, Any]) -> TrainingJob:
     """The stored job; what is given again must be as it was."""
+    _refuse_zeros(given)
     stored = {"adapter": "", "begin": "", **stored}  # runs of earlier versions had none
     for name, value in {"kind": kind, **given}.items():
         before = tuple(stored[name]) if name == "reads" else stored[name]
@@ -175,6 +179,13 @@ def resumed(kind: str, given: Mapping[str, Any], stored: Mapping[str, Any]) -> T
                 f"the run was begun with {name} {before}, not {value}; leave it out with --resume, or begin anew"
             )
     return TrainingJob(**{**stored, **{name: value for name, value in given.items() if name in _CHANGEABLE}})
+
+
+def _refuse_zeros(given: Mapping[str, Any]) -> None:
+    """0 stands for our own choice in a job, and a user who writes it means something else."""
+    for name in _CHOSEN:
+        if given.get(name) == 0:
+            raise OutriderError(f"--{name.replace('_', '-')} must be more than 0; leave it out for the default")
 
 
 def as_dict(job: TrainingJob) -> dict[str, Any]:
