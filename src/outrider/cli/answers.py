@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outrider.backends.base import Stream
 from outrider.cli import options
@@ -22,8 +22,10 @@ from outrider.cli.screen import bar, json_text, note, paint
 from outrider.core.errors import OutriderError
 from outrider.core.request import Message, Result
 from outrider.core.stats import Stats
-from outrider.llm import LLM
 from outrider.settings import Config
+
+if TYPE_CHECKING:
+    from outrider.llm import LLM
 
 KEYS = ("id", "query", "retrieved")
 

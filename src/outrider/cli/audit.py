@@ -8,23 +8,26 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outrider import drafters, prompts as builtin
-from outrider.audit import CompanyPlan, CompanyReport, Report, Variant, audit as run, audit_company
+from outrider.audit.plan import CompanyPlan
 from outrider.bench import machine, workloads
 from outrider.bench.workloads import BenchPrompt
-from outrider.cli import audit_report, options
+from outrider.cli import options
 from outrider.cli.fields import command, fields
 from outrider.cli.screen import bar, json_text, print_json
 from outrider.core.errors import OutriderError
 from outrider.core.option import option
 from outrider.core.params import SamplingParams
-from outrider.llm import LLM
 from outrider.prompts import NamedPrompt
 from outrider.settings import Settings
+
+if TYPE_CHECKING:
+    from outrider.audit import CompanyReport, Report, Variant
+    from outrider.llm import LLM
 
 COMPANY = "With --company"
 SAMPLES = 300  # continuations of the law test
@@ -171,6 +174,8 @@ def audit(
     [dim]$[/] outrider audit --company --quick
     [dim]$[/] outrider audit --company --device cuda --dtype bfloat16 --prompts spec_bench.jsonl --max-tokens 128
     """
+    from outrider.cli import audit_report
+
     own.check()
     chosen, plan = own.chosen_prompts(), own.plan() if own.company else None
     opened = options.opened(replace(settings, draft=_first_drafter(own), pace=False))
@@ -199,11 +204,13 @@ def _report(
     plan: CompanyPlan | None,
     progress: Callable[[str, int, int], None],
 ) -> Report | CompanyReport:
+    from outrider.audit import audit, audit_company
+
     if plan is not None:
         found = (lambda variant: None) if sys.stderr.isatty() else _log  # a terminal has the bar
         return audit_company(llm, own.draft, prompts, plan, raw=own.raw, progress=progress, found=found)
     samples = own.samples or SAMPLES
-    return run(
+    return audit(
         llm,
         own.draft,
         prompts,
@@ -222,6 +229,8 @@ def _log(variant: Variant) -> None:
 
 def _as_dict(report: Report | CompanyReport) -> dict[str, Any]:
     """For JSON; a company report also says where it was made."""
+    from outrider.audit import CompanyReport
+
     return report.as_dict() | ({"machine": machine.describe()} if isinstance(report, CompanyReport) else {})
 
 

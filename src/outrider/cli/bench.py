@@ -21,7 +21,7 @@ from outrider.bench.run import Show, run
 from outrider.cli import bench_batches, bench_matrix, bench_serve, options
 from outrider.cli.bench_batches import BatchOptions
 from outrider.cli.bench_serve import WHAT, WorkloadOptions
-from outrider.cli.fields import Given, command, fields, was_given
+from outrider.cli.fields import Given, fields, light_command, was_given
 from outrider.cli.options import DEFAULT
 from outrider.cli.screen import bar, note
 from outrider.core.errors import OutriderError
@@ -103,7 +103,7 @@ WORKLOAD = fields(
 
 
 @app.callback(invoke_without_command=True)
-@command
+@light_command
 def bench(
     ctx: typer.Context,
     *,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,8 +17,10 @@ from outrider.core.errors import OutriderError
 from outrider.core.params import SamplingParams
 from outrider.core.request import Result
 from outrider.core.stats import Stats
-from outrider.llm import LLM
 from outrider.settings import Config
+
+if TYPE_CHECKING:
+    from outrider.llm import LLM
 
 HELP = """\
 /draft [SPEC]    show who guesses ahead, or change it: /draft ngram:length=12, /draft none

@@ -6,20 +6,21 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outrider import prompts
-from outrider.backends.local import Local
 from outrider.cli import options
 from outrider.cli.fields import command
 from outrider.cli.screen import Painter, bar, coloured, paint
 from outrider.core.errors import OutriderError
 from outrider.core.params import SamplingParams
 from outrider.core.request import Result
-from outrider.llm import LLM
 from outrider.settings import Settings
+
+if TYPE_CHECKING:
+    from outrider.llm import LLM
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ def demo(
 def _run(llm: LLM, params: SamplingParams, draft: str, painter: Painter | None = None) -> DemoRun:
     """One answer. The clock starts when the prompt has been read and the first tokens are out. Nothing is copied from
     the answers before, which are the same."""
+    from outrider.backends.local import Local
+
     if isinstance(llm.backend, Local):
         llm.backend.forget_texts()
     stream = llm.stream([{"role": "user", "content": prompts.DEMO.text}], params, draft=draft)

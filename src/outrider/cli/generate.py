@@ -6,7 +6,7 @@ import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,8 +19,10 @@ from outrider.cli.screen import note, print_json
 from outrider.core.errors import OutriderError
 from outrider.core.option import option
 from outrider.core.request import Result
-from outrider.llm import LLM
 from outrider.settings import Config, Settings
+
+if TYPE_CHECKING:
+    from outrider.llm import LLM
 
 FILES = "Many queries"
 NO_GRAMMAR = "give one (--json-schema, --json-object, --regex, --choice or --grammar), or choose another drafter"

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from outrider.cli import options
-from outrider.cli.fields import command, fields
+from outrider.cli.fields import fields, light_command
 from outrider.cli.screen import print_json
 from outrider.models import sources
 
@@ -24,7 +24,7 @@ def pull(
     print(options.pull(name))
 
 
-@command
+@light_command
 def models(
     *,
     registry: Annotated[

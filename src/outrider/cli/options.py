@@ -7,18 +7,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields as fields_of, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from outrider import build, drafters
+from outrider import drafters, refusals
 from outrider.cli.fields import Given, OptionSource, fields, joined
 from outrider.cli.screen import bar
 from outrider.compat import autogluon
 from outrider.core.errors import OutriderError
 from outrider.core.option import option
 from outrider.core.params import SamplingParams
-from outrider.llm import LLM
 from outrider.models import sources
 from outrider.settings import Config, Settings, config_from, from_mapping, read_file
+
+if TYPE_CHECKING:
+    from outrider.llm import LLM
 
 NOT_UTF8 = "the {} is not valid UTF-8 text; convert it first"
 MODEL, SAMPLING, GRAMMAR = "Model", "Sampling", "What the text may be (one of these)"
@@ -95,7 +97,9 @@ def configured(*others: OptionSource[Any], plain: SamplingParams = PLAIN) -> Opt
 @contextmanager
 def opened(settings: Settings, notes: Sequence[str] = ()) -> Iterator[LLM]:
     """The model, pulled if need be, and closed in the end."""
-    draft = build.check(settings)  # a typing error shows before anything is downloaded
+    from outrider.llm import LLM
+
+    draft = refusals.check(settings)  # a typing error shows before anything is downloaded
     pull_known(settings.model)
     with bar() as progress:
         progress(f"loading {settings.model}", 0, None)

@@ -8,13 +8,13 @@ import os
 import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider import build, drafters
+from outrider import drafters, refusals
 from outrider.cli import options
-from outrider.cli.fields import Given, command, fields
+from outrider.cli.fields import Given, fields, light_command
 from outrider.cli.options import DEFAULT
 from outrider.cli.screen import note
 from outrider.core.errors import OutriderError
@@ -26,7 +26,10 @@ from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.fleet.spec import LaunchSpec
 from outrider.server.options import LAUNCH_DEFAULTS, LIMITS, ServerOptions
 from outrider.server.registry import Registry
-from outrider.settings import VLLM_DEFAULTS
+from outrider.settings import VLLM_DEFAULTS, Settings
+
+if TYPE_CHECKING:
+    from outrider.server.run import ServePlan
 
 SERVER, RAY = "Server", "Ray"
 LOCAL = ("127.0.0.1", "localhost", "::1")  # listening there, only requests for these names are answered
@@ -96,7 +99,7 @@ SETTINGS = options.settings(
 )
 
 
-@command
+@light_command
 def serve(
     model: Annotated[
         str, typer.Argument(help="Known name, folder, hub id or GGUF file.", show_default=DEFAULT.model)
@@ -150,15 +153,19 @@ def serve(
         listen.grace,
         _greet,
     )
-    if not ray.ray:
+    if ray.ray:
+        _run_on_ray(plan, ray, settings, listen.log_level)
+    else:
         run(plan)
-        return
+
+
+def _run_on_ray(plan: ServePlan, ray: RayOptions, settings: Settings, level: str) -> None:
     _prepare_ray(ray.address)
     from outrider.server.ray import app as on_ray
     from outrider.server.ray.scale import Scale
 
     scale = Scale.of(ray.replicas, ray.cpus_per_replica, ray.gpus_per_replica, settings)
-    on_ray.run(plan, scale, ray.ray_address, listen.log_level)
+    on_ray.run(plan, scale, ray.ray_address, level)
 
 
 def check_installed() -> None:
@@ -189,7 +196,7 @@ def _spec(model: str, launch: LaunchOptions, given: Given, known: Registry, else
         draft=_draft(config.settings.draft, launch, Access((Path("/"),), known.sources(), hub=True)),
         quantize=config.settings.quantize if choice.quantize == "none" else choice.quantize,
     )
-    build.check(settings)
+    refusals.check(settings)
     if not launch.no_model and not elsewhere and settings.backend == DEFAULT.backend:
         sources.check(settings.model)  # a mistyped path shows before a server is started
     return LaunchSpec(settings, launch.uid, (choice.name,), choice.family())

@@ -15,7 +15,7 @@ from outrider.cli.train import stoppable
 from outrider.core.errors import OutriderError
 from outrider.core.option import option
 from outrider.settings import Settings
-from outrider.train.lora import LoraJob
+from outrider.train.lora_job import LoraJob
 
 
 @dataclass(frozen=True)
