@@ -66,8 +66,10 @@ class AuditOptions(options.Printed, options.Constrained):
     prompts: str | None = option(
         None, "A text file with a prompt per line, or a .jsonl file in Spec-Bench form: its first turns."
     )
-    limit: int | None = option(None, "At most this many prompts, spread over all of them.", shown="all", least=1)
-    raw: bool = option(False, "Continue the prompts as they stand, without chat template.")
+    limit: int | None = option(
+        None, "Use at most this many prompts, evenly spread over all of them.", shown="all", least=1
+    )
+    raw: bool = option(False, "Continue the prompts as they are, without a chat template.")
     max_tokens: int | None = option(None, "Tokens to compare for each prompt.", shown=str(USUAL.max_tokens))
     samples: int | None = option(None, "Continuations to sample for the law test.", shown=str(SAMPLES), least=1)
     seed: int = option(0, "The same seed gives the same report.")
@@ -81,7 +83,7 @@ class AuditOptions(options.Printed, options.Constrained):
     )
     group: tuple[str, ...] | None = option(
         None,
-        "Groups of prompts: your own, made ones around boundaries, long ones.",
+        "Groups of prompts: your own, generated ones around boundaries, and long ones.",
         shown=",".join(USUAL.groups),
         panel=COMPANY,
         parse=lambda text: tuple(text.split(",")),
@@ -89,7 +91,7 @@ class AuditOptions(options.Printed, options.Constrained):
     batch: tuple[int, ...] | None = _list_option("batch", int, USUAL.batches, "Prompts at once; 1: alone.")
     chunk: tuple[int, ...] | None = _list_option("chunk", int, USUAL.chunks, "Prompt tokens that are read in one step.")
     temperature: tuple[float, ...] | None = _list_option(
-        "temperature", float, USUAL.temperatures, "Above 0 each prompt has a seed."
+        "temperature", float, USUAL.temperatures, "Temperatures; above 0 each prompt has a seed."
     )
     longest: int | None = option(
         None,
@@ -100,7 +102,7 @@ class AuditOptions(options.Printed, options.Constrained):
     )
     runs: int | None = option(
         None,
-        "How often each variant runs; from 2 on draft statistics are compared.",
+        "How often each variant runs; with 2 or more, draft statistics are compared.",
         shown=str(USUAL.runs),
         least=1,
         panel=COMPANY,
@@ -148,7 +150,7 @@ def audit(
     settings: Annotated[Settings, options.settings("model", *options.PLACE, "cache_memory")],
     own: Annotated[AuditOptions, fields(AuditOptions)],
 ) -> None:
-    """Prove that drafters change the speed and nothing else. Exit code 1 if one does.
+    """Prove that drafters change the speed and nothing else. The exit code is 1 if a drafter changes a text.
 
     Against plain decoding by the same model, each drafter is checked for
     [bold]greedy[/]: the same tokens, prompt by prompt;

@@ -92,7 +92,7 @@ SETTINGS = options.settings(
     "dtype",
     "threads",
     device={"help": "cpu or cuda: on a GPU whole calls of batches are measured.", "panel": "", "shown": "cpu"},
-    dtype={"help": "Of our own engine: as with generate.", "panel": ""},
+    dtype={"help": "Data type of our own engine, as with generate.", "panel": ""},
     threads={"help": "CPU threads of every engine; 0: one per core.", "panel": ""},
 )
 WORKLOAD = fields(

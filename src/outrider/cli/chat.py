@@ -46,9 +46,7 @@ CONFIG = options.configured(
 def chat(
     *,
     config: Annotated[Config, CONFIG],
-    system: Annotated[
-        str | None, typer.Option(help="What the model is told first.", show_default="the model's own")
-    ] = None,
+    system: Annotated[str | None, typer.Option(help="The system message.", show_default="the model's own")] = None,
 ) -> None:
     """Chat with a model. Words that came from the draft are coloured; /help lists the commands.
 

@@ -35,9 +35,9 @@ def demo(
     *,
     settings: Annotated[Settings, options.settings("model", "draft", *options.PLACE)],
     params: Annotated[SamplingParams, options.sampling("max_tokens", max_tokens={"default": 144})],
-    rounds: Annotated[int, typer.Option(min=1, help="Measure each this often, in turn.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each of the two is measured, in turns.")] = 3,
 ) -> None:
-    """See it work: an answer, who guessed its words, and plain decoding beside speculation.
+    """See it work: an answer, which of its words were guessed, and plain decoding beside speculation.
 
     Exit code 1 if the two do not write the very same tokens.
 

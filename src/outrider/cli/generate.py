@@ -30,13 +30,17 @@ NO_GRAMMAR = "give one (--json-schema, --json-object, --regex, --choice or --gra
 
 @dataclass(frozen=True)
 class GenerateOptions(options.Printed, options.Constrained):
-    raw: bool = option(False, "Continue the prompt as it stands, without chat template.")
+    raw: bool = option(False, "Continue the prompt as it is, without a chat template.")
     prediction: str | None = option(
-        None, "The answer you expect, as a file or as text: it is the draft.", panel=options.MODEL
+        None, "The answer you expect, as a file or as text; it is used as the draft.", panel=options.MODEL
     )
-    input: Path | None = option(None, "A JSONL file of queries: query, and perhaps id and retrieved.", panel=FILES)
+    input: Path | None = option(
+        None, "A JSONL file of queries, with the keys query and, if you like, id and retrieved.", panel=FILES
+    )
     output: Path | None = option(
-        None, "Where the answers go, a line each; answers already in it are kept, and the run resumes.", panel=FILES
+        None,
+        "The file for the answers, one per line. Answers already in it are kept, and the run resumes.",
+        panel=FILES,
     )
 
 
@@ -55,12 +59,12 @@ def generate(
     given: Annotated[Given, GIVEN],
     own: Annotated[GenerateOptions, fields(GenerateOptions)],
 ) -> None:
-    """Answer a prompt, or continue it with [bold]--raw[/]; or answer a file of queries.
+    """Answer a prompt, continue it ([bold]--raw[/]), or answer a file of queries.
 
     [dim]$[/] outrider generate "Name three rivers."
     [dim]$[/] outrider generate "Once upon a time" --raw --temperature 0.8 --seed 7
     [dim]$[/] outrider generate "Fix the spelling: ..." --prediction draft.txt --json
-    [dim]$[/] outrider generate "Which colour has the sea?" --choice blue,green,grey
+    [dim]$[/] outrider generate "What colour is the sea?" --choice blue,green,grey
     [dim]$[/] outrider generate "Ada, 36, of London." --json-schema person.json
     [dim]$[/] cat letter.txt | outrider generate - --draft ngram:max_n=6,length=12
     [dim]$[/] outrider generate "Name three rivers." --adapter haiku=my-haiku

@@ -17,7 +17,7 @@ from outrider.models import sources
 def pull(
     name: Annotated[str, typer.Argument(help="A known name; [bold]outrider models[/] lists them.", show_default=False)],
 ) -> None:
-    """Download a known model into the cache and check it. What is already there is not downloaded again.
+    """Download a known model into the cache and check it. A model that is already there is not downloaded again.
 
     [dim]$[/] outrider pull smollm2-135m
     """
@@ -28,11 +28,11 @@ def pull(
 def models(
     *,
     registry: Annotated[
-        Path | None, typer.Option(help="The server's names, in YAML.", show_default="registry.yaml")
+        Path | None, typer.Option(help="The server's registry, a YAML file.", show_default="registry.yaml")
     ] = None,
     printed: Annotated[options.Printed, fields(options.Printed)],
 ) -> None:
-    """List the known models, those in the Hugging Face cache, and the names that you gave to others for the server.
+    """List the known models, the models in the Hugging Face cache, and the names in the server's registry.
 
     [dim]$[/] outrider models
     [dim]$[/] outrider models --json

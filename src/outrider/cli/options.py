@@ -53,11 +53,11 @@ class Printed:
 class Constrained:
     """What the text may be, as the command line says it."""
 
-    json_schema: Path | None = option(None, "A file with a JSON schema: JSON that it allows.", panel=GRAMMAR)
+    json_schema: Path | None = option(None, "JSON that follows the schema in this file.", panel=GRAMMAR)
     json_object: bool = option(False, "Any JSON object.", flags=("--json-object",), panel=GRAMMAR)
-    regex: str | None = option(None, "A text that this whole expression matches.", panel=GRAMMAR)
-    choice: str | None = option(None, "One of these texts, with commas between them.", panel=GRAMMAR)
-    grammar: Path | None = option(None, "A file with a grammar in Lark's notation.", panel=GRAMMAR)
+    regex: str | None = option(None, "Text that this regular expression matches as a whole.", panel=GRAMMAR)
+    choice: str | None = option(None, "One of these texts, separated by commas.", panel=GRAMMAR)
+    grammar: Path | None = option(None, "Text of the grammar in this file, in Lark's notation.", panel=GRAMMAR)
 
     def over(self, params: SamplingParams) -> SamplingParams:
         """The parameters with what was given here in the place of theirs."""

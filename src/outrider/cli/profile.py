@@ -33,7 +33,7 @@ class ProfileOptions(options.Printed):
     context: int = option(PLAN.context, "Tokens already in the cache.")
     rows: str | None = option(
         None,
-        "Sizes of a pass: one committed token and the guesses after it. 1 and 2 are always in.",
+        "Sizes of a pass in rows: one committed token and the guesses after it. 1 and 2 are always included.",
         shown=f"{','.join(map(str, PLAN.rows))}; on a GPU {','.join(map(str, GPU_ROWS))}",
     )
     rounds: int = option(PLAN.rounds, "How often each size is measured.")

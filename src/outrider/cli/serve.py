@@ -59,8 +59,13 @@ class LaunchOptions:
 class ListenOptions:
     host: str = option("", "Address to listen on; 0.0.0.0: all networks.", shown="127.0.0.1", panel=SERVER)
     port: int = option(8000, "Port to listen on; 0: any free one.", least=0, most=65535, panel=SERVER)
-    state: Path | None = option(None, "Launched models are kept here, and launched again.", shown=False, panel=SERVER)
-    registry: Path | None = option(None, "More models by name, in YAML.", shown="registry.yaml", panel=SERVER)
+    state: Path | None = option(
+        None,
+        "A file that lists the launched models; they are launched again after a restart.",
+        shown=False,
+        panel=SERVER,
+    )
+    registry: Path | None = option(None, "A YAML file with names for more models.", shown="registry.yaml", panel=SERVER)
     log_level: str = option("info", f"One of {', '.join(LEVELS)}.", panel=SERVER)
     grace: float = option(60.0, "Seconds that running requests have to finish after SIGTERM.", least=0.0, panel=LIMITS)
 
@@ -71,8 +76,10 @@ class ListenOptions:
 
 @dataclass(frozen=True)
 class RayOptions:
-    ray: bool = option(False, "As a Ray Serve application, with replicas.")
-    ray_address: str = option("", "HOST:PORT or auto.", shown="RAY_ADDRESS, or a Ray of our own")
+    ray: bool = option(False, "Run as a Ray Serve application, with replicas.")
+    ray_address: str = option(
+        "", "The Ray cluster to join: HOST:PORT or auto.", shown="RAY_ADDRESS, or a Ray of our own"
+    )
     replicas: str = option("1", "Number of replicas: N, or LEAST:MOST, scaled with the load.")
     cpus_per_replica: float = option(
         0.0, "CPUs of each replica, or a fraction of one.", least=0.0, shown="1 for each thread"

@@ -52,7 +52,7 @@ class ServerOptions:
     api_key: str = option("", "Key that requests must send.", env="OUTRIDER_API_KEY", parse=_key, panel=ACCESS)
     tenant_keys: tuple[str, ...] = option(
         (),
-        "A further key, for a tenant of its own: no tenant's texts serve another as drafts. Repeatable.",
+        "The key of another tenant; the texts of one tenant are never drafts for another. Repeatable.",
         flags=("--tenant-key",),
         env="OUTRIDER_TENANT_KEYS",
         panel=ACCESS,
