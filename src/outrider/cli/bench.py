@@ -21,7 +21,7 @@ from outrider.bench.run import Show, run
 from outrider.cli import bench_batches, bench_matrix, bench_serve, options
 from outrider.cli.bench_batches import BatchOptions
 from outrider.cli.bench_serve import WHAT, WorkloadOptions
-from outrider.cli.fields import Given, fields, light_command, was_given
+from outrider.cli.fields import Given, fields, import_engine, light_command, was_given
 from outrider.cli.options import DEFAULT
 from outrider.cli.screen import bar, note
 from outrider.core.errors import OutriderError
@@ -131,6 +131,7 @@ def bench(
     if ctx.invoked_subcommand is not None:
         _refuse_options(ctx)
         return
+    import_engine()
     config = options.chosen(given)
     if "config" in given:
         own = _with_file(own, config)

@@ -21,7 +21,6 @@ from outrider.interrupt import ends_at_once
 
 SOURCE_LINE = 90  # characters: a longer line of a docstring goes on in the next one; the source has up to 116
 EXAMPLE = "[dim]$[/]"  # begins a line that shows a command
-ENGINE = "outrider.llm"  # brings torch, and all that runs a model
 SIMPLE = (str, int, float, bool, Path)  # types that the command line reads by itself
 T = TypeVar("T")
 
@@ -123,16 +122,22 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     makes, `Annotated[Given, source]` only what the user gave for it. Other parameters are as typer has them.
 
     Torch and the engine are imported when it runs: its help does not wait for them."""
-    return _command(function, ENGINE)
+    return _command(function, import_engine)
 
 
 def light_command(function: Callable[..., None]) -> Callable[..., None]:
-    """A command that runs no model in its own process."""
-    return _command(function, "")
+    """A command that needs no engine, or imports it by itself."""
+    return _command(function, lambda: None)
 
 
-def _command(function: Callable[..., None], needs: str) -> Callable[..., None]:
-    """`needs`: a module that is imported before the command runs."""
+def import_engine() -> None:
+    """Torch, and all that runs a model."""
+    with ends_at_once():
+        import_module("outrider.llm")
+
+
+def _command(function: Callable[..., None], prepare: Callable[[], None]) -> Callable[..., None]:
+    """`prepare`: what is done when the options have been read."""
     hints = typing.get_type_hints(function, include_extras=True)
     found = {name: _source(hint) for name, hint in hints.items()}
     sources = {name: source for name, source in found.items() if source is not None}
@@ -145,9 +150,7 @@ def _command(function: Callable[..., None], needs: str) -> Callable[..., None]:
         for name, source in sources.items():
             mine = source.given(given)
             own[name] = mine if typing.get_args(hints[name])[0] is Given else source.make(mine)
-        if needs:
-            with ends_at_once():
-                import_module(needs)
+        prepare()
         function(**own, **({"ctx": ctx} if "ctx" in hints else {}))
 
     parameters = _parameters(function, hints, sources)

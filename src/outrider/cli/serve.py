@@ -14,7 +14,7 @@ import typer
 
 from outrider import drafters, refusals
 from outrider.cli import options
-from outrider.cli.fields import Given, fields, light_command
+from outrider.cli.fields import Given, command, fields
 from outrider.cli.options import DEFAULT
 from outrider.cli.screen import note
 from outrider.core.errors import OutriderError
@@ -106,7 +106,7 @@ SETTINGS = options.settings(
 )
 
 
-@light_command
+@command
 def serve(
     model: Annotated[
         str, typer.Argument(help="Known name, folder, hub id or GGUF file.", show_default=DEFAULT.model)
