@@ -51,14 +51,17 @@ SLOW_FILES = (
     "models/test_native",
     "server/test_ray",
     "drafters/test_rounds",
+    "server/test_workers",
     "server/test_stay_up",
     "train/test_train",
     "drafters/test_rejection_rounds",
     "drafters/test_model_rounds",
     "drafters/test_cut_rounds",
     "models/test_cut_kernels",
+    "server/test_lora",
     "server/test_hostile",
     "conformance/test_greedy",
+    "train/test_progress",
 )
 SLOW = ("vllm", *(f"tests/{name}.py" for name in SLOW_FILES))
 ON_VLLM = re.compile(r"test_vllm_|[\[-]vllm(-drafting)?[\]-]")  # node ids of tests that are marked so

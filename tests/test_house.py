@@ -20,12 +20,13 @@ PLAN = ROOT / "docs" / "ARCHITECTURE.md"
 
 # From left to right; a room may import from itself and from rooms to its left. "" is outrider/__init__.py.
 ORDER: list[set[str]] = [
-    {"core"},
+    {"core", "interrupt"},
     {"models"},
     {"drafters"},
     {"engine"},
     {"backends"},
     {"settings", "prompts"},
+    {"refusals"},
     {"build"},
     {"llm", "server", "train", "compat"},
     {"audit", "bench", "config"},
@@ -153,7 +154,7 @@ DRAFTER_WORDS: dict[str, set[str]] = {
     "server/tools/reasoning.py": {"grammar"},  # the same
     "server/fleet/worker.py": {"grammar"},  # the same
     "cli/options.py": {"grammar", "history"},  # its option, and the setting that names a history file
-    "build.py": {"history"},  # the same setting
+    "refusals.py": {"history"},  # the same setting
     "settings.py": {"ngram"},  # the default
     "llm.py": {"ngram", "prediction"},  # the same default, and the argument of that name
     "train/": {"eagle", "block", "medusa", "draft_model"},  # what is trained

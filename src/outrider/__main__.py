@@ -5,23 +5,21 @@ import os
 import signal
 import sys
 
+from outrider.interrupt import ends_at_once, leave
+
 
 def main() -> int:
     """Run the command that was given; the exit code."""
     _open_closed_streams()
     _tolerate_other_encodings()
-    usual = signal.getsignal(signal.SIGINT)
     try:
-        if usual is signal.default_int_handler:  # not where the parent process ignores it
-            signal.signal(signal.SIGINT, _leave)
-        from outrider import cli
-
-        signal.signal(signal.SIGINT, usual)
+        with ends_at_once():
+            from outrider import cli
         code = cli.main()
-        if usual is signal.default_int_handler:
-            signal.signal(signal.SIGINT, _leave)  # threads that end and files that close need no trace either
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, leave)  # threads that end and files that close need no trace either
     except KeyboardInterrupt:
-        _leave()
+        leave()
     return code
 
 
@@ -41,12 +39,6 @@ def _tolerate_other_encodings() -> None:
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
-
-
-def _leave(*_: object) -> None:
-    """End at once: nothing is open yet, or no more. An exception could be swallowed by an import that it interrupts."""
-    os.write(2, b"\ninterrupted\n")
-    os._exit(130)
 
 
 if __name__ == "__main__":

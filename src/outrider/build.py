@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +38,7 @@ from outrider.models.prefix_file import PrefixFile
 from outrider.models.sources import resolve
 from outrider.models.tokenizer import Tokenizer
 from outrider.models.weights import LoadOptions
+from outrider.refusals import check, speculation_of
 from outrider.settings import Settings
 
 GIB = 1 << 30
@@ -47,20 +47,6 @@ BITS = {"none": 0, "int8": 8, "int4": 4}
 # (a model a few times smaller) holds as many tokens in it as the target in the rest.
 DRAFT_MODEL_SHARE = 1 / 4
 _PARALLEL = ("tensor", "pipeline", "data")
-_NOT_ON_VLLM = {
-    "quantize": "name a quantised model, or write engine_args: {quantization: ...}",
-    "rule": "it verifies drafts by rejection",
-    "piece": "write engine_args: {max_num_batched_tokens: ...}",
-    "kv": "write engine_args: {kv_cache_dtype: ...}",
-    "activations": "name a model whose activations are quantised",
-    "history": "its drafters keep none between requests",
-    "history_tokens": "its drafters keep none between requests",
-    "adapters": "load them on the backend local, or merge them first (outrider merge)",
-    "adapter_memory": "load adapters on the backend local",
-    "cache_file": "it keeps no prefixes across restarts",
-    "cache_file_size": "it keeps no prefixes across restarts",
-    "max_draft_batch": "write num_speculative_tokens_per_batch_size into speculative_config",
-}
 
 
 def backend(settings: Settings, draft: DrafterSpec | None = None) -> Backend:
@@ -69,30 +55,11 @@ def backend(settings: Settings, draft: DrafterSpec | None = None) -> Backend:
     return vllm(settings) if spec is None else local(settings, spec)
 
 
-def check(settings: Settings) -> DrafterSpec | None:
-    """Refuse what can be refused before anything is loaded. Returns the drafter of our own engine; None on vLLM."""
-    if settings.backend == "local":
-        return drafters.parse(settings.draft)
-    for name, why in _NOT_ON_VLLM.items():
-        if getattr(settings, name) != getattr(Settings(), name):
-            raise OutriderError(f"{name} cannot be chosen on the backend vllm: {why}")
-    config = _speculation(settings) or {}
-    from outrider.backends.vllm import INSTALL, INSTALL_SUFFIX
-
-    if importlib.util.find_spec("vllm") is None:
-        raise OutriderError(f"vLLM is not installed for this Python: {INSTALL}")
-    if config.get("method") == "suffix" and importlib.util.find_spec("arctic_inference") is None:
-        raise OutriderError(
-            f"vLLM's drafter suffix is in a package of its own, which is not installed: {INSTALL_SUFFIX}"
-        )
-    return None
-
-
 def vllm(settings: Settings) -> Backend:
     """vLLM for these settings. It reads folders, so a GGUF file is written out as one."""
     from outrider.backends.vllm import VLLM
 
-    config = _speculation(settings)
+    config = speculation_of(settings)
     folder = as_folder(resolve(settings.model))
     if config is not None and "model" in config:
         drafting = as_folder(resolve(config["model"]))
@@ -109,13 +76,6 @@ def vllm(settings: Settings) -> Backend:
     return VLLM(
         str(folder), settings.drafter, settings.device, config, {**args, **settings.engine_args}, *words_of(folder)
     )
-
-
-def _speculation(settings: Settings) -> dict[str, Any] | None:
-    """How vLLM is to speculate, in its own words."""
-    if settings.speculative_config is None:
-        return speculation.to_vllm(settings.draft)
-    return dict(settings.speculative_config)
 
 
 def local(settings: Settings, draft: DrafterSpec | None = None) -> Local:

@@ -48,7 +48,7 @@ class Settings:
         "The drafter: auto (all that fit the model), NAME:key=value,..., several joined with +, or none.",
         flags=("--draft", "-d"),
     )
-    backend: str = option("local", f"Who speculates: {' or '.join(BACKENDS)} (our engine, or vLLM's).")
+    backend: str = option("local", f"The engine: {' or '.join(BACKENDS)} (our own, or vLLM with its own speculation).")
     device: str = option("auto", f"One of {', '.join(DEVICES)}.")
     # auto: on a CPU a file's own 4 or 8 bits, or float32; on a GPU bfloat16
     dtype: str = option("auto", f"One of {', '.join(DTYPES)}.")

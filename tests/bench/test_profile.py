@@ -6,7 +6,8 @@ from tiny import Markov
 from outrider import LLM
 from outrider.bench import profile
 from outrider.bench.costs import Costs, Point
-from outrider.bench.profile import ACCEPTANCES, DEFAULT, WRITTEN, ProfilePlan, parse_rows
+from outrider.bench.profile import ACCEPTANCES
+from outrider.bench.profile_plan import DEFAULT, WRITTEN, ProfilePlan, parse_rows
 from outrider.cli.profile import draw, shares, tables
 from outrider.core.errors import OutriderError
 

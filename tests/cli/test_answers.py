@@ -48,6 +48,16 @@ def test_each_query_has_its_answer(answer, tmp_path, outrider, tiny_folder):
     assert "3 of 3 answers" in done.err
 
 
+def test_any_text_can_be_a_query_or_its_id(answer, tmp_path):
+    """A line ends with a newline only, and half of a surrogate pair is a valid id in JSON."""
+    row = {"id": "\ud800", "query": "the fox\u2028counts\x85"}
+    (tmp_path / "odd.jsonl").write_text(json.dumps(row, ensure_ascii=False).replace("\ud800", "\\ud800") + "\r\n")
+    for _ in range(2):  # the second run reads what the first one wrote
+        done = answer(input=tmp_path / "odd.jsonl")
+        assert done.code == 0, done.err
+        assert [json.loads(line)["id"] for line in (tmp_path / "a.jsonl").read_bytes().splitlines()] == ["\ud800"]
+
+
 def test_a_run_that_was_broken_off_goes_on(answer, tmp_path):
     answer()
     file = tmp_path / "a.jsonl"

@@ -1,8 +1,13 @@
+import io
 import json
+import sys
 
 import gguf
 import numpy as np
 import pytest
+
+from outrider.cli import main
+from outrider.cli.screen import json_text
 
 
 def test_json(outrider, tiny_folder):
@@ -14,6 +19,22 @@ def test_json(outrider, tiny_folder):
     assert set(said) == {"model", "draft", "prompt", "text", "token_ids", "finish_reason", "logprobs", "stats"}
     assert (said["prompt"], said["draft"], said["finish_reason"]) == ("the fox", "auto", "length")
     assert len(said["token_ids"]) == len(said["logprobs"]) == said["stats"]["tokens"] == 12
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8", "utf-16"])
+def test_json_is_valid_in_every_encoding(tiny_folder, monkeypatch, encoding):
+    """As __main__ sets stdout up: what the encoding does not have is escaped, but not as JSON does it."""
+    out = io.TextIOWrapper(io.BytesIO(), encoding, errors="backslashreplace")
+    monkeypatch.setattr(sys, "stdout", out)
+    prompt = "\N{GRINNING FACE} é \N{CJK UNIFIED IDEOGRAPH-4E2D}"
+    assert main(["generate", prompt, "-m", str(tiny_folder), "--max-tokens", "4", "--json"]) == 0
+    assert json.loads(out.buffer.getvalue().decode(encoding))["prompt"] == prompt
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-8"])
+def test_json_is_readable_where_the_encoding_allows_it(encoding):
+    assert json_text({"text": "é"}, encoding) == '{"text": "é"}'
+    assert json_text({"text": "é \ud800"}, encoding) == '{"text": "\\u00e9 \\ud800"}'
 
 
 def test_text_on_stdout_and_stats_on_stderr(outrider, tiny_folder):

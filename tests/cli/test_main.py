@@ -37,6 +37,35 @@ def test_help_is_plain_and_has_examples(outrider, command):
     assert "\x1b" not in done.out
 
 
+WITHOUT_TORCH = """
+import sys
+import typer
+from outrider import Client, OutriderError, Request, Result, SamplingParams, Settings, Stats
+from outrider.cli import app, main
+
+def commands(group, path):
+    yield path
+    for name, each in getattr(group, "commands", {}).items():
+        yield from commands(each, [*path, *name.split()])
+
+for path in commands(typer.main.get_command(app), []):
+    assert main([*path, "--help"]) == 0
+    print("of", *path, file=sys.stderr)
+assert main(["--version"]) == 0
+assert main(["models", "--nosuch"]) == main(["config", "check", "nosuch"]) == main(["serve", "--port", "-1"]) == 2
+print(*{"torch", "transformers"} & set(sys.modules))
+"""
+
+
+def test_help_does_not_import_torch():
+    """Which takes a second or more."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    helped = {line.removeprefix("of ") for line in done.stderr.splitlines()}
+    assert {"train lora", "bench matrix", "config check", *COMMANDS} <= helped
+    assert done.stdout.splitlines()[-1] == ""
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [

@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from outrider.bench.costs import Costs, Point
-from outrider.bench.profile import DEFAULT, Profile, ProfilePlan
+from outrider.bench.profile import Profile
+from outrider.bench.profile_plan import DEFAULT, ProfilePlan
 from outrider.cli import profile as cli
 
 QUICK = ("--context", 16, "--rows", "1,2,4", "--rounds", 2, "--threads", 1)
@@ -123,7 +124,7 @@ def test_ctrl_c(outrider, tiny_folder, monkeypatch):
     def interrupted(llm, plan, progress):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "run", interrupted)
+    monkeypatch.setattr("outrider.bench.profile.profile", interrupted)
     done = outrider("profile", "-m", tiny_folder, *QUICK)
     assert (done.code, done.out, done.err) == (130, "", "\ninterrupted\n")
 

@@ -12,7 +12,12 @@ from transformers import AutoConfig, AutoTokenizer
 from outrider.models import tokenizer as tokenizers
 from outrider.models.folder_config import plain_llama
 
-SLOW = ("transformers.activations", "transformers.models.llama.configuration_llama", "torch._dynamo")
+SLOW = (
+    "transformers.activations",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.configuration_llama",
+    "torch._dynamo",
+)
 OPEN = f"""
 import sys
 from outrider import LLM, SamplingParams

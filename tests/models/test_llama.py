@@ -9,11 +9,13 @@ from hypothesis import given, settings, strategies as st
 from tiny import CONFIGS, CPU, VOCAB, ours, prompts, reference
 
 from outrider.core.draft import ROOT, Draft
+from outrider.core.errors import OutriderError
 from outrider.models.base import Feed
 from outrider.models.llama import Llama
 from outrider.models.load import LoadOptions, load
 from outrider.models.native.stack import NativeStack
 from outrider.models.stack import FEW
+from outrider.models.transformers import TransformersModel
 
 KINDS = {
     "llama": ("llama", {}),
@@ -269,6 +271,23 @@ def test_rotary_tables_grow_without_changing_a_bit(kind, monkeypatch):
         logits = model.forward([Feed(0, [token])])[0].logits
         assert place < len(model._cos) <= 2 * place + 3
     torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["dense", pytest.param("packed", marks=pytest.mark.native), "transformers"])
+def test_no_sequence_grows_past_the_context(kind):
+    if kind == "transformers":
+        model = TransformersModel(reference("opt"))
+    else:
+        model = ours(reference("llama", seed=4)) if kind == "dense" else packed(4, "llama")
+    text, more = tokens(model.context), Draft((1, 2, 3), (ROOT, ROOT, 0))  # two levels
+    model.forward([Feed(7, text[:-3])])
+    for feed in (Feed(8, [*text, 1]), Feed(7, text[:4]), Feed(7, text[:2], more)):
+        with pytest.raises(OutriderError, match=rf"sequence {feed.id} would have \d+ tokens.*context is 256"):
+            model.forward([Feed(9, text[:2]), feed])
+        assert (model.length(7), model.length(8), model.length(9)) == (253, 0, 0)
+    model.forward([Feed(7, text[:1], more)])
+    for id in (7, 8, 9):
+        model.free(id)
 
 
 def test_rotary_factors_count_with_a_scaling_too():

@@ -540,7 +540,8 @@ def test_what_the_server_offers(tiny):
     assert not {"draft_model", "eagle", "medusa", "oracle"} & names  # they need a model, a head, or to be told ids
     about = {drafter["name"]: drafter for drafter in told["drafters"]}
     assert about.keys() >= names
-    assert about["ngram"]["about"] == "Prompt lookup: what followed the last tokens when they stood here before."
+    words = "Prompt lookup: drafts what followed when the last tokens occurred earlier in the text."
+    assert about["ngram"]["about"] == words
     assert all(len(drafter["about"]) > 10 for drafter in about.values())  # of every drafter in the table
     assert "length" in about["ngram"]["options"]
 

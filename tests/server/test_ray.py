@@ -272,19 +272,20 @@ class TestRefusals:
         [
             (["--port", "{taken}"], "cannot listen on 127.0.0.1 port {taken} (Address already in use)"),
             (
-                ["--port", 0, "--ray-address", "127.0.0.1:{free}"],
+                ["--port", 0, "--ray-address", "127.0.0.1:{free}", "--allow-folder", "/only/there"],
                 "no Ray answers at 127.0.0.1:{free} (Connection",
             ),
             (["--port", 0, "--ray-address", "ray://head:10001"], "'ray://head:10001' is no address of Ray"),
         ],
     )
     def test_a_port_that_is_taken_and_a_ray_that_is_not_there(self, quick, args, says):
+        model = "/only/there/model" if "--ray-address" in args else quick  # the replicas' machines have other files
         with socket.create_server(("127.0.0.1", 0)) as once:
             free = once.getsockname()[1]
         with socket.create_server(("127.0.0.1", 0)) as sock:
             ports = {"taken": sock.getsockname()[1], "free": free}
             given = [str(each).format(**ports) for each in args]
-            code, said = in_a_process("-m", "outrider", "serve", quick, "--ray", *given)
+            code, said = in_a_process("-m", "outrider", "serve", model, "--ray", *given)
         assert code != 0
         assert says.format(**ports) in said
         assert "Traceback" not in said

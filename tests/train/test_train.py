@@ -429,6 +429,9 @@ def test_what_cannot_be_trained_is_refused(calm_folder, tiny_stranger, prompt_fi
     assert "--draft-vocab takes" in refused(capsys, "eagle", *model, "--draft-vocab", "some")
     assert "--sequential takes" in refused(capsys, "block", *model, "--sequential", "some")
     assert "--block must be" in refused(capsys, "block", *model, "--block", "1")
+    for name in ("minutes", "tokens", "writers", "epochs", "layers", "inner", "rate"):
+        zero = refused(capsys, "eagle", *model, f"--{name}", "0")
+        assert f"--{name} must be more than 0; leave it out for the default" in zero
     assert "give one of them" in refused(capsys, "block", *model, "--about", prompt_file, "--prompts", prompt_file)
     few = tmp_path / "few.txt"
     few.write_text("a\nb\n")

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 from outrider import build, drafters, prompts as builtin
 from outrider.audit.checks import default_drafts
-from outrider.audit.company_plan import GROUPS, PROMPTS, CompanyPlan, Layout, Planner, PromptGroup
+from outrider.audit.company_plan import Layout, Planner, PromptGroup
 from outrider.audit.compare import Difference, Progress, Subject, Ticker, Tokens, altered, parting
+from outrider.audit.plan import GROUPS, PROMPTS, CompanyPlan
 from outrider.audit.references import ReferenceStore
 from outrider.core.params import SamplingParams
 from outrider.core.stats import Stats

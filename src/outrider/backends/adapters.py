@@ -1,4 +1,4 @@
-"""Requests that wait for their adapter: threads of their own load it, so that no other request waits."""
+"""Requests that wait for their adapter: separate threads load it, so that no other request has to wait."""
 
 from __future__ import annotations
 

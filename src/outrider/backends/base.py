@@ -1,4 +1,4 @@
-"""What a backend is: it takes a request and gives back a stream."""
+"""The interface of a backend: it takes a request and returns a stream."""
 
 from __future__ import annotations
 

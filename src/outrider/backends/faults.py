@@ -1,4 +1,4 @@
-"""Which failures of a pass a process cannot recover from."""
+"""Recognises failures of a pass from which the process cannot recover."""
 
 from __future__ import annotations
 

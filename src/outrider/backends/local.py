@@ -23,8 +23,8 @@ from outrider.core.adapter import AdapterInfo, ReadyAdapter, names_of
 from outrider.core.dice import Dice
 from outrider.core.errors import OutriderError, one_line
 from outrider.core.grammar import Grammars, Matcher
+from outrider.core.params import SamplingParams
 from outrider.core.request import Chunk, Request, Result
-from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Rule, Sequence
 from outrider.drafters.base import Drafter
 from outrider.drafters.history.store import HistoryStore

@@ -1,4 +1,4 @@
-"""What every backend does with text: prompts and messages to tokens, and the writer of the answer's text."""
+"""Text handling that all backends share: prompts and messages become tokens, and tokens become the answer's text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our drafter words and vLLM's `speculative_config`, each in terms of the other; and what old vLLM versions wrote."""
+"""Our drafter specs as vLLM's `speculative_config` and back, and the options of old vLLM versions as those of today."""
 
 from __future__ import annotations
 

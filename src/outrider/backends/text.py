@@ -1,4 +1,4 @@
-"""Tokens to text as they come, and stop strings."""
+"""Turns tokens into text as they arrive, and finds stop strings."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""vLLM with its own speculation behind our Backend: the way past one machine.
+"""vLLM, with its own speculation, behind our Backend interface: for more than one machine.
 
-vLLM writes tokens; prompts, chat templates, text and stop strings are ours, so that they are the same on every backend.
-How it speculates is fixed when it is loaded.
+vLLM writes the tokens. Prompts, chat templates, text and stop strings stay ours, so they are the same on every backend.
+How vLLM speculates is fixed when it is loaded.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from outrider.backends.reader import Reader
 from outrider.backends.speculation import to_vllm
 from outrider.backends.text import Writer
 from outrider.core.errors import OutriderError, one_line
-from outrider.core.grammar import Grammars, as_lark
+from outrider.core.grammar import Grammars
 from outrider.core.grammar_spec import GrammarSpec
-from outrider.core.request import Chunk, Request, Result
-from outrider.core.sampling import SamplingParams
-from outrider.core.sequence import Finish, Token
+from outrider.core.lark import as_lark
+from outrider.core.params import SamplingParams
+from outrider.core.request import Chunk, Finish, Request, Result, Token
 from outrider.core.stats import Stats
 from outrider.models.memory import available_memory
 from outrider.models.tokenizer import Tokenizer

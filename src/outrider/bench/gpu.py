@@ -10,7 +10,7 @@ from typing import Any
 
 from outrider.bench import gpu_peaks, gpu_shapes, gpu_speeds, workloads
 from outrider.bench.gpu_report import Found
-from outrider.core.sampling import SamplingParams
+from outrider.core.params import SamplingParams
 from outrider.llm import LLM
 from outrider.models.cuda.model import CudaLlama
 from outrider.settings import Settings

@@ -14,7 +14,7 @@ from outrider.bench import gpu_peaks
 from outrider.bench.gpu_report import Found
 from outrider.core.dice import Dice
 from outrider.core.draft import Draft
-from outrider.core.sampling import SamplingParams
+from outrider.core.params import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext
 from outrider.engine.engine import Engine

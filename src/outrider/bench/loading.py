@@ -14,11 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from outrider.bench import machine
 from outrider.bench.process import EngineProcess, Missing, WorkerError
-from outrider.models.gguf import GGUFFile
 from outrider.models.memory import available_memory
 
 GIB = 1 << 30
@@ -85,11 +82,15 @@ def free_memory(device: str) -> tuple[int, int]:
     if device == "cpu":
         free = available_memory()
         return free, free
+    import torch
+
     return torch.cuda.mem_get_info(device)
 
 
 def weight_bytes(path: Path) -> int:
     """Of a model on a GPU, nearly: folders as their files are, GGUF files in 16 bits."""
+    from outrider.models.gguf import GGUFFile
+
     if path.is_dir():
         return sum(file.stat().st_size for file in path.glob("*.safetensors"))
     return sum(2 * math.prod(tensor.shape) for _, tensor in GGUFFile(path).tensors())

@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from outrider import build, drafters
-from outrider.backends.local import Local
+from outrider import drafters
 from outrider.bench import workloads
 from outrider.bench.plan import check_writable, checked_draft
 from outrider.bench.report import name_of
@@ -27,6 +26,9 @@ from outrider.core.params import SamplingParams
 from outrider.core.request import Request, Result
 from outrider.drafters import AUTO, DRAFT_MODEL, PLAIN
 from outrider.settings import Settings
+
+if TYPE_CHECKING:
+    from outrider.backends.local import Local
 
 CONTROL = "none again"  # plain decoding in a second engine: what differs from plain decoding there is noise
 TURNS = "turns.jsonl"  # what was measured, a line for each turn: a run that was stopped goes on after them
@@ -175,6 +177,8 @@ class MatrixRunner:
 
     def _open(self, model: str, opened: ExitStack) -> dict[str, Local]:
         """An engine for each drafter that there is for this model, and the plain one, or two."""
+        from outrider import build
+
         engines: dict[str, Local] = {}
         missing = self.outcome.missing.setdefault(name_of(model), {})
         for name, spec in self._plan.engines.items():

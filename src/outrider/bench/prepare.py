@@ -12,8 +12,6 @@ from outrider.bench.peers import Peer
 from outrider.bench.workloads import BenchPrompt
 from outrider.core.errors import OutriderError
 from outrider.models import sources, tokenizer as tokenizers
-from outrider.models.export import export
-from outrider.models.gguf import GGUFFile
 
 
 @dataclass(frozen=True)
@@ -31,6 +29,8 @@ class ModelFiles:
 
     def _folder(self) -> Path:
         folder = self.scratch / self.path.stem
+        from outrider.models.export import export
+
         if not (folder / "config.json").is_file():  # written last
             export(self.path, folder)
         return folder
@@ -92,6 +92,8 @@ class PromptTokenizer:
 
 
 def read_tokenizer(path: Path) -> PromptTokenizer:
+    from outrider.models.gguf import GGUFFile
+
     metadata = GGUFFile(path).metadata if path.is_file() else None
     tokenizer: Any = tokenizers.from_folder(path) if metadata is None else tokenizers.from_gguf(metadata)
     if tokenizer is None:

@@ -16,10 +16,12 @@ import torch
 
 from outrider.bench import gpu_peaks, machine
 from outrider.bench.costs import BestLength, Costs, Point
+from outrider.bench.profile_plan import DECODED, DEFAULT, DRAFT_ROUNDS, LENGTHS, TURNS, WRITTEN, ProfilePlan
 from outrider.core.draft import EMPTY, Draft
 from outrider.core.errors import OutriderError
-from outrider.core.sampling import SamplingParams
-from outrider.core.sequence import Sequence, Token
+from outrider.core.params import SamplingParams
+from outrider.core.request import Token
+from outrider.core.sequence import Sequence
 from outrider.core.stats import Stats
 from outrider.core.verify import Verdict
 from outrider.drafters.base import Drafter, Step
@@ -30,58 +32,14 @@ from outrider.models.llama import Llama, PackedLlama
 from outrider.models.native.peak import multiply_adds_per_second
 from outrider.models.native.stack import NativeStack
 
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # rows of the passes that are timed on a CPU
-GPU_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the same on a GPU, where more rows cost little
 ACCEPTANCES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # acceptances for which the best length is shown
 
-LENGTHS = range(1, 9)  # tokens of the drafts that are timed: the usual ones
-DRAFT_ROUNDS = 8  # drafts of each length that are timed
-DECODED = 64  # tokens of plain decoding, and of an answer with the drafter
 QUESTION = "Write a Python function that counts the words of a text, and a second one that counts its lines."
 CHUNK, CHUNKS = 512, 3  # prompt tokens in one pass, and how many passes are timed
 WARM_UP = 2  # rounds that do not count
 PASSES, DRAFTS, PROMPT = -1, -2, -3  # ids of our sequences; the engine counts its own from 0
 
-TURNS = 1 + DRAFT_ROUNDS * len(LENGTHS)  # the first takes in the prompt and does not count
-WRITTEN = max(DECODED, TURNS + max(LENGTHS))  # the most tokens that come after the context, rows apart
-
 Progress = Callable[[str, int, int], None]  # (what is being done, steps done, steps in all)
-
-
-@dataclass(frozen=True)
-class ProfilePlan:
-    """What to measure. Passes of one row and of two always are: everything is compared with them."""
-
-    context: int = 256  # tokens already in the cache
-    rows: tuple[int, ...] = ROWS
-    rounds: int = 20
-
-    def __post_init__(self) -> None:
-        for name, value in (("context", self.context), ("rounds", self.rounds), ("rows", min(self.rows, default=0))):
-            if value < 1:
-                raise OutriderError(f"{name} must be at least 1, not {value}")
-        object.__setattr__(self, "rows", tuple(sorted({1, 2, *self.rows})))
-
-    def check(self, model: Model) -> None:
-        """Refuse what the model cannot hold."""
-        limit, more = min(model.context, model.capacity), max(*self.rows, WRITTEN)
-        if self.context + more > limit:
-            advice = f"a context of at most {limit - more}" if limit > more else "fewer rows or a larger model"
-            raise OutriderError(
-                f"a context of {self.context} and {more} tokens after it are more than the {limit} that the model can "
-                f"hold; use {advice}"
-            )
-
-
-DEFAULT = ProfilePlan()
-
-
-def parse_rows(text: str) -> tuple[int, ...]:
-    """ "1,2,4" -> (1, 2, 4)"""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise OutriderError(f"rows must be whole numbers with commas between them, not {text!r}") from None
 
 
 @dataclass(frozen=True)

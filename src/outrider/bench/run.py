@@ -17,7 +17,6 @@ from outrider.bench.plan import BenchPlan
 from outrider.bench.process import EngineProcess, Missing, WorkerError
 from outrider.core.errors import OutriderError
 from outrider.models import sources
-from outrider.models.export import as_folder
 
 LOAD_TIMEOUT = 900.0  # seconds: vLLM compiles for minutes
 LEAST_TOKENS = 2  # after a prompt whose reading is measured: some engines answer only from two on
@@ -148,6 +147,8 @@ class BenchRunner:
 
     def _speculation(self, modes: Sequence[str]) -> dict[str, Any]:
         """The configs for vLLM; a draft model is named by the folder that it can read."""
+        from outrider.models.export import as_folder
+
         configs = {mode: dict(config) for mode, config in self._plan.speculation.items() if mode in modes}
         for config in configs.values():
             if "model" in config:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outrider import build, drafters
+from outrider import drafters
 from outrider.bench import loading, machine, workloads
 from outrider.bench.library import LibraryCalls
 from outrider.bench.load import Answer, Load
@@ -206,6 +206,8 @@ def open_all(
 
 
 def _device(plan: LoadPlan) -> str:
+    from outrider import build
+
     return build.device(plan.own.get("device", Settings().device)).type
 
 

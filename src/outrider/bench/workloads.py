@@ -30,7 +30,7 @@ def built_in() -> list[BenchPrompt]:
 def read_jsonl(path: str | Path) -> list[BenchPrompt]:
     """Lines with question_id, category and turns; the first turn is the prompt."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")  # JSON may hold other line breaks as they are
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise OutriderError(f"the prompt file {path} cannot be read: {reason}") from error

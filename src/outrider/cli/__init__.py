@@ -65,7 +65,7 @@ def outrider(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Exact speculative decoding: a cheap drafter guesses ahead, the model checks, the text is the model's own.
+    """Exact speculative decoding: a cheap drafter guesses ahead, the model checks, and the text is the model's own.
 
     [dim]$[/] outrider demo                             [dim]# see it work[/]
     [dim]$[/] outrider generate "Name three rivers."    [dim]# one answer[/]

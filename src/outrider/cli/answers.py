@@ -14,16 +14,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outrider.backends.base import Stream
 from outrider.cli import options
-from outrider.cli.screen import bar, note, paint
+from outrider.cli.screen import bar, json_text, note, paint
 from outrider.core.errors import OutriderError
 from outrider.core.request import Message, Result
 from outrider.core.stats import Stats
-from outrider.llm import LLM
 from outrider.settings import Config
+
+if TYPE_CHECKING:
+    from outrider.llm import LLM
 
 KEYS = ("id", "query", "retrieved")
 
@@ -67,7 +69,7 @@ def answer(llm: LLM, config: Config, queries: Sequence[Query], output: Path, raw
 def read(path: Path) -> list[Query]:
     """One JSON object a line: query, and perhaps id and retrieved."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may hold other line breaks as they are
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise OutriderError(f"cannot read the queries in {path}: {reason}") from error
@@ -125,7 +127,7 @@ class AnswerFile:
 
     def add(self, query: Query, result: Result) -> None:
         record = {"id": query.id, "query": query.text, "run": self._mark, **result.as_dict()}
-        data = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+        data = json_text(record).encode() + b"\n"
         try:
             if os.write(self._file, data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

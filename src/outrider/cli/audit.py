@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outrider import drafters, prompts as builtin
-from outrider.audit import CompanyPlan, CompanyReport, Report, Variant, audit as run, audit_company
+from outrider.audit.plan import CompanyPlan
 from outrider.bench import machine, workloads
 from outrider.bench.workloads import BenchPrompt
-from outrider.cli import audit_report, options
+from outrider.cli import options
 from outrider.cli.fields import command, fields
-from outrider.cli.screen import bar
+from outrider.cli.screen import bar, json_text, print_json
 from outrider.core.errors import OutriderError
 from outrider.core.option import option
 from outrider.core.params import SamplingParams
-from outrider.llm import LLM
 from outrider.prompts import NamedPrompt
 from outrider.settings import Settings
+
+if TYPE_CHECKING:
+    from outrider.audit import CompanyReport, Report, Variant
+    from outrider.llm import LLM
 
 COMPANY = "With --company"
 SAMPLES = 300  # continuations of the law test
@@ -64,8 +66,10 @@ class AuditOptions(options.Printed, options.Constrained):
     prompts: str | None = option(
         None, "A text file with a prompt per line, or a .jsonl file in Spec-Bench form: its first turns."
     )
-    limit: int | None = option(None, "At most this many prompts, spread over all of them.", shown="all", least=1)
-    raw: bool = option(False, "Continue the prompts as they stand, without chat template.")
+    limit: int | None = option(
+        None, "Use at most this many prompts, evenly spread over all of them.", shown="all", least=1
+    )
+    raw: bool = option(False, "Continue the prompts as they are, without a chat template.")
     max_tokens: int | None = option(None, "Tokens to compare for each prompt.", shown=str(USUAL.max_tokens))
     samples: int | None = option(None, "Continuations to sample for the law test.", shown=str(SAMPLES), least=1)
     seed: int = option(0, "The same seed gives the same report.")
@@ -79,7 +83,7 @@ class AuditOptions(options.Printed, options.Constrained):
     )
     group: tuple[str, ...] | None = option(
         None,
-        "Groups of prompts: your own, made ones around boundaries, long ones.",
+        "Groups of prompts: your own, generated ones around boundaries, and long ones.",
         shown=",".join(USUAL.groups),
         panel=COMPANY,
         parse=lambda text: tuple(text.split(",")),
@@ -87,7 +91,7 @@ class AuditOptions(options.Printed, options.Constrained):
     batch: tuple[int, ...] | None = _list_option("batch", int, USUAL.batches, "Prompts at once; 1: alone.")
     chunk: tuple[int, ...] | None = _list_option("chunk", int, USUAL.chunks, "Prompt tokens that are read in one step.")
     temperature: tuple[float, ...] | None = _list_option(
-        "temperature", float, USUAL.temperatures, "Above 0 each prompt has a seed."
+        "temperature", float, USUAL.temperatures, "Temperatures; above 0 each prompt has a seed."
     )
     longest: int | None = option(
         None,
@@ -98,7 +102,7 @@ class AuditOptions(options.Printed, options.Constrained):
     )
     runs: int | None = option(
         None,
-        "How often each variant runs; from 2 on draft statistics are compared.",
+        "How often each variant runs; with 2 or more, draft statistics are compared.",
         shown=str(USUAL.runs),
         least=1,
         panel=COMPANY,
@@ -146,7 +150,7 @@ def audit(
     settings: Annotated[Settings, options.settings("model", *options.PLACE, "cache_memory")],
     own: Annotated[AuditOptions, fields(AuditOptions)],
 ) -> None:
-    """Prove that drafters change the speed and nothing else. Exit code 1 if one does.
+    """Prove that drafters change the speed and nothing else. The exit code is 1 if a drafter changes a text.
 
     Against plain decoding by the same model, each drafter is checked for
     [bold]greedy[/]: the same tokens, prompt by prompt;
@@ -172,15 +176,17 @@ def audit(
     [dim]$[/] outrider audit --company --quick
     [dim]$[/] outrider audit --company --device cuda --dtype bfloat16 --prompts spec_bench.jsonl --max-tokens 128
     """
+    from outrider.cli import audit_report
+
     own.check()
     chosen, plan = own.chosen_prompts(), own.plan() if own.company else None
     opened = options.opened(replace(settings, draft=_first_drafter(own), pace=False))
     with opened as llm, bar("{task.completed:.0f}/{task.total:.0f}") as progress:
         report = _report(llm, own, chosen, plan, progress)
-    text = json.dumps(_as_dict(report), ensure_ascii=False)
-    failed = None if own.output is None else _write(own.output, text)
+    content = _as_dict(report)
+    failed = None if own.output is None else _write(own.output, json_text(content))
     if own.as_json:
-        print(text)
+        print_json(content)
     else:
         audit_report.show(report)
     if failed is not None:  # told last: hours of work are shown even where the disk is full
@@ -200,11 +206,13 @@ def _report(
     plan: CompanyPlan | None,
     progress: Callable[[str, int, int], None],
 ) -> Report | CompanyReport:
+    from outrider.audit import audit, audit_company
+
     if plan is not None:
         found = (lambda variant: None) if sys.stderr.isatty() else _log  # a terminal has the bar
         return audit_company(llm, own.draft, prompts, plan, raw=own.raw, progress=progress, found=found)
     samples = own.samples or SAMPLES
-    return run(
+    return audit(
         llm,
         own.draft,
         prompts,
@@ -223,6 +231,8 @@ def _log(variant: Variant) -> None:
 
 def _as_dict(report: Report | CompanyReport) -> dict[str, Any]:
     """For JSON; a company report also says where it was made."""
+    from outrider.audit import CompanyReport
+
     return report.as_dict() | ({"machine": machine.describe()} if isinstance(report, CompanyReport) else {})
 
 

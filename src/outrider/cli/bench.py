@@ -21,7 +21,7 @@ from outrider.bench.run import Show, run
 from outrider.cli import bench_batches, bench_matrix, bench_serve, options
 from outrider.cli.bench_batches import BatchOptions
 from outrider.cli.bench_serve import WHAT, WorkloadOptions
-from outrider.cli.fields import Given, command, fields, was_given
+from outrider.cli.fields import Given, fields, import_engine, light_command, was_given
 from outrider.cli.options import DEFAULT
 from outrider.cli.screen import bar, note
 from outrider.core.errors import OutriderError
@@ -92,7 +92,7 @@ SETTINGS = options.settings(
     "dtype",
     "threads",
     device={"help": "cpu or cuda: on a GPU whole calls of batches are measured.", "panel": "", "shown": "cpu"},
-    dtype={"help": "Of our own engine: as with generate.", "panel": ""},
+    dtype={"help": "Data type of our own engine, as with generate.", "panel": ""},
     threads={"help": "CPU threads of every engine; 0: one per core.", "panel": ""},
 )
 WORKLOAD = fields(
@@ -103,7 +103,7 @@ WORKLOAD = fields(
 
 
 @app.callback(invoke_without_command=True)
-@command
+@light_command
 def bench(
     ctx: typer.Context,
     *,
@@ -131,6 +131,7 @@ def bench(
     if ctx.invoked_subcommand is not None:
         _refuse_options(ctx)
         return
+    import_engine()
     config = options.chosen(given)
     if "config" in given:
         own = _with_file(own, config)

@@ -40,7 +40,7 @@ ELSEWHERE = ("prompt_tokens", "formats", "build_peers", "llama_source", "backend
 class BatchOptions:
     """What only a benchmark of batches has."""
 
-    batches: str | None = option(None, "Requests at once, with commas between.", shown=BATCHES, panel=DEVICE)
+    batches: str | None = option(None, "Numbers of requests at once, separated by commas.", shown=BATCHES, panel=DEVICE)
     parts: str | None = option(
         None, f"What is measured, with commas between: {', '.join(PARTS)}.", shown=PARTS[0], panel=DEVICE
     )

@@ -38,7 +38,9 @@ class MatrixOptions(WorkloadOptions):
         (), "A model. Repeatable.", flags=("--model", "-m"), shown=DEFAULT.model, panel=WHAT
     )
     draft_model: str | None = option(None, "A draft model: alone, and as a part of auto.", panel=WHAT)
-    batch: str | None = option(None, "Requests at once, with commas between.", shown=FULL.batches, panel=WHAT)
+    batch: str | None = option(
+        None, "Numbers of requests at once, separated by commas.", shown=FULL.batches, panel=WHAT
+    )
     device: str = option(DEFAULT.device, "As with generate.")
     dtype: str = option(DEFAULT.dtype, "As with generate.")
     threads: int = option(0, "CPU threads; 0: one per core.")
@@ -76,8 +78,8 @@ def matrix_command(
         MatrixOptions,
         fields(
             MatrixOptions,
-            draft={"help": "A drafter. Repeatable; default: all that there are for the model.", "shown": "all"},
-            limit={"help": "Prompts of each kind that are run one at once.", "shown": str(FULL.limit)},
+            draft={"help": "A drafter. Repeatable; default: all drafters that the model has.", "shown": "all"},
+            limit={"help": "Prompts of each kind that are run one at a time.", "shown": str(FULL.limit)},
         ),
     ],
 ) -> None:

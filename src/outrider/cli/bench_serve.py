@@ -57,8 +57,8 @@ class BenchServeOptions(WorkloadOptions):
     )
     api_key: str = option("", "For --url.", env="OUTRIDER_API_KEY", shown=False, panel=SERVER)
     threads: int = option(0, "CPU threads of our own server; 0: one per core.", panel=SERVER)
-    device: str = option(DEFAULT.device, "Of our own server: as with generate.", panel=SERVER)
-    dtype: str = option(DEFAULT.dtype, "Of our own server: as with generate.", panel=SERVER)
+    device: str = option(DEFAULT.device, "As with generate, for our own server.", panel=SERVER)
+    dtype: str = option(DEFAULT.dtype, "As with generate, for our own server.", panel=SERVER)
     cache_memory: float = option(
         DEFAULT.cache_memory, "GiB for keys and values of our own server.", shown="a share", panel=SERVER
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,8 +17,10 @@ from outrider.core.errors import OutriderError
 from outrider.core.params import SamplingParams
 from outrider.core.request import Result
 from outrider.core.stats import Stats
-from outrider.llm import LLM
 from outrider.settings import Config
+
+if TYPE_CHECKING:
+    from outrider.llm import LLM
 
 HELP = """\
 /draft [SPEC]    show who guesses ahead, or change it: /draft ngram:length=12, /draft none
@@ -44,9 +46,7 @@ CONFIG = options.configured(
 def chat(
     *,
     config: Annotated[Config, CONFIG],
-    system: Annotated[
-        str | None, typer.Option(help="What the model is told first.", show_default="the model's own")
-    ] = None,
+    system: Annotated[str | None, typer.Option(help="The system message.", show_default="the model's own")] = None,
 ) -> None:
     """Chat with a model. Words that came from the draft are coloured; /help lists the commands.
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from outrider import build, drafters
+from outrider import drafters, refusals
 from outrider.backends import speculation
 from outrider.cli.options import PLAIN, read_config
 from outrider.core.errors import OutriderError
@@ -39,7 +39,7 @@ def check(
 
 def explain(config: Config) -> list[tuple[str, str]]:
     settings = config.settings
-    build.check(settings)
+    refusals.check(settings)
     model = _where(settings.model)
     lines = [("model", f"{settings.model} ({model})"), ("runs on", _engine(settings)), ("drafter", _drafter(settings))]
     lines.append(("sampling", _sampling(config.params)))
@@ -73,6 +73,8 @@ def _engine(settings: Settings) -> str:
         spread = [f"{name} {getattr(settings, name)}" for name in sizes if getattr(settings, name) > 1]
         given = [f"{name}={value!r}" for name, value in settings.engine_args.items()]
         return ", ".join(["vLLM", f"dtype {settings.dtype}", *spread, *given])
+    from outrider import build
+
     place = build.load_options(settings)
     rounded = "" if settings.quantize == "none" else f", rounded to {settings.quantize}"
     return f"our own engine, on {place.device}, dtype {settings.numbers}{rounded}"

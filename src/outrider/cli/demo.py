@@ -6,20 +6,21 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outrider import prompts
-from outrider.backends.local import Local
 from outrider.cli import options
 from outrider.cli.fields import command
 from outrider.cli.screen import Painter, bar, coloured, paint
 from outrider.core.errors import OutriderError
 from outrider.core.params import SamplingParams
 from outrider.core.request import Result
-from outrider.llm import LLM
 from outrider.settings import Settings
+
+if TYPE_CHECKING:
+    from outrider.llm import LLM
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,9 @@ def demo(
     *,
     settings: Annotated[Settings, options.settings("model", "draft", *options.PLACE)],
     params: Annotated[SamplingParams, options.sampling("max_tokens", max_tokens={"default": 144})],
-    rounds: Annotated[int, typer.Option(min=1, help="Measure each this often, in turn.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each of the two is measured, in turns.")] = 3,
 ) -> None:
-    """See it work: an answer, who guessed its words, and plain decoding beside speculation.
+    """See it work: an answer, which of its words were guessed, and plain decoding beside speculation.
 
     Exit code 1 if the two do not write the very same tokens.
 
@@ -59,6 +60,8 @@ def demo(
 def _run(llm: LLM, params: SamplingParams, draft: str, painter: Painter | None = None) -> DemoRun:
     """One answer. The clock starts when the prompt has been read and the first tokens are out. Nothing is copied from
     the answers before, which are the same."""
+    from outrider.backends.local import Local
+
     if isinstance(llm.backend, Local):
         llm.backend.forget_texts()
     stream = llm.stream([{"role": "user", "content": prompts.DEMO.text}], params, draft=draft)

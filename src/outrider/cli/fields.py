@@ -9,6 +9,7 @@ import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields as fields_of, replace
+from importlib import import_module
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Generic, TypeVar
@@ -16,6 +17,7 @@ from typing import Annotated, Any, Generic, TypeVar
 import typer
 
 from outrider.core.option import Option, option_of
+from outrider.interrupt import ends_at_once
 
 SOURCE_LINE = 90  # characters: a longer line of a docstring goes on in the next one; the source has up to 116
 EXAMPLE = "[dim]$[/]"  # begins a line that shows a command
@@ -117,7 +119,25 @@ def joined(make: Callable[[Given], T], *sources: OptionSource[Any]) -> OptionSou
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """The command with the options that its parameters ask for: `name: Annotated[Kind, source]` gives what the source
-    makes, `Annotated[Given, source]` only what the user gave for it. Other parameters are as typer has them."""
+    makes, `Annotated[Given, source]` only what the user gave for it. Other parameters are as typer has them.
+
+    Torch and the engine are imported when it runs: its help does not wait for them."""
+    return _command(function, import_engine)
+
+
+def light_command(function: Callable[..., None]) -> Callable[..., None]:
+    """A command that needs no engine, or imports it by itself."""
+    return _command(function, lambda: None)
+
+
+def import_engine() -> None:
+    """Torch, and all that runs a model."""
+    with ends_at_once():
+        import_module("outrider.llm")
+
+
+def _command(function: Callable[..., None], prepare: Callable[[], None]) -> Callable[..., None]:
+    """`prepare`: what is done when the options have been read."""
     hints = typing.get_type_hints(function, include_extras=True)
     found = {name: _source(hint) for name, hint in hints.items()}
     sources = {name: source for name, source in found.items() if source is not None}
@@ -130,6 +150,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         for name, source in sources.items():
             mine = source.given(given)
             own[name] = mine if typing.get_args(hints[name])[0] is Given else source.make(mine)
+        prepare()
         function(**own, **({"ctx": ctx} if "ctx" in hints else {}))
 
     parameters = _parameters(function, hints, sources)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,12 +15,14 @@ from outrider.backends.base import Stream
 from outrider.cli import answers, options
 from outrider.cli.answers import Query
 from outrider.cli.fields import Given, command, fields
-from outrider.cli.screen import note
+from outrider.cli.screen import note, print_json
 from outrider.core.errors import OutriderError
 from outrider.core.option import option
 from outrider.core.request import Result
-from outrider.llm import LLM
 from outrider.settings import Config, Settings
+
+if TYPE_CHECKING:
+    from outrider.llm import LLM
 
 FILES = "Many queries"
 NO_GRAMMAR = "give one (--json-schema, --json-object, --regex, --choice or --grammar), or choose another drafter"
@@ -29,13 +30,17 @@ NO_GRAMMAR = "give one (--json-schema, --json-object, --regex, --choice or --gra
 
 @dataclass(frozen=True)
 class GenerateOptions(options.Printed, options.Constrained):
-    raw: bool = option(False, "Continue the prompt as it stands, without chat template.")
+    raw: bool = option(False, "Continue the prompt as it is, without a chat template.")
     prediction: str | None = option(
-        None, "The answer you expect, as a file or as text: it is the draft.", panel=options.MODEL
+        None, "The answer you expect, as a file or as text; it is used as the draft.", panel=options.MODEL
     )
-    input: Path | None = option(None, "A JSONL file of queries: query, and perhaps id and retrieved.", panel=FILES)
+    input: Path | None = option(
+        None, "A JSONL file of queries, with the keys query and, if you like, id and retrieved.", panel=FILES
+    )
     output: Path | None = option(
-        None, "Where the answers go, a line each; answers already in it are kept, and the run resumes.", panel=FILES
+        None,
+        "The file for the answers, one per line. Answers already in it are kept, and the run resumes.",
+        panel=FILES,
     )
 
 
@@ -54,12 +59,12 @@ def generate(
     given: Annotated[Given, GIVEN],
     own: Annotated[GenerateOptions, fields(GenerateOptions)],
 ) -> None:
-    """Answer a prompt, or continue it with [bold]--raw[/]; or answer a file of queries.
+    """Answer a prompt, continue it ([bold]--raw[/]), or answer a file of queries.
 
     [dim]$[/] outrider generate "Name three rivers."
     [dim]$[/] outrider generate "Once upon a time" --raw --temperature 0.8 --seed 7
     [dim]$[/] outrider generate "Fix the spelling: ..." --prediction draft.txt --json
-    [dim]$[/] outrider generate "Which colour has the sea?" --choice blue,green,grey
+    [dim]$[/] outrider generate "What colour is the sea?" --choice blue,green,grey
     [dim]$[/] outrider generate "Ada, 36, of London." --json-schema person.json
     [dim]$[/] cat letter.txt | outrider generate - --draft ngram:max_n=6,length=12
     [dim]$[/] outrider generate "Name three rivers." --adapter haiku=my-haiku
@@ -92,7 +97,7 @@ def _answer(config: Config, own: GenerateOptions, configured: bool, text: str) -
             about: dict[str, Any] = {"model": config.settings.model, "draft": config.settings.drafter, "prompt": text}
             if config.settings.rounded:
                 about["rounded"] = config.settings.rounded
-            print(json.dumps({**about, **result.as_dict()}, ensure_ascii=False))
+            print_json({**about, **result.as_dict()})
         else:
             print("" if sys.stdout.isatty() else result.text)
             note("; ".join([str(result.stats), *config.settings.rounded]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,29 +9,30 @@ from typing import Annotated, Any
 import typer
 
 from outrider.cli import options
-from outrider.cli.fields import command, fields
+from outrider.cli.fields import fields, light_command
+from outrider.cli.screen import print_json
 from outrider.models import sources
 
 
 def pull(
     name: Annotated[str, typer.Argument(help="A known name; [bold]outrider models[/] lists them.", show_default=False)],
 ) -> None:
-    """Download a known model into the cache and check it. What is already there is not downloaded again.
+    """Download a known model into the cache and check it. A model that is already there is not downloaded again.
 
     [dim]$[/] outrider pull smollm2-135m
     """
     print(options.pull(name))
 
 
-@command
+@light_command
 def models(
     *,
     registry: Annotated[
-        Path | None, typer.Option(help="The server's names, in YAML.", show_default="registry.yaml")
+        Path | None, typer.Option(help="The server's registry, a YAML file.", show_default="registry.yaml")
     ] = None,
     printed: Annotated[options.Printed, fields(options.Printed)],
 ) -> None:
-    """List the known models, those in the Hugging Face cache, and the names that you gave to others for the server.
+    """List the known models, the models in the Hugging Face cache, and the names in the server's registry.
 
     [dim]$[/] outrider models
     [dim]$[/] outrider models --json
@@ -43,7 +43,7 @@ def models(
     named = [entry for entry in known.entries if entry not in BUILT_IN.entries]
     if printed.as_json:
         rows = [{"name": m.name, "size": m.size, "path": None if m.path is None else str(m.path)} for m in found]
-        print(json.dumps({"models": rows, "registry": [*map(asdict, named)], "heads": [*map(asdict, known.heads)]}))
+        print_json({"models": rows, "registry": [*map(asdict, named)], "heads": [*map(asdict, known.heads)]})
     else:
         _print_table(found, [*named, *known.heads])
 

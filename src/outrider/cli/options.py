@@ -7,18 +7,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields as fields_of, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from outrider import build, drafters
+from outrider import drafters, refusals
 from outrider.cli.fields import Given, OptionSource, fields, joined
 from outrider.cli.screen import bar
 from outrider.compat import autogluon
 from outrider.core.errors import OutriderError
 from outrider.core.option import option
 from outrider.core.params import SamplingParams
-from outrider.llm import LLM
 from outrider.models import sources
 from outrider.settings import Config, Settings, config_from, from_mapping, read_file
+
+if TYPE_CHECKING:
+    from outrider.llm import LLM
 
 NOT_UTF8 = "the {} is not valid UTF-8 text; convert it first"
 MODEL, SAMPLING, GRAMMAR = "Model", "Sampling", "What the text may be (one of these)"
@@ -51,11 +53,11 @@ class Printed:
 class Constrained:
     """What the text may be, as the command line says it."""
 
-    json_schema: Path | None = option(None, "A file with a JSON schema: JSON that it allows.", panel=GRAMMAR)
+    json_schema: Path | None = option(None, "JSON that follows the schema in this file.", panel=GRAMMAR)
     json_object: bool = option(False, "Any JSON object.", flags=("--json-object",), panel=GRAMMAR)
-    regex: str | None = option(None, "A text that this whole expression matches.", panel=GRAMMAR)
-    choice: str | None = option(None, "One of these texts, with commas between them.", panel=GRAMMAR)
-    grammar: Path | None = option(None, "A file with a grammar in Lark's notation.", panel=GRAMMAR)
+    regex: str | None = option(None, "Text that this regular expression matches as a whole.", panel=GRAMMAR)
+    choice: str | None = option(None, "One of these texts, separated by commas.", panel=GRAMMAR)
+    grammar: Path | None = option(None, "Text of the grammar in this file, in Lark's notation.", panel=GRAMMAR)
 
     def over(self, params: SamplingParams) -> SamplingParams:
         """The parameters with what was given here in the place of theirs."""
@@ -95,7 +97,9 @@ def configured(*others: OptionSource[Any], plain: SamplingParams = PLAIN) -> Opt
 @contextmanager
 def opened(settings: Settings, notes: Sequence[str] = ()) -> Iterator[LLM]:
     """The model, pulled if need be, and closed in the end."""
-    draft = build.check(settings)  # a typing error shows before anything is downloaded
+    from outrider.llm import LLM
+
+    draft = refusals.check(settings)  # a typing error shows before anything is downloaded
     pull_known(settings.model)
     with bar() as progress:
         progress(f"loading {settings.model}", 0, None)

@@ -9,26 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from outrider import build
 from outrider.bench.costs import BestLength, Point
 from outrider.bench.plan import check_writable
-from outrider.bench.profile import (
-    DEFAULT as PLAN,
-    GPU_ROWS,
-    GpuPasses,
-    Profile,
-    ProfilePlan,
-    parse_rows,
-    profile as run,
-)
+from outrider.bench.profile_plan import DEFAULT as PLAN, GPU_ROWS, ProfilePlan, parse_rows
 from outrider.cli import options
 from outrider.cli.fields import command, fields
-from outrider.cli.screen import bar, note
+from outrider.cli.screen import bar, note, print_json
 from outrider.core.option import option
 from outrider.settings import Settings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from outrider.bench.profile import GpuPasses, Profile
 
 SHOWN = (2, 4, 8)  # draft lengths in the picture
 CHEAP = 0.01  # a drafter whose token costs less than this share of a pass needs no table
@@ -40,7 +33,7 @@ class ProfileOptions(options.Printed):
     context: int = option(PLAN.context, "Tokens already in the cache.")
     rows: str | None = option(
         None,
-        "Sizes of a pass: one committed token and the guesses after it. 1 and 2 are always in.",
+        "Sizes of a pass in rows: one committed token and the guesses after it. 1 and 2 are always included.",
         shown=f"{','.join(map(str, PLAN.rows))}; on a GPU {','.join(map(str, GPU_ROWS))}",
     )
     rounds: int = option(PLAN.rounds, "How often each size is measured.")
@@ -63,6 +56,9 @@ def profile(
     [dim]$[/] outrider profile --model ./my-model --context 2048 --rows 1,2,4,8 --json
     [dim]$[/] outrider profile --device cuda --output profile   # with the share of the card's bandwidth
     """
+    from outrider import build
+    from outrider.bench.profile import profile as run
+
     gpu = build.device(settings.device).type == "cuda"
     rows = (GPU_ROWS if gpu else PLAN.rows) if own.rows is None else parse_rows(own.rows)
     plan = ProfilePlan(own.context, rows, own.rounds)
@@ -71,7 +67,7 @@ def profile(
     with options.opened(settings) as llm, bar("{task.completed:.0f}/{task.total:.0f}") as progress:
         found = run(llm, plan, progress)
     if own.as_json:
-        print(json.dumps(found.as_dict(), ensure_ascii=False))
+        print_json(found.as_dict())
     else:
         _print(found)
     if own.output is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -31,6 +32,21 @@ def paint(text: str, style: str, file: TextIO) -> str:
 def note(text: str) -> None:
     """Something beside the point, on stderr."""
     print(paint(text, "dim", sys.stderr), file=sys.stderr, flush=True)
+
+
+def json_text(value: Any, encoding: str = "utf-8") -> str:
+    """One line of JSON, readable where the encoding has all its characters; else with JSON's escapes."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text
+
+
+def print_json(value: Any) -> None:
+    """To stdout, in the encoding that it has."""
+    print(json_text(value, getattr(sys.stdout, "encoding", None) or "utf-8"))
 
 
 class Painter:

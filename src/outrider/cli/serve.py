@@ -8,11 +8,11 @@ import os
 import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider import build, drafters
+from outrider import drafters, refusals
 from outrider.cli import options
 from outrider.cli.fields import Given, command, fields
 from outrider.cli.options import DEFAULT
@@ -26,7 +26,10 @@ from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.fleet.spec import LaunchSpec
 from outrider.server.options import LAUNCH_DEFAULTS, LIMITS, ServerOptions
 from outrider.server.registry import Registry
-from outrider.settings import VLLM_DEFAULTS
+from outrider.settings import VLLM_DEFAULTS, Settings
+
+if TYPE_CHECKING:
+    from outrider.server.run import ServePlan
 
 SERVER, RAY = "Server", "Ray"
 LOCAL = ("127.0.0.1", "localhost", "::1")  # listening there, only requests for these names are answered
@@ -42,11 +45,13 @@ class LaunchOptions:
     model_id: str = option("", "The model, as an option instead of an argument.", flags=("--model-id", "--model", "-m"))
     uid: str = option("", "Name of the model in requests.", shown="the model's name")
     no_model: bool = option(False, "Launch no model; clients launch theirs.")
-    speculative_tokens: int = option(0, "Prompt lookup of this many tokens: LoRAX's option.", shown=False)
+    speculative_tokens: int | None = option(
+        None, "Prompt lookup of this many tokens: LoRAX's option; 0: plain decoding.", shown=False
+    )
     adapter_id: str = option("", "An EAGLE or Medusa head that drafts.", shown=False)
 
     def __post_init__(self) -> None:
-        if self.speculative_tokens < 0:
+        if self.speculative_tokens is not None and self.speculative_tokens < 0:
             raise OutriderError(f"--speculative-tokens must be at least 0, not {self.speculative_tokens}")
 
 
@@ -54,8 +59,13 @@ class LaunchOptions:
 class ListenOptions:
     host: str = option("", "Address to listen on; 0.0.0.0: all networks.", shown="127.0.0.1", panel=SERVER)
     port: int = option(8000, "Port to listen on; 0: any free one.", least=0, most=65535, panel=SERVER)
-    state: Path | None = option(None, "Launched models are kept here, and launched again.", shown=False, panel=SERVER)
-    registry: Path | None = option(None, "More models by name, in YAML.", shown="registry.yaml", panel=SERVER)
+    state: Path | None = option(
+        None,
+        "A file that lists the launched models; they are launched again after a restart.",
+        shown=False,
+        panel=SERVER,
+    )
+    registry: Path | None = option(None, "A YAML file with names for more models.", shown="registry.yaml", panel=SERVER)
     log_level: str = option("info", f"One of {', '.join(LEVELS)}.", panel=SERVER)
     grace: float = option(60.0, "Seconds that running requests have to finish after SIGTERM.", least=0.0, panel=LIMITS)
 
@@ -66,13 +76,21 @@ class ListenOptions:
 
 @dataclass(frozen=True)
 class RayOptions:
-    ray: bool = option(False, "As a Ray Serve application, with replicas.")
-    ray_address: str = option("", "HOST:PORT or auto.", shown="RAY_ADDRESS, or a Ray of our own")
+    ray: bool = option(False, "Run as a Ray Serve application, with replicas.")
+    ray_address: str = option(
+        "", "The Ray cluster to join: HOST:PORT or auto.", shown="RAY_ADDRESS, or a Ray of our own"
+    )
     replicas: str = option("1", "Number of replicas: N, or LEAST:MOST, scaled with the load.")
     cpus_per_replica: float = option(
         0.0, "CPUs of each replica, or a fraction of one.", least=0.0, shown="1 for each thread"
     )
     gpus_per_replica: float = option(0.0, "GPUs of each replica, or a fraction of one.", least=0.0)
+
+    @property
+    def address(self) -> str:
+        """Of a Ray that runs already; "": one of our own is started on this machine."""
+        address = self.ray_address or os.environ.get("RAY_ADDRESS", "")
+        return address if self.ray and address != "local" else ""
 
 
 SETTINGS = options.settings(
@@ -118,7 +136,9 @@ def serve(
     from outrider.server.run import ServePlan, run
 
     known = registries.load(listen.registry)
-    spec = _spec(model, launch, given, known)
+    if not ray.address:  # other machines have other files
+        server.check_folders()
+    spec = _spec(model, launch, given, known, elsewhere=bool(ray.address))
     settings = spec.settings
     if not launch.no_model:
         options.pull_known(settings.model)
@@ -140,15 +160,19 @@ def serve(
         listen.grace,
         _greet,
     )
-    if not ray.ray:
+    if ray.ray:
+        _run_on_ray(plan, ray, settings, listen.log_level)
+    else:
         run(plan)
-        return
-    _prepare_ray(ray.ray_address or os.environ.get("RAY_ADDRESS", ""))
+
+
+def _run_on_ray(plan: ServePlan, ray: RayOptions, settings: Settings, level: str) -> None:
+    _prepare_ray(ray.address)
     from outrider.server.ray import app as on_ray
     from outrider.server.ray.scale import Scale
 
     scale = Scale.of(ray.replicas, ray.cpus_per_replica, ray.gpus_per_replica, settings)
-    on_ray.run(plan, scale, ray.ray_address, listen.log_level)
+    on_ray.run(plan, scale, ray.ray_address, level)
 
 
 def check_installed() -> None:
@@ -158,8 +182,8 @@ def check_installed() -> None:
         raise OutriderError(f"a server needs {', '.join(missing)}, not installed for this Python: {INSTALL_SERVER}")
 
 
-def _spec(model: str, launch: LaunchOptions, given: Given, known: Registry) -> LaunchSpec:
-    """The model that was asked for, and how it runs."""
+def _spec(model: str, launch: LaunchOptions, given: Given, known: Registry, elsewhere: bool) -> LaunchSpec:
+    """The model that was asked for, and how it runs. `elsewhere`: maybe on other machines."""
     name = _only_one(**{"MODEL": model, "--model-id": launch.model_id, "--no-model": launch.no_model})
     config = options.chosen(given)
     for line in config.notes:
@@ -168,7 +192,7 @@ def _spec(model: str, launch: LaunchOptions, given: Given, known: Registry) -> L
     _only_one(
         **{
             "--draft": given.get("draft"),
-            "--speculative-tokens": launch.speculative_tokens,
+            "--speculative-tokens": launch.speculative_tokens is not None,
             "--adapter-id": launch.adapter_id,
             "--speculative-config": given.get("speculative_config"),
         }
@@ -179,8 +203,8 @@ def _spec(model: str, launch: LaunchOptions, given: Given, known: Registry) -> L
         draft=_draft(config.settings.draft, launch, Access((Path("/"),), known.sources(), hub=True)),
         quantize=config.settings.quantize if choice.quantize == "none" else choice.quantize,
     )
-    build.check(settings)
-    if not launch.no_model and settings.backend == DEFAULT.backend:
+    refusals.check(settings)
+    if not launch.no_model and not elsewhere and settings.backend == DEFAULT.backend:
         sources.check(settings.model)  # a mistyped path shows before a server is started
     return LaunchSpec(settings, launch.uid, (choice.name,), choice.family())
 
@@ -219,7 +243,9 @@ def _only_one(**given: object) -> object:
 
 
 def _draft(own: str, launch: LaunchOptions, access: Access) -> str:
-    """The default drafter: the drafter that was named, prompt lookup of a number of tokens, or a head."""
+    """The default drafter: the drafter that was named, prompt lookup of a number of tokens, a head, or none."""
+    if launch.speculative_tokens == 0:
+        return drafters.PLAIN
     if launch.speculative_tokens:
         return f"{drafters.LOOKUP}:length={launch.speculative_tokens}"
     if launch.adapter_id:

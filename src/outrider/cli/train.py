@@ -40,7 +40,9 @@ class PromptFile:
     )
 
     about: Path | None = option(
-        None, "Openings of user turns, one per line, which the model completes; half of the texts use one.", shown=False
+        None,
+        "A file with openings of user turns, one per line; the model completes them, and half of the texts use one.",
+        shown=False,
     )
 
     def read(self) -> list[tuple[str, str]]:
@@ -58,7 +60,7 @@ class PromptFile:
 @dataclass(frozen=True)
 class TrainOptions:
     out: Path = option(help="Folder for the result.", flags=("--out", "-o"))
-    resume: bool = option(False, "Go on with the run in --out, exactly.")
+    resume: bool = option(False, "Continue the run in --out, exactly where it stopped.")
     data: Path | None = option(None, "The --out of another run: learn from its texts.", shown=False, panel=jobs.DATA)
     save_every: int = option(0, "Steps between checkpoints; 0: every 30 seconds.")
     evaluation: Path | None = option(
@@ -192,7 +194,7 @@ def _questions(path: Path | None) -> list[tuple[str, str]]:
 def read_prompts(path: Path) -> list[tuple[str, str]]:
     """User turns out of a file, each with its kind."""
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise OutriderError(f"the prompt file {path} cannot be read: {getattr(error, 'strerror', error)}") from error
     if path.suffix != ".jsonl":

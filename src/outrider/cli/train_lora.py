@@ -15,13 +15,13 @@ from outrider.cli.train import stoppable
 from outrider.core.errors import OutriderError
 from outrider.core.option import option
 from outrider.settings import Settings
-from outrider.train.lora import LoraJob
+from outrider.train.lora_job import LoraJob
 
 
 @dataclass(frozen=True)
 class LoraOptions:
     out: Path = option(help="Folder for the adapter.", flags=("--out", "-o"))
-    resume: bool = option(False, "Go on with the run in --out, exactly.")
+    resume: bool = option(False, "Continue the run in --out, exactly where it stopped.")
 
 
 JOB = fields(LoraJob, chats={"default": None, "shown": "must be given"})

@@ -34,7 +34,7 @@ def tune_tree(
     asked: Annotated[PromptFile, fields(PromptFile)],
     settings: Annotated[Settings, options.settings("model", "device", "dtype")],
 ) -> None:
-    """Measure how often each rank of each Medusa head is right, and write the tree that keeps most.
+    """Measure how often each rank of each Medusa head is right, and write the tree that keeps the most tokens.
 
     [dim]$[/] outrider tune-tree --model smollm2-135m --head my-medusa
     """

@@ -13,6 +13,7 @@ Strategy = Literal["cat", "linear", "ties", "dare_linear", "dare_ties"]
 Majority = Literal["total", "frequency"]  # how ties finds the sign that most adapters agree on: by sum, or by count
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 PRUNING = ("ties", "dare_linear", "dare_ties")  # strategies that keep a part of the values only: `density`
+MOST_RANK = 256  # the largest rank of a matrix: larger adapters are rare, and no longer small
 MOST = 16  # adapters of a mix: more than anybody merges, and few enough to read for one request
 
 

@@ -6,13 +6,11 @@ a `Matcher` of its own, which stands after the committed tokens and looks ahead 
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence as Seq
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,6 +19,7 @@ from torch import Tensor
 from outrider.core.draft import ROOT, Draft
 from outrider.core.errors import LONGEST, OutriderError, quoted
 from outrider.core.grammar_spec import GrammarSpec
+from outrider.core.lark import as_lark, llguidance
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -38,11 +37,6 @@ NONE = -1  # in the place of a byte: the token has no text
 # vocabulary of 49,152 has 6 kB.
 STARTS = 256
 MANY = 4096  # tokens: where more than these may follow, as inside a string, nothing is nearly forced
-
-
-def llguidance() -> Any:
-    """The library, which most runs never need."""
-    return import_module("llguidance")
 
 
 class Vocabulary:
@@ -319,30 +313,6 @@ def _tried(spec: GrammarSpec, vocabulary: Vocabulary) -> LLMatcher:
         if state.is_error():
             raise _refused(spec, state.get_error())
     return start
-
-
-# The tokens of a text that must follow are the target's choice too. llguidance would choose them itself, and its masks
-# would then depend on more than the bytes of tokens.
-_NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
-# A schema's own x-guidance could say that keywords are to be ignored.
-_STRICT: Any = {"lenient": False, "coerce_one_of": False}
-
-
-def as_lark(spec: GrammarSpec) -> str:
-    """The grammar in llguidance's kind of Lark, with the options under which masks depend on bytes alone."""
-    return (spec.text if spec.parameter == "grammar" else lark_rule(spec, "start")) + _NO_FORCING
-
-
-def lark_rule(spec: GrammarSpec, name: str) -> str:
-    """Anything but a whole grammar as one rule, in one line."""
-    if spec.parameter == "choice":
-        return f"{name}: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(spec.text))
-    if spec.parameter == "regex":
-        return f"{name}: /{llguidance().regex_to_lark(spec.text, '')}/"
-    schema = json.loads(spec.text)
-    given = schema.get("x-guidance")
-    schema["x-guidance"] = {**(given if isinstance(given, dict) else {}), **_STRICT}
-    return f"{name}: %json {json.dumps(schema, ensure_ascii=False)}"
 
 
 # The position that llguidance names first. In a grammar that we have generated it would tell a user nothing.

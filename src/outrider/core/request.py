@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from outrider.core.adapter import AdapterChoice
-from outrider.core.sampling import SamplingParams
-from outrider.core.sequence import Finish, Token
+from outrider.core.params import SamplingParams
 from outrider.core.stats import Stats
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 Prompt = str | Sequence[int]  # text, or token ids
+Finish = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True)
+class Token:
+    """A committed token and where it came from."""
+
+    id: int
+    drafter: str | None = None  # the drafter that guessed it; None: the target wrote it
+    depth: int = 0  # how deep in the draft it hung; 0: the target's own
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest alternatives: (token id, log-probability)
 
 
 @dataclass(frozen=True)

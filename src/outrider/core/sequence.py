@@ -16,24 +16,12 @@ from outrider.core.dice import DRAFT, Dice
 from outrider.core.draft import Draft
 from outrider.core.errors import OutriderError
 from outrider.core.grammar import Matcher
-from outrider.core.sampling import SamplingParams
+from outrider.core.params import SamplingParams
+from outrider.core.request import Finish, Token
 from outrider.core.stats import Stats
 
 Rule = Literal["coupled", "rejection"]
-Finish = Literal["stop", "length", "cancelled", "error"]
 Scope = str | tuple[str, str]  # sequences of the same scope may share prefixes: a tenant, or a tenant and an adapter
-
-
-@dataclass(frozen=True)
-class Token:
-    """A committed token and where it came from."""
-
-    id: int
-    drafter: str | None = None  # the drafter that guessed it; None: the target wrote it
-    depth: int = 0  # how deep in the draft it hung; 0: the target's own
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()  # the likeliest alternatives: (token id, log-probability)
-
 
 # Tokens that are kept as shared objects, for all models of a process. About 300 bytes each with their key, so at most
 # 20 MB; more than the tokens that texts of several models use at a time. To make one takes ten times as long as to

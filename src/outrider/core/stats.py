@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from outrider.core.draft import Draft
+if TYPE_CHECKING:  # statistics need no torch
+    from outrider.core.draft import Draft
 
 
 @dataclass

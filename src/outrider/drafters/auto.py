@@ -1,6 +1,6 @@
-"""Every drafter that fits the target, together: a head (given, beside the target, or shipped for it), lookup in this
-text and in earlier ones, the answer that the caller expects, the grammar of the request, and a draft model if one is
-named."""
+"""All drafters that fit the target, together: a head (named, lying beside the target, or shipped for it), lookup in the
+current text and in earlier ones, the answer that the caller expects, the grammar of the request, and a draft model
+if one is named."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a drafter is: it proposes drafts, observes what became of them, and forgets sequences that ended.
+"""The interface of a drafter: it proposes drafts, observes what became of them, and forgets sequences that have ended.
 
-To add a method, write one file with a class like those beside this one, and one line in the table (`__init__.py`).
+To add a method, write one file with a class like the ones in this folder, and one line in the table (`__init__.py`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Lookup as a tree: several continuations of a text side by side, for targets on which rows of a pass are nearly free.
+"""Lookup as a tree: several continuations of a text side by side, for targets where rows of a pass are nearly free.
 
-A branch begins with what followed a match, long matches and recent ones first; after a few of them, with one of the
-text's common tokens: tokens that follow the largest number of different tokens. Each goes on with what followed there.
-A node costs the more the less likely it is; a draft is the cheapest nodes. `rounds/lookup_kernels.py` does the same on
-a device. What tokens cost was counted on 120 answers (LOG, 2026-11-18, lookup as a tree).
+The first branches begin with the tokens that followed earlier matches, longer and more recent matches first. The next
+ones begin with common tokens of the text, those that follow the largest number of different tokens. Each branch
+continues with the tokens that followed there. The less likely a node is, the more it costs, and a draft consists of the
+cheapest nodes. `rounds/lookup_kernels.py` does the same on a device. The costs of tokens were counted on 120 answers
+(LOG, 2026-11-18, lookup as a tree).
 """
 
 from __future__ import annotations

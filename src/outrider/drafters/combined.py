@@ -1,9 +1,9 @@
-"""Several drafters together: what they guess is one tree, in which guesses that agree stand once.
+"""Several drafters together: their guesses form one tree, in which equal guesses are one node.
 
-Where members agree or differ, how likely each is right is learned from the probabilities that both state: of the guess
-that both have, of a model's beside a copy, of a copy beside a model's (`JointCalibration`). Draws come alone, because a
-law can be stated for all nodes or for none: a tree that holds a guess beside a draw only where they differ would have
-been chosen by the draw.
+Where members agree or differ, the probability that each is right is learned from the probabilities that both state: for
+a guess that both make, for a model's guess beside a copy, and for a copy beside a model's guess (`JointCalibration`).
+Draws are not joined with guesses, because a law must be stated for all nodes or for none: if a tree held a guess beside
+a draw only where the two differ, the draw would have decided what is in the tree.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Calibration: how often guesses of one kind were kept, learned as text goes by, drafted or not.
+"""Calibration: how often guesses of one kind are kept, learned from all text that is written, drafted or not.
 
 A drafter states the probability that a node is kept if its parent is (`Draft.acceptance`). Lookup knows how many tokens
 matched before the guess (`MatchCalibration`); a head states a probability of its own (`StatedCalibration`). Where two
-drafters guess at the same place, both probabilities count (`JointCalibration`).
+drafters guess at the same position, both probabilities are used (`JointCalibration`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A smaller model that writes ahead: its own cache, and its own law under the request's own rules."""
+"""A smaller model that writes ahead. It has a cache of its own, and its law follows the request's sampling options."""
 
 from __future__ import annotations
 

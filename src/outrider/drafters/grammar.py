@@ -1,7 +1,7 @@
-"""Text that the request's grammar forces, or nearly forces: keys, brackets, spaces between them, the rest of a choice,
-two or three values as branches. The target confirms it like any draft.
+"""Drafts text that the request's grammar forces, or nearly forces: keys, brackets, spaces between them, the rest of a
+choice, and two or three possible values as branches. The target verifies it like any draft.
 
-The text is guessed in the tokenizer's own tokens; the target is free to write it in others.
+The text is guessed as the tokenizer would split it; the target may write it in other tokens.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Prompt lookup: what followed the last tokens when they stood here before (Saxena 2023; Ou et al. 2024).
+"""Prompt lookup: drafts what followed when the last tokens occurred earlier in the text (Saxena 2023; Ou et al. 2024).
 
 `store=recent` copies what came after the most recent earlier occurrence of the longest matching n-gram. On a GPU, where
 rows of a pass are nearly free, the draft is a tree of several continuations (`branches.py`).
 `store=adaptive` counts what followed every n-gram of prompt and output so far and writes the likeliest continuation
 token by token (adaptive n-gram parallel decoding).
 
-How far a guess can be trusted depends on how many tokens match, and on whether the same followed the time before. That
-is learned from every token that is written, drafted or not: looking costs nothing, so a drafter that was wrong for a
-while knows when it becomes right again.
+How far a guess can be trusted depends on how many tokens match, and on whether the same token also followed the time
+before. This is learned from every token that is written, drafted or not: looking costs nothing, so a drafter that was
+wrong for a while notices when it is right again.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""For measurement only: it is told the target's answer and errs at a chosen rate, so that the engine can be measured at
-any acceptance, also on weights for which there is no drafter."""
+"""For measurement only: this drafter knows the target's answer and makes errors at a chosen rate, so the engine can be
+measured at any acceptance rate, even with weights for which there is no drafter."""
 
 from __future__ import annotations
 

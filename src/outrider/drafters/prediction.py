@@ -1,4 +1,5 @@
-"""Text the caller expects (an edited document, a template): drafted as it stands, realigned where they part."""
+"""Drafts the text that the caller expects (an edited document, a template) as it is, and realigns it where the answer
+differs from it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Between two tokenizers: the target's text in the draft model's tokens, and what the draft model adds in the target's.
+"""Between two tokenizers: the target's text in the draft model's tokens, and its drafts in the target's tokens.
 
-Drafts that went through text are guesses, so whatever is lost on the way costs acceptance and never the answer.
+Drafts that were converted through text count as guesses, so a loss on the way costs acceptance but never changes the
+answer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""How a JSON text is spaced: what stands after its brackets, commas and colons, so that the same is guessed again."""
+"""How a JSON text is spaced: which white space follows its brackets, commas and colons, so that the same can be guessed
+again."""
 
 from __future__ import annotations
 

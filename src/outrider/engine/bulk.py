@@ -1,5 +1,5 @@
-"""Bulk writing: the target writes several tokens of every sequence by itself before the host looks, and goes on while
-it does."""
+"""Bulk writing: the target writes several tokens of every sequence by itself before the host looks at them, and goes on
+writing while the host does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pass of the target costs: measured when the model is loaded, and learned from the passes themselves."""
+"""The cost of a pass of the target: measured when the model is loaded, and then learned from the passes themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's drafters: each is asked for drafts, shown what became of them, and left out where it fails."""
+"""The engine's drafters: each is asked for drafts, is shown what became of them, and is left out if it fails."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The engine: a step plans, drafts, runs the target once, verifies, commits and lets the drafter observe.
 
-There is no prefill phase and no decode phase: a sequence has tokens, the cache has seen some of them, a step feeds what
-it has not seen plus a draft. Plain decoding is the same loop with empty drafts.
+There is no prefill phase and no decode phase: a sequence has tokens, the cache has seen some of them, and a step feeds
+the rest and a draft. Plain decoding is the same loop with empty drafts.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from outrider.core.draft import ROOT, Draft
 from outrider.core.errors import one_line
-from outrider.core.sequence import Sequence, Token, guessed_tokens, logprobs, plain_token
+from outrider.core.request import Token
+from outrider.core.sequence import Sequence, guessed_tokens, logprobs, plain_token
 from outrider.core.verify import Verdict, verify_each
 from outrider.core.verify_batch import Case, choose, verify_batch
 from outrider.drafters.base import JudgedSteps

@@ -1,4 +1,4 @@
-"""Which sequences run next, how much of a prompt a step takes in, and when no more are started."""
+"""Decides which sequences run next, how many tokens of a prompt a step reads, and when no new sequences are started."""
 
 from __future__ import annotations
 

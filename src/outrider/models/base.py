@@ -13,6 +13,7 @@ from torch import Tensor
 from outrider.core.adapter import ReadyAdapter
 from outrider.core.dice import Dice
 from outrider.core.draft import EMPTY, Draft
+from outrider.core.errors import OutriderError
 from outrider.core.params import SamplingParams
 from outrider.core.sequence import Scope
 from outrider.core.verify_batch import Best, Chooser
@@ -92,6 +93,18 @@ class Model(Protocol):
     def first(self, layers: int) -> Model:
         """The model's own first layers with its output matrix: the same weights, a cache of its own."""
         ...
+
+
+def check_context(model: Model, feeds: Sequence[Feed]) -> None:
+    """Refuse feeds that would make a sequence longer than the model's context, before the cache has changed."""
+    for feed in feeds:
+        end = model.length(feed.id) + len(feed.tokens)
+        if end + len(feed.draft) > model.context:  # a tree has fewer levels than nodes
+            end += max(feed.draft.depths(), default=0)
+            if end > model.context:
+                raise OutriderError(
+                    f"sequence {feed.id} would have {end} tokens, but the model's context is {model.context}"
+                )
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ from outrider.core.adapter import ReadyAdapter
 from outrider.core.sequence import Scope
 from outrider.models.adapters import dense
 from outrider.models.adapters.adapter import Adapter
-from outrider.models.base import Feed, Output
+from outrider.models.base import Feed, Output, check_context
 from outrider.models.cache import Cache, Slot
 from outrider.models.llama_weights import LlamaConfig, ReadableWeights, Weights
 from outrider.models.native import adapters as native_adapters, library
@@ -65,6 +65,7 @@ class Llama(ReadableWeights):
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], layers: Sequence[int] = ()) -> list[Output]:
+        check_context(self, feeds)
         tokens = [token for feed in feeds for token in (*feed.tokens, *feed.draft.tokens)]
         batch = self._pass(feeds)
         cos, sin = self._turns(batch.positions)

@@ -30,7 +30,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from outrider.core.draft import EMPTY, ROOT, Draft
 from outrider.core.errors import OutriderError
-from outrider.models.base import Feed, Output
+from outrider.models.base import Feed, Output, check_context
 
 FEW = 32  # new tokens up to which feeds share a padded pass: the padding of short feeds costs little
 FIRST = 64  # tokens that a new buffer holds; it doubles when it is full
@@ -86,6 +86,7 @@ class TransformersModel:
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], layers: Sequence[int] = ()) -> list[Output]:
+        check_context(self, feeds)
         outputs: dict[int, Output] = {}
         for group in self._groups(feeds):
             run = self._run_together if self._together else self._run_alone

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from outrider.core.errors import OutriderError
-from outrider.models.adapters import files, peft_files
+from outrider.models.adapters import files, paths
 from outrider.models.adapters.adapter import EMBEDDING, OUTPUT, refuse_whole
 from outrider.models.adapters.dense import joined
 from outrider.models.base import TakesAdapters
@@ -45,7 +45,7 @@ def fold(target: Target, path: Path) -> None:
 
 def named(path: Path) -> str:
     """The adapter's name and a digest of its files: what texts and provenance know it by."""
-    found = [path / name for name in (peft_files.CONFIG, peft_files.WEIGHTS)] if path.is_dir() else [path]
+    found = [path / name for name in (paths.CONFIG, paths.WEIGHTS)] if path.is_dir() else [path]
     digest = hashlib.sha256()
     for file in found:
         try:

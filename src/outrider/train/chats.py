@@ -24,7 +24,7 @@ class Example:
 def read(path: Path) -> list[Chat]:
     """A JSON object a line: {"messages": [...]}, or {"prompt": ..., "answer": ...}."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may hold other line breaks as they are
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise OutriderError(f"cannot read the chats in {path}: {reason}") from error

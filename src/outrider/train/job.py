@@ -54,26 +54,26 @@ class TrainingJob:
     )
     adapter: str = option(
         "",
-        "Train for the model with this adapter: a PEFT folder or GGUF file.",
+        "Train a drafter for the model with this adapter: a PEFT folder or GGUF file.",
         shown=False,
         panel="Model",
         parse=_whole_path,
     )
     minutes: float = option(
         0.0,
-        "For writing, learning, measuring and saving; prompts of --eval come after it.",
+        "Time for writing, learning, measuring and saving; measuring with --eval comes on top.",
         shown="10, if no --tokens",
     )
     tokens: int = option(0, "Tokens that the target writes.", shown="by time", panel=DATA)  # 0: in 40 % of the time
     writers: int = option(0, "Conversations written at once.", shown="2048, on a CPU 32", panel=DATA)
     epochs: float = option(0.0, "How often a text is learned from.", shown="by time, else 1", panel=LEARN)
-    batch_tokens: int = option(8_192, "Tokens of a step.", panel=LEARN)
+    batch_tokens: int = option(8_192, "Tokens in one training step.", panel=LEARN)
     layers: int = option(
         0, "Layers of the head or draft model; of medusa, blocks per head.", shown="1, block 3, draft 4", panel=LEARN
     )
     inner: int = option(
         0,
-        "Numbers inside a layer of an EAGLE or block head.",
+        "Width of the MLP in an EAGLE or block head.",
         shown="as the target, at most 3 times hidden",
         panel=LEARN,
     )
@@ -86,18 +86,20 @@ class TrainingJob:
     )
     begin: str = option(
         "",
-        "Begin with this trained head, which goes on learning: a folder, or shipped for the model's own.",
+        "Continue to train this head: a folder, or shipped for the head that comes with the model.",
         shown="the target's layers",
         panel=LEARN,
         parse=_head_path,
     )
-    heads: int = option(4, "Of Medusa.", panel=LEARN)
-    unroll: int = option(6, "Draft steps an EAGLE head learns.", panel=LEARN)
+    heads: int = option(4, "Number of Medusa heads.", panel=LEARN)
+    unroll: int = option(6, "Draft steps that an EAGLE head is trained for.", panel=LEARN)
     block: int = option(8, "Tokens that one call of a block head guesses.", panel=LEARN)
     sequential: str = option(
-        "rnn", "What a token of a block hangs on: vanilla (the one before), gated, rnn (all before it).", panel=LEARN
+        "rnn",
+        "What a token of a block depends on: vanilla (the token before it), gated, rnn (all tokens before it).",
+        panel=LEARN,
     )
-    public: bool = option(False, "A block head of the form that vLLM has, too (DSpark).", panel=LEARN)
+    public: bool = option(False, "Train a block head in the form that vLLM also supports (DSpark).", panel=LEARN)
     draft_vocab: int = option(
         0,  # -1: all
         "Tokens a head can write: a number or all.",
@@ -105,9 +107,9 @@ class TrainingJob:
         panel=LEARN,
         parse=_vocabulary,
     )
-    rate: float = option(0.0, "Of Muon.", shown=f"{RATE:g}, with --begin {BEGUN_RATE:g}", panel=LEARN)
-    norm_rate: float = option(0.001, "Of AdamW, for norms.", panel=LEARN)
-    seed: int = option(0, "Decides texts and order.")
+    rate: float = option(0.0, "Learning rate of Muon.", shown=f"{RATE:g}, with --begin {BEGUN_RATE:g}", panel=LEARN)
+    norm_rate: float = option(0.001, "Learning rate of AdamW, which trains the norms.", panel=LEARN)
+    seed: int = option(0, "Decides the texts and their order.")
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -157,16 +159,20 @@ _LEAST = {
     "seed": 0,
     "writers": 0,
 }
+_CHOSEN = ("minutes", "tokens", "writers", "epochs", "layers", "inner", "rate")  # 0: by us, where nothing is given
 _SHAPES = ("layers", "inner", "reads", "heads", "block", "sequential", "public", "draft_vocab")  # decide what a head is
 _CHANGEABLE = {"minutes", "writers"}  # may change when a run is resumed: they do not decide its losses
 
 
 def new(kind: str, given: Mapping[str, Any]) -> TrainingJob:
+    """`given`: what the user chose; the rest is chosen here."""
+    _refuse_zeros(given)
     return TrainingJob(kind, **given)
 
 
 def resumed(kind: str, given: Mapping[str, Any], stored: Mapping[str, Any]) -> TrainingJob:
     """The stored job; what is given again must be as it was."""
+    _refuse_zeros(given)
     stored = {"adapter": "", "begin": "", **stored}  # runs of earlier versions had none
     for name, value in {"kind": kind, **given}.items():
         before = tuple(stored[name]) if name == "reads" else stored[name]
@@ -175,6 +181,13 @@ def resumed(kind: str, given: Mapping[str, Any], stored: Mapping[str, Any]) -> T
                 f"the run was begun with {name} {before}, not {value}; leave it out with --resume, or begin anew"
             )
     return TrainingJob(**{**stored, **{name: value for name, value in given.items() if name in _CHANGEABLE}})
+
+
+def _refuse_zeros(given: Mapping[str, Any]) -> None:
+    """0 stands for our own choice in a job, and a user who writes it means something else."""
+    for name in _CHOSEN:
+        if given.get(name) == 0:
+            raise OutriderError(f"--{name.replace('_', '-')} must be more than 0; leave it out for the default")
 
 
 def as_dict(job: TrainingJob) -> dict[str, Any]:

@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 
 from outrider.core.errors import OutriderError, one_line
-from outrider.core.option import option
 from outrider.models import sources, tokenizer as tokenizers
-from outrider.models.adapters.adapter import MOST_RANK
-from outrider.models.adapters.peft_files import CONFIG, WEIGHTS
+from outrider.models.adapters.paths import CONFIG, WEIGHTS
 from outrider.models.export import as_folder
 from outrider.train import chats
 from outrider.train.atomic import write_bytes, write_tensors, write_text
 from outrider.train.chats import Example
+from outrider.train.lora_job import LoraJob
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 INSTALL = "PEFT is not installed for this Python: pip install 'outrider[lora]'"
@@ -38,29 +37,6 @@ WARM = 0.1  # share of the steps in which the rate grows to its peak
 LEAST_RATE = 0.1  # of the peak: what the rate ends with
 _CHECKPOINT, _JOB = "checkpoint.safetensors", "lora.json"
 _FOLDER = "training"  # below --out
-
-
-@dataclass(frozen=True)
-class LoraJob:
-    chats: Path = option(help="JSONL: messages, or prompt and answer, a line each.", flags=("--chats", "-c"))
-    model: str = option("smollm2-135m", "The base: known name, folder, hub id or GGUF file.", flags=("--model", "-m"))
-    rank: int = option(16, "Of every matrix.")
-    alpha: float = option(32.0, "The adapter's scale is alpha / rank.")
-    epochs: float = option(3.0, "How often each chat is learned from.")
-    batch: int = option(8, "Chats of a step.")
-    rate: float = option(1e-3, "The learning rate at its peak, of AdamW.")
-    longest: int = option(1024, "Tokens: longer chats are left out.")
-    seed: int = option(0, "Decides the first values and the order.")
-
-    def __post_init__(self) -> None:
-        for name, least in {"rank": 1, "batch": 1, "longest": 8, "seed": 0}.items():
-            if getattr(self, name) < least:
-                raise OutriderError(f"--{name} must be at least {least}, not {getattr(self, name)}")
-        for name in ("alpha", "epochs", "rate"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise OutriderError(f"--{name} must be above 0, not {getattr(self, name)}")
-        if self.rank > MOST_RANK:
-            raise OutriderError(f"--rank must be at most {MOST_RANK}, not {self.rank}")
 
 
 @dataclass(frozen=True, eq=False)

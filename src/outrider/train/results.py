@@ -16,7 +16,7 @@ import torch
 from outrider import drafters
 from outrider.build import check_vocabularies
 from outrider.core.dice import Dice
-from outrider.core.sampling import SamplingParams
+from outrider.core.params import SamplingParams
 from outrider.core.sequence import Rule, Sequence
 from outrider.core.stats import Stats
 from outrider.drafters.base import BuildContext, Drafter

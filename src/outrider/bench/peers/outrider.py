@@ -15,8 +15,8 @@ def load(config: dict[str, Any]) -> Any:
         os.environ["OUTRIDER_KERNELS"] = config["kernels"]
     from outrider import build
     from outrider.core.errors import OutriderError
+    from outrider.core.params import SamplingParams
     from outrider.core.request import Request
-    from outrider.core.sampling import SamplingParams
     from outrider.settings import Settings
 
     settings = Settings(config["model"], draft="none", device="cpu", threads=config["threads"], **config["own"])
@@ -53,8 +53,8 @@ def load_batches(config: dict[str, Any]) -> Any:
     """The one drafter of `modes`, loaded as a server would load it."""
     from outrider import build
     from outrider.core.errors import OutriderError
+    from outrider.core.params import SamplingParams
     from outrider.core.request import Request
-    from outrider.core.sampling import SamplingParams
     from outrider.settings import Settings
 
     (draft,) = config["modes"]

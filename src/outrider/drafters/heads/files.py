@@ -29,11 +29,10 @@ from outrider.drafters.heads.formats import (
     medusa_config,
     same,
 )
-from outrider.drafters.heads.kinds import BLOCK, EAGLE, MEDUSA, OWN_BLOCK, PUBLIC_BLOCK, kind_of
+from outrider.drafters.heads.kinds import BLOCK, EAGLE, MEDUSA, OWN_BLOCK, PUBLIC_BLOCK, SHIPPED, kind_of
 from outrider.drafters.medusa.head import MedusaHead
 from outrider.models.base import Readable
 
-SHIPPED = Path(__file__).parent.parent.parent / "heads"  # <target>/<kind>/
 _SAMPLE = (8, 16)  # tokens and numbers of the target's embedding that a file remembers it by
 _ALIKE = 0.9  # what their cosine must be; the same weights in 4 bits have 0.99
 

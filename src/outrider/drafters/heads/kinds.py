@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 EAGLE, BLOCK, MEDUSA = "eagle", "block", "medusa"
 PUBLIC_BLOCK, OWN_BLOCK = "dspark", "outrider_block"  # what the configs of block heads call themselves
+SHIPPED = Path(__file__).parent.parent.parent / "heads"  # the heads of the package: <target>/<kind>/
 
 
 def kind_of(config: Mapping[str, Any]) -> str:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from outrider.core.adapter import MOST_RANK
 from outrider.core.errors import OutriderError
 
-MOST_RANK = 256  # the largest rank of a matrix: what the issue asks for, and what keeps an adapter small
 EMBEDDING, OUTPUT = "model.embed_tokens", "lm_head"  # the two matrices that are not in a layer
 Shapes = Mapping[str, tuple[int, int]]  # Hugging Face name of a matrix -> outputs, inputs
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.core.adapter import AdapterMix
+from outrider.core.adapter import MOST_RANK, AdapterMix
 from outrider.core.errors import OutriderError
-from outrider.models.adapters.adapter import MOST_RANK, Adapter, LowRank
+from outrider.models.adapters.adapter import Adapter, LowRank
 
 
 def merged(adapters: Sequence[Adapter], mix: AdapterMix) -> Adapter:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.core.adapter import MOST_RANK
 from outrider.core.errors import OutriderError, one_line, quoted
-from outrider.models.adapters.adapter import EMBEDDING, MOST_RANK, OUTPUT, Adapter, LowRank
+from outrider.models.adapters.adapter import EMBEDDING, OUTPUT, Adapter, LowRank
+from outrider.models.adapters.paths import CONFIG, PICKLE, WEIGHTS
 
-CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 LARGEST_CONFIG = 1 << 20  # bytes: PEFT writes about one thousand; a list of patterns for every layer stays far below
 MOST_PATTERNS = 4096  # of ranks or alphas: one for every matrix of the deepest models
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -41,10 +42,6 @@ _NAME = re.compile(r"(?P<matrix>[\w.]+?)\.(?P<part>lora_A|lora_B|lora_embedding_
 # Patterns of names, without groups and with few repetitions: matching one on a name ends soon whatever it is.
 _PATTERN = re.compile(r"[\w.\\^$|\[\]*+?-]{1,200}")
 _REPEATS = 3  # the most * and + in a pattern
-
-
-def is_folder(path: Path) -> bool:
-    return (path / CONFIG).is_file()
 
 
 def read(folder: Path, allow_pickle: bool = False) -> Adapter:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from outrider.core.adapter import AdapterChoice, AdapterInfo, AdapterMix, ReadyAdapter, names_of
 from outrider.core.errors import OutriderError, quoted
-from outrider.models.adapters import files
+from outrider.models.adapters import files, paths
 from outrider.models.adapters.adapter import Adapter, refuse_whole
 from outrider.models.adapters.merge import merged
 from outrider.models.base import Model, TakesAdapters
@@ -30,7 +30,7 @@ class _Registered:
     key: str
     path: Path
     allow_pickle: bool
-    stamp: files.Stamp
+    stamp: paths.Stamp
     base: str
     rank: int
     nbytes: int
@@ -63,7 +63,7 @@ class AdapterStore:
         if not name or len(name) > LONGEST_NAME or name != name.strip():
             raise OutriderError(f"{quoted(name)} is no name for an adapter; give 1 to {LONGEST_NAME} characters")
         where = Path(path)
-        stamp = files.stamp(where)
+        stamp = paths.stamp(where)
         adapter = self._read(name, where, allow_pickle)
         ranks = [pair.rank for pair in adapter.pairs.values()]
         size = model.adapter_bytes(adapter)
@@ -182,7 +182,7 @@ class AdapterStore:
 
     def _again(self, name: str, own: _Registered) -> Adapter:
         """Read it again, if its files are still those that were registered: an adapter never changes silently."""
-        if not own.path.exists() or files.stamp(own.path) != own.stamp:
+        if not own.path.exists() or paths.stamp(own.path) != own.stamp:
             raise OutriderError(
                 f"the files of adapter {name} have changed or are gone since it was loaded; load it again"
             )

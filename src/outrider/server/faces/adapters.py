@@ -18,7 +18,7 @@ from outrider.core.adapter import AdapterChoice, AdapterMix
 from outrider.core.errors import OutriderError, quoted
 from outrider.drafters.heads.kinds import EAGLE, MEDUSA, kind_of
 from outrider.models import sources
-from outrider.models.adapters import files as adapter_files, peft_files
+from outrider.models.adapters import paths
 from outrider.server.access import Access
 from outrider.server.context import ServerContext
 from outrider.server.errors import Bad, Forbidden, ServerError, Unknown
@@ -27,7 +27,7 @@ from outrider.server.fleet.fleet import Description
 BASE = ("", "__base_model__")  # LoRAX's ids of the model without an adapter
 OWN = (EAGLE, MEDUSA)  # the heads that come with a model
 LONGEST_ID = 200  # characters of a folder's path or a hub id, which is the adapter's name inside
-PEFT_FILES = (peft_files.CONFIG, peft_files.WEIGHTS, peft_files.PICKLE)
+PEFT_FILES = (paths.CONFIG, paths.WEIGHTS, paths.PICKLE)
 
 
 class BadAdapter(Bad):
@@ -51,7 +51,7 @@ class Place:
 
     @property
     def is_lora(self) -> bool:
-        return self.path.is_file() or peft_files.is_folder(self.path)
+        return self.path.is_file() or paths.is_folder(self.path)
 
 
 async def select(server: ServerContext, name: str) -> tuple[Description, ChosenAdapter]:
@@ -158,7 +158,7 @@ def head_of(place: Place) -> str:
     config = _read(place.path / "config.json")
     if config is None:
         raise BadAdapter(
-            f"the adapter {quoted(place.id)} has no config.json, so it is no head, and no {peft_files.CONFIG}, so "
+            f"the adapter {quoted(place.id)} has no config.json, so it is no head, and no {paths.CONFIG}, so "
             "it is no LoRA adapter; give the folder of one"
         )
     return drafters.from_values(kind_of(config), {"head": str(place.path)}).text()
@@ -169,7 +169,7 @@ async def _opened(server: ServerContext, model: Description, place: Place) -> st
     if len(place.id) > LONGEST_ID:
         raise BadAdapter(f"the path of an adapter has at most {LONGEST_ID} characters; load it under a name")
     try:
-        stamp = await asyncio.to_thread(adapter_files.stamp, place.path)
+        stamp = await asyncio.to_thread(paths.stamp, place.path)
         await server.fleet.open_adapter(model.uid, place.id, str(place.path), [list(file) for file in stamp])
     except ServerError:
         raise

@@ -12,8 +12,7 @@ from fastapi import APIRouter, Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
 from outrider.core.errors import OutriderError
-from outrider.core.request import Result
-from outrider.core.sequence import Token
+from outrider.core.request import Result, Token
 from outrider.server.context import VERSION, ServerContext, server_of
 from outrider.server.errors import Bad, ServerError
 from outrider.server.faces.adapters import ChosenAdapter, choose, mix

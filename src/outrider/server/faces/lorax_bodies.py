@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from outrider.core.adapter import MOST, PRUNING, Majority
+from outrider.core.params import SamplingParams
 from outrider.core.request import Request
-from outrider.core.sampling import SamplingParams
 from outrider.server.errors import ServerError
 from outrider.server.faces.adapters import ChosenAdapter
 from outrider.server.faces.fields import FilledStop, FilledText, Name, Repetition, StrictBody, Temperature

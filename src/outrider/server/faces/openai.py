@@ -19,8 +19,7 @@ from typing import Any
 from fastapi import APIRouter, Request as HttpRequest, Response
 from fastapi.responses import JSONResponse
 
-from outrider.core.request import Chunk, Result
-from outrider.core.sequence import Token
+from outrider.core.request import Chunk, Result, Token
 from outrider.core.stats import Stats
 from outrider.drafters import PREDICTION
 from outrider.server import tools

@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from outrider import drafters
 from outrider.core.adapter import MOST
+from outrider.core.params import SamplingParams
 from outrider.core.request import Message, Prompt, Request
-from outrider.core.sampling import SamplingParams
 from outrider.server.access import Access
 from outrider.server.errors import Bad
 from outrider.server.faces.fields import (

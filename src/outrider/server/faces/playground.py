@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from outrider import drafters
-from outrider.drafters.heads.files import SHIPPED
+from outrider.drafters.heads.kinds import SHIPPED
 from outrider.server.context import server_of
 from outrider.server.errors import Unknown
 from outrider.server.fleet.fleet import Description

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request as HttpRequest
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
 
-from outrider import build, drafters
+from outrider import drafters
 from outrider.models import sources
 from outrider.server.context import ServerContext, refuse_changes, server_of
 from outrider.server.errors import Bad, TooManyModels, Unknown
@@ -277,8 +277,16 @@ def _refuse(body: LaunchBody) -> None:
 def _check_memory(cache_memory: float, settings: Json) -> None:
     """A CPU's must be there; it is reserved at once."""
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-    if cache_memory > there and build.device(settings.get("device", "auto")).type == "cpu":
+    if cache_memory > there and _on_cpu(settings.get("device", "auto")):
         raise Bad(f"cache_memory is {cache_memory:g} GiB, and the machine has {there:.1f}", param="cache_memory")
+
+
+def _on_cpu(device: str) -> bool:
+    if device == "cpu":
+        return True
+    from outrider import build  # torch knows whether there is a GPU
+
+    return build.device(device).type == "cpu"
 
 
 def _device(n_gpu: int | str | None, index: int | list[int] | None = None) -> str | None:

@@ -17,7 +17,7 @@ class WorkerLimits:
     """Seconds, where nothing else is said."""
 
     queue: int = option(
-        256, "Sequences that may wait; more get a 429.", flags=("--max-queue",), least=0, panel="Limits"
+        256, "Sequences that may wait; further ones get a 429.", flags=("--max-queue",), least=0, panel="Limits"
     )
     load: float = 1800.0  # loading may take this long: large models come from slow disks
     silence: float = 30.0  # without a frame from the worker, which sends one every second: its process hangs

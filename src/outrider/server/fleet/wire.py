@@ -20,9 +20,8 @@ from typing import Any
 
 from outrider.core.adapter import AdapterMix
 from outrider.core.errors import OutriderError
-from outrider.core.request import Chunk, Request, Result
-from outrider.core.sampling import SamplingParams
-from outrider.core.sequence import Token
+from outrider.core.params import SamplingParams
+from outrider.core.request import Chunk, Request, Result, Token
 from outrider.core.stats import Stats
 
 LENGTH = struct.Struct(">I")

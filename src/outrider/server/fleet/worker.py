@@ -26,8 +26,7 @@ from outrider import build, drafters
 from outrider.backends.adapters import AdapterRefused
 from outrider.backends.base import Backend, BackendBusy, BackendStopped, Stream
 from outrider.core.errors import OutriderError, one_line, quoted
-from outrider.core.request import Request, joined
-from outrider.core.sequence import Token
+from outrider.core.request import Request, Token, joined
 from outrider.models.token_bytes import TokenBytes
 from outrider.server import tools
 from outrider.server.fleet import wire

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
 from outrider import build
-from outrider.core.sequence import Token
+from outrider.core.request import Token
 from outrider.server.fleet import wire
 from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.fleet.worker import Session, describe

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.core.errors import OutriderError
-from outrider.core.grammar import lark_rule
 from outrider.core.grammar_spec import GrammarSpec, grammar_spec
+from outrider.core.lark import lark_rule
 from outrider.server.errors import Bad
 from outrider.server.tools.base import ToolFormat, escaped, literal
 from outrider.server.tools.reasoning import ANYTHING, Thinking

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.core.grammar import lark_rule
 from outrider.core.grammar_spec import GrammarSpec
+from outrider.core.lark import lark_rule
 from outrider.server.tools.base import escaped, literal, special_tokens, template_of
 
 MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))  # Qwen, DeepSeek, SmolLM and most others; Mistral

@@ -15,7 +15,7 @@ from random import Random
 
 from outrider.core.dice import Dice
 from outrider.core.errors import OutriderError
-from outrider.core.sampling import SamplingParams
+from outrider.core.params import SamplingParams
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext, Drafter
 from outrider.engine.engine import Engine
