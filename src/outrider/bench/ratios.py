@@ -101,7 +101,7 @@ def summarise(runs: Sequence[Run], engines: Mapping[str, Mapping[str, Any]], our
 
 
 def prompt_speeds(runs: Sequence[Run], ours: str, also: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """How fast each engine reads prompts, and how many times faster ours does; `also`: other engines of ours, by name."""
+    """How fast each engine reads prompts, and how many times faster ours does; `also`: more engines of ours."""
     groups: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         groups[run["engine"]].append(run)
