@@ -69,7 +69,8 @@ constexpr float LEAST = 1e-30f;   // blocks with nothing larger are zero: their 
 constexpr int PAIRS = VNNI ? 3 : 0;  // of each 4 vectors, those that are multiplied in pairs: so all units have work
 constexpr int LEAST_PAIRED = VNNI ? 5 : 1;  // rows from which on that is faster: the weights must be widened to 16 bits for it
 constexpr int BYTE_PAIRS = WIDE && VNNI && PAIRED ? 3 : 0;  // PAIRS of activations of 8 bits and weights of 4, see bytes.h
-constexpr int LEAST_BYTE_PAIRED = 7;                // rows from which on that is faster
+constexpr int LEAST_BYTE_PAIRED = 7;  // rows from which on that is faster: weights are made ready for it once for all of them
+static_assert(LEAST_BYTE_PAIRED <= ROWS, "many.h takes groups of 8 in pairs");
 
 constexpr int NEAR = 384 << 10;   // bytes of activations that are used for several tiles in turn: both fit a second cache of 1 MiB
 constexpr int AHEAD = 4096;       // bytes of weights that are asked for before they are used
