@@ -24,7 +24,7 @@ KINDS = {
     4: ((32, False, False), (32, False, True), (32, True, True)),
     8: ((32, False, False), (32, False, True), (32, True, True), (16, True, False)),
 }
-ZEROS = {(4, 32): 8, (8, 16): 32}  # of bits and group without minimums: the kernels know these (start_of in kernels.cpp)
+ZEROS = {(4, 32): 8, (8, 16): 32}  # of bits and group, without minimums: what the kernels take off (start_of)
 
 
 def packable(outputs: int, inputs: int) -> bool:
