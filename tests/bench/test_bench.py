@@ -67,8 +67,8 @@ def test_a_missing_peer_is_listed_and_the_rest_goes_on(outrider, tiny_folder, pr
     [
         (
             ["--engine", "gpt"],
-            "unknown engine 'gpt'; known: outrider, transformers, llama.cpp, llama.cpp-native, ik_llama.cpp, openvino, "
-            "vllm, all",
+            "unknown engine 'gpt'; known: outrider, outrider-int8, transformers, llama.cpp, llama.cpp-native, "
+            "ik_llama.cpp, openvino, vllm, all",
         ),
         (["--engine", "vllm:medusa"], "vllm has no mode 'medusa'; it has: plain, ngram, draft-model"),
         (["--engine", "vllm:draft-model"], "needs a draft model"),
@@ -99,11 +99,17 @@ def test_bad_input_is_one_line_before_anything_is_loaded(outrider, tmp_path, mon
 
 def test_all_engines_are_chosen_with_what_they_can_do():
     chosen = {peer.name: peer.modes for peer in choose(["all"], ["ngram", "none"], None)}
-    assert list(chosen) == list(TABLE)
+    assert list(chosen) == [name for name in TABLE if name != "outrider-int8"]  # ours is among them once
     assert chosen["outrider"] == ("ngram",)
     assert chosen["transformers"] == ("prompt-lookup",)
     assert chosen["vllm"] == ("ngram",)
     assert {p.name: p.modes for p in choose(["all"], [], "small")}["vllm"] == ("ngram", "draft-model")
+
+
+def test_our_engine_with_8_bits_is_chosen_by_its_name():
+    ours, int8 = choose(["outrider", "outrider-int8"], ["ngram"], None)
+    assert (ours.modes, ours.own) == (("ngram",), {})
+    assert (int8.plain, int8.modes, int8.own) == ("none", (), {"activations": "int8"})
 
 
 def test_modes_of_one_engine_add_up():

@@ -148,3 +148,12 @@ def test_the_speed_of_prompts():
     assert (ours["tokens_per_second"], ours["ratio"]) == (pytest.approx(1000), None)
     assert peer["ratio"]["value"] == pytest.approx(3)
     assert prompt_speeds([read[0] | {"error": "broke"}], "outrider") == []
+
+
+def test_the_speed_of_prompts_with_another_engine_of_ours():
+    took = {"outrider": 0.2, "outrider-int8": 0.1, "peer": 0.3}
+    read = [run(engine=name, prompt_tokens=100, prefill_s=seconds) for name, seconds in took.items()]
+    ours, int8, peer = prompt_speeds(read, "outrider", ["outrider-int8"])
+    assert ours["also"]["outrider-int8"]["value"] == pytest.approx(2)
+    assert int8["also"] == {"outrider-int8": None}
+    assert (peer["ratio"]["value"], peer["also"]["outrider-int8"]["value"]) == (pytest.approx(1.5), pytest.approx(3))

@@ -59,6 +59,19 @@ def test_markdown():
     assert "partial" not in text
 
 
+def test_prompts_beside_another_engine_of_ours():
+    twice, thrice = (dict(value=value, low=None, high=None, prompts=1) for value in (2.0, 3.0))
+    rows = [
+        dict(engine="outrider", tokens_per_second=1000.0, ratio=None, also={"outrider-int8": None}),
+        dict(engine="peer", tokens_per_second=500.0, ratio=twice, also={"outrider-int8": thrice}),
+    ]
+    said = made()
+    said["summary"]["prompts"], said["settings"]["prompt_tokens"] = rows, 512
+    text = reports.markdown(said)
+    assert "| engine | tok/s | our speed | speed of outrider-int8 |" in text
+    assert "| peer | 500.0 | 2.00× | 3.00× |" in text
+
+
 def test_an_interrupted_report_says_so():
     assert "- Interrupted: this is a partial report." in reports.markdown(made(interrupted=True))
 

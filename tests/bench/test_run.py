@@ -46,6 +46,13 @@ def test_numbers_come_out(make_plan):
     assert "| fake | wrong | 30.0 | ~~2.00×~~ void (2 of 2 differ) |" in text
 
 
+def test_settings_of_an_engine_of_ours_reach_it(make_plan):
+    """Dense weights have no activations to round: so this engine refuses the tiny model, and ours runs it."""
+    outcome = run(make_plan(engines=("outrider", "outrider-int8"), limit=1), quiet)
+    assert outcome.engines["outrider"]["modes"]["none"] == "ok"
+    assert "activations" in outcome.engines["outrider-int8"]["modes"]["none"]
+
+
 @pytest.mark.parametrize(
     ("bad", "why"),
     [

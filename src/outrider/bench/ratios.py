@@ -100,8 +100,8 @@ def summarise(runs: Sequence[Run], engines: Mapping[str, Mapping[str, Any]], our
     }
 
 
-def prompt_speeds(runs: Sequence[Run], ours: str) -> list[dict[str, Any]]:
-    """How fast each engine reads prompts, and how many times faster ours does."""
+def prompt_speeds(runs: Sequence[Run], ours: str, also: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """How fast each engine reads prompts, and how many times faster ours does; `also`: more engines of ours."""
     groups: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         groups[run["engine"]].append(run)
@@ -109,8 +109,12 @@ def prompt_speeds(runs: Sequence[Run], ours: str) -> list[dict[str, Any]]:
     for name, own in groups.items():
         rates = [value for value in map(prompt_rate, own) if value is not None]
         if rates:
-            ahead = ratio(groups[ours], own, prompt_rate) if ours in groups and name != ours else None
-            rows.append({"engine": name, "tokens_per_second": math.exp(np.mean(np.log(rates))), "ratio": ahead})
+            first, *others = (
+                ratio(groups[each], own, prompt_rate) if each in groups and each != name else None
+                for each in (ours, *also)
+            )
+            row = {"engine": name, "tokens_per_second": math.exp(np.mean(np.log(rates))), "ratio": first}
+            rows.append(row | {"also": dict(zip(also, others, strict=True))})
     return rows
 
 

@@ -32,7 +32,8 @@ class ReportTable:
 def assemble(plan: BenchPlan, outcome: BenchResult, command: str) -> Report:
     engines = {peer.name: {"plain": peer.plain, "modes": peer.modes} for peer in plan.peers}
     runs, prompts = ([asdict(run) for run in some] for some in (outcome.runs, outcome.prompts))
-    summary = summarise(runs, engines, OURS) | {"prompts": prompt_speeds(prompts, OURS)}
+    also = [peer.name for peer in plan.peers if peer.own]
+    summary = summarise(runs, engines, OURS) | {"prompts": prompt_speeds(prompts, OURS, also)}
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
@@ -196,8 +197,13 @@ def _best(rows: Sequence[Report]) -> ReportTable:
 
 
 def _prompts(rows: Sequence[Report], tokens: int) -> ReportTable:
-    body = [(row["engine"], speed(row), _times(row["ratio"])) for row in rows]
-    return ReportTable(f"Reading prompts of {tokens} tokens", ("engine", "tok/s", "our speed"), body, 1)
+    also = dict.fromkeys(name for row in rows for name in row.get("also", {}))
+    body = [
+        (row["engine"], speed(row), _times(row["ratio"]), *(_times(row["also"].get(name)) for name in also))
+        for row in rows
+    ]
+    columns = ("engine", "tok/s", "our speed", *(f"speed of {name}" for name in also))
+    return ReportTable(f"Reading prompts of {tokens} tokens", columns, body, 1)
 
 
 def _engines(engines: Report) -> ReportTable:

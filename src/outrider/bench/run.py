@@ -120,7 +120,7 @@ class BenchRunner:
             "modes": list(modes),
             "ends": self._tokenizer.ends,
             "threads": self._plan.threads,
-            "own": self._plan.own,
+            "own": self._plan.own | peer.own,
             "context": context,
             "speculation": self._speculation(modes) if peer.name == "vllm" else {},
             "kernels": build_peers.INSTRUCTIONS[self._plan.instructions][1],

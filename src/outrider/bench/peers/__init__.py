@@ -9,7 +9,7 @@ from typing import Literal
 
 from outrider.core.errors import OutriderError
 
-OURS = "outrider"
+OURS, OURS_INT8 = "outrider", "outrider-int8"
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Peer:
     built: bool = False  # whether its program is built from source (build_peers.py)
     loads_alone: bool = False  # it measures how much memory is free while it loads
     notes: dict[str, str] = field(default_factory=dict)  # what a reader must know about a mode
+    own: dict[str, str] = field(default_factory=dict)  # settings in which an engine of ours differs from OURS
 
     @property
     def path(self) -> Path:
@@ -38,6 +39,17 @@ TABLE = {
     peer.name: peer
     for peer in (
         Peer(OURS, "outrider.py", "pip install outrider", "none", (), "any", True),
+        Peer(
+            OURS_INT8,
+            "outrider.py",
+            "pip install outrider",
+            "none",
+            (),
+            "any",
+            True,
+            notes={"none": "our engine with activations of 8 bits, as llama.cpp always has them"},
+            own={"activations": "int8"},
+        ),
         Peer(
             "transformers",
             "transformers.py",
@@ -109,7 +121,9 @@ def choose(engines: Sequence[str], drafts: Sequence[str], draft_model: str | Non
 
 
 def _expand(engines: Sequence[str]) -> list[str]:
-    return [name for spec in engines for name in (TABLE if spec == "all" else [spec])]
+    """ "all": every project once."""
+    everyone = [name for name, peer in TABLE.items() if not peer.own]
+    return [name for spec in engines for name in (everyone if spec == "all" else [spec])]
 
 
 def _pick(spec: str, drafts: Sequence[str], draft_model: str | None) -> Peer:

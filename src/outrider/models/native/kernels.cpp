@@ -9,7 +9,8 @@
 // 4 bits, vectors j and j + 4 share the bytes (low and high halves).
 // Activations: 16 bits with one scale per block of 32 inputs, multiplied as two parts of 8 bits. (8 bits alone, as ggml has
 // it, change the greedy text of half of the prompts; the second part costs nothing where memory is the limit.) A matrix can
-// be told to take 8 bits: then the high part is 0, and kernels may leave it out.
+// be told to take 8 bits: then the high part is 0, and kernels may leave it out; and the zero of Q4_0's and Q6_K's weights is taken
+// off in whole numbers, which saves a product of floats for each group.
 
 #include <algorithm>
 #include <atomic>
@@ -18,6 +19,7 @@
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
+#include <type_traits>
 #include <vector>
 
 #include "lanes.h"
@@ -46,7 +48,10 @@ constexpr int BLOCK = 32;  // inputs of a block
 constexpr int SUPER = 256; // inputs of a super-block
 constexpr int ROWS = 8;    // rows that share one reading of a tile
 constexpr float MOST = 32512.0f;  // the largest activation: 127 * 256, so that both parts fit 8 bits
-constexpr float MOST_BYTE = 127.0f;  // the same for activations of 8 bits
+constexpr float MOST_BYTE = 120.0f;  // the same for activations of 8 bits, so that a weight of 4 bits can be added to one (bytes.h)
+constexpr float MOST_KEPT = 127.0f;  // the same for keys and values of 8 bits
+constexpr int NIBBLE_ZERO = 8;   // the zero of weights of 4 bits without minimums (Q4_0)
+constexpr int SIX_ZERO = 32;     // the same of weights in groups of 16 (Q6_K)
 constexpr float LEAST = 1e-30f;   // blocks with nothing larger are zero: their scale would not be a normal number
 
 // Whether inputs are multiplied in pairs (see paired_dots): not by default on Intel's processors, where additions take the
@@ -63,6 +68,9 @@ constexpr float LEAST = 1e-30f;   // blocks with nothing larger are zero: their 
 #endif
 constexpr int PAIRS = VNNI ? 3 : 0;  // of each 4 vectors, those that are multiplied in pairs: so all units have work
 constexpr int LEAST_PAIRED = VNNI ? 5 : 1;  // rows from which on that is faster: the weights must be widened to 16 bits for it
+constexpr int BYTE_PAIRS = WIDE && VNNI && PAIRED ? 3 : 0;  // PAIRS of activations of 8 bits and weights of 4, see bytes.h
+constexpr int LEAST_BYTE_PAIRED = 7;  // rows from which on that is faster: weights are made ready for it once for all of them
+static_assert(LEAST_BYTE_PAIRED <= ROWS, "many.h takes groups of 8 in pairs");
 
 constexpr int NEAR = 384 << 10;   // bytes of activations that are used for several tiles in turn: both fit a second cache of 1 MiB
 constexpr int AHEAD = 4096;       // bytes of weights that are asked for before they are used
@@ -113,8 +121,15 @@ struct Shape {
 };
 
 struct BlockSums {  // over the first 16 inputs of a block, the last 16, and all
-    float sum[3];      // scale * sum of q
-    uint32_t cross[3]; // minus the sum of products of paired inputs, see paired_dots
+    union {
+        float half[2];   // scale * sum of q
+        int32_t nibbles; // of activations of 8 bits: what products with paired weights of 4 bits begin with, see bytes.h
+    };
+    float all;
+    uint32_t cross[3];  // minus the sum of products of paired inputs, see paired_dots. Of activations of 8 bits: -32 * the sum of q of
+                        // each half, and what products with weights q - 8 begin with
+
+    float sum(int which) const { return which == 2 ? all : half[which]; }
 };
 
 // Of all rows of a pass. Rows that are multiplied together lie side by side, so that one pointer serves them all: groups of
@@ -126,7 +141,7 @@ struct Activations {
     BlockSums* sums;  // of each block
 };
 
-// Activations of 8 bits are not, where there are dot products of 8 bits.
+// Whether they are kept as numbers of 16 bits. Those of 8 bits are not, where there are dot products of 8 bits.
 bool paired_rows(int64_t rows, int64_t bits) { return PAIRED && rows >= LEAST_PAIRED && !(VNNI && bits == 8); }
 
 struct Rows {  // [begin, end) of all rows of a pass; a group of 8 is never cut
@@ -163,34 +178,75 @@ float group_value(const void* values, const uint16_t* supers, int64_t place, int
 int64_t super_place(const Matrix& w, int64_t tile, int64_t block) { return (tile * (w.inputs / SUPER) + block * BLOCK / SUPER) * TILE; }
 
 // A block that no 16 bits can stand for: all but zero, or with an infinity or a NaN in it, which then shows in every output.
-void degenerate_block(float value, int8_t* q, float* scale, BlockSums* sums) {
+void degenerate_block(float value, bool bytes, int8_t* q, float* scale, BlockSums* sums) {
     std::memset(q, 0, 2 * BLOCK);
-    *sums = {{value, value, value}, {0, 0, 0}};
+    *sums = {{{value, value}}, value, {0, 0, 0}};
+    if (bytes) sums->nibbles = 0;
     *scale = value;
 }
 
-// One row of 32 inputs -> 16 bits, a scale, and the sums of both halves and of all. `range`: the largest number.
-template <bool PAIRED_ROWS>
+enum class Rounding { WORDS, PAIRED_WORDS, BYTES, PAIRED_BYTES };
+
+constexpr bool to_bytes(Rounding kind) { return kind == Rounding::BYTES || kind == Rounding::PAIRED_BYTES; }
+
+// How the rows of a group are rounded, and multiplied with weights of 4 bits.
+Rounding rounding_of(int64_t rows, int64_t bits) {
+    if (bits == 8) return BYTE_PAIRS && rows >= LEAST_BYTE_PAIRED ? Rounding::PAIRED_BYTES : Rounding::BYTES;
+    return paired_rows(rows, bits) ? Rounding::PAIRED_WORDS : Rounding::WORDS;
+}
+
+#if WIDE && VNNI
+// Two halves of a block, rounded -> bytes, and the sum of each half. Returns what products of pairs have too much, with a minus: of the
+// inputs of the first PAIRED_VECTORS vectors, -((x0 + 128) x1 - 8 (x0 + x1)), see bytes.h.
+template <int PAIRED_VECTORS>
+inline int32_t store_bytes(__m512i first, __m512i last, int8_t* q, int32_t (&count)[2]) {
+    const __m128i a = _mm512_cvtepi32_epi8(first), b = _mm512_cvtepi32_epi8(last), ones = _mm_set1_epi8(1), none = _mm_setzero_si128();
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(q), _mm256_setzero_si256());
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(q + BLOCK), a);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(q + BLOCK + 16), b);
+    const __m128i sums_a = _mm_dpbusd_epi32(none, ones, a), sums_b = _mm_dpbusd_epi32(none, ones, b);  // of each vector's four
+    const __m128i pairs = _mm_dpbusd_epi32(none, _mm_xor_si128(a, _mm_set1_epi8(-128)), b);            // x0 + 128 without a sign
+    const __m128i zeros = _mm_slli_epi32(_mm_add_epi32(sums_a, sums_b), 3);
+    const __m128i starts = _mm_maskz_sub_epi32((1 << PAIRED_VECTORS) - 1, zeros, pairs);
+    const __m128i two = _mm_hadd_epi32(sums_a, sums_b), all = _mm_hadd_epi32(two, _mm_hadd_epi32(starts, none));
+    count[0] = _mm_cvtsi128_si32(all);
+    count[1] = _mm_extract_epi32(all, 1);
+    return _mm_extract_epi32(all, 2);
+}
+#endif
+
+// One row of 32 inputs -> 16 bits or 8, a scale, and the sums of both halves and of all. `range`: the largest number.
+template <Rounding KIND>
 void quantise_block(const float* x, float range, int8_t* q, float* scale, BlockSums* sums) {
     int32_t count[2];
+    [[maybe_unused]] int32_t pairs = 0;  // minus what paired inputs of 8 bits add to a product
 #if WIDE
+    // without dot products of 8 bits all lie as numbers of 16
+    constexpr bool WORDS_APART = KIND == Rounding::PAIRED_WORDS || (to_bytes(KIND) && !VNNI);
     __m512 a = _mm512_loadu_ps(x), b = _mm512_loadu_ps(x + 16);
     float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
-    if (!(most < INFINITY) || _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q)) return degenerate_block(NAN, q, scale, sums);
-    if (most < LEAST) return degenerate_block(0.0f, q, scale, sums);
+    if (!(most < INFINITY) || _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q)) return degenerate_block(NAN, to_bytes(KIND), q, scale, sums);
+    if (most < LEAST) return degenerate_block(0.0f, to_bytes(KIND), q, scale, sums);
     __m512 inverse = _mm512_set1_ps(range / most);
-    __m512i half = _mm512_set1_epi32(128);
+#if VNNI
+    if (to_bytes(KIND)) {
+        constexpr int SOME = KIND == Rounding::PAIRED_BYTES ? BYTE_PAIRS : 0;
+        pairs = store_bytes<SOME>(_mm512_cvtps_epi32(_mm512_mul_ps(a, inverse)), _mm512_cvtps_epi32(_mm512_mul_ps(b, inverse)), q, count);
+    } else
+#endif
     for (int i = 0; i < 2; i++) {
-        __m512i all = _mm512_cvtps_epi32(_mm512_mul_ps(i ? b : a, inverse));
+        __m512i all = _mm512_cvtps_epi32(_mm512_mul_ps(i ? b : a, inverse)), half = _mm512_set1_epi32(128);
         __m512i high = _mm512_srai_epi32(_mm512_add_epi32(all, half), 8);  // so that the low part is in [-128, 127]
         __m512i low = _mm512_sub_epi32(all, _mm512_slli_epi32(high, 8));
         __m128i first = _mm512_cvtepi32_epi8(high), second = _mm512_cvtepi32_epi8(low);
-        if (PAIRED_ROWS) {  // in 16 bits: those with even numbers, then those with odd ones
+        if (WORDS_APART) {  // in 16 bits: those with even numbers, then those with odd ones
             const __m256i words = _mm512_cvtepi32_epi16(all);
             const __m256i apart = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
             const __m256i sorted = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(words, apart), 0xd8);
             first = _mm256_castsi256_si128(sorted);
             second = _mm256_extracti128_si256(sorted, 1);
+        }
+        if (KIND == Rounding::PAIRED_WORDS) {
             const __m128i products = _mm_madd_epi16(first, second);
             uint32_t each[4], total = 0;
             _mm_storeu_si128(reinterpret_cast<__m128i*>(each), products);
@@ -204,8 +260,8 @@ void quantise_block(const float* x, float range, int8_t* q, float* scale, BlockS
 #else
     const Lanes a = load(x), b = load(x + LANES), zero = all_lanes(0.0f);
     const float most = largest_of(larger(larger(a, sub(zero, a)), larger(b, sub(zero, b))));
-    if (sum_of(add(sub(a, a), sub(b, b))) != 0.0f) return degenerate_block(NAN, q, scale, sums);  // x - x is 0 or a NaN
-    if (most < LEAST) return degenerate_block(0.0f, q, scale, sums);
+    if (sum_of(add(sub(a, a), sub(b, b))) != 0.0f) return degenerate_block(NAN, to_bytes(KIND), q, scale, sums);  // x - x is 0 or a NaN
+    if (most < LEAST) return degenerate_block(0.0f, to_bytes(KIND), q, scale, sums);
     const Lanes inverse = all_lanes(range / most);
     for (int i = 0; i < 2; i++) {
         int32_t all[LANES];
@@ -220,17 +276,33 @@ void quantise_block(const float* x, float range, int8_t* q, float* scale, BlockS
     }
 #endif
     *scale = most / range;
-    sums->sum[0] = *scale * count[0];
-    sums->sum[1] = *scale * count[1];
-    sums->sum[2] = *scale * (count[0] + count[1]);
-    if (PAIRED_ROWS) sums->cross[2] = sums->cross[0] + sums->cross[1];
+    sums->all = *scale * (count[0] + count[1]);
+    for (int i = 0; i < 2; i++) {
+        if (to_bytes(KIND)) sums->cross[i] = static_cast<uint32_t>(-SIX_ZERO * count[i]);
+        else sums->half[i] = *scale * count[i];
+    }
+    if (to_bytes(KIND)) sums->cross[2] = static_cast<uint32_t>(pairs - NIBBLE_ZERO * (count[0] + count[1]));
+    if (KIND == Rounding::PAIRED_BYTES) sums->nibbles = pairs;
+    if (KIND == Rounding::PAIRED_WORDS) sums->cross[2] = sums->cross[0] + sums->cross[1];
+}
+
+using QuantiseFunction = void (*)(const float*, float, int8_t*, float*, BlockSums*);
+
+// For a group of so many rows.
+QuantiseFunction quantise_function(int64_t rows, int64_t bits) {
+    switch (rounding_of(rows, bits)) {
+        case Rounding::PAIRED_WORDS: return quantise_block<PAIRED ? Rounding::PAIRED_WORDS : Rounding::WORDS>;
+        case Rounding::BYTES: return quantise_block<Rounding::BYTES>;
+        case Rounding::PAIRED_BYTES: return quantise_block<BYTE_PAIRS ? Rounding::PAIRED_BYTES : Rounding::BYTES>;
+        default: return quantise_block<Rounding::WORDS>;
+    }
 }
 
 // One of the `rows` rows of a pass, in 16 bits or 8.
 void quantise_row(const float* x, int64_t inputs, int64_t row, int64_t rows, int64_t bits, const Activations& to) {
     const int64_t blocks = inputs / BLOCK, first = row / ROWS * ROWS, step = group_rows(first, rows);
     int64_t at = first * blocks + row - first;
-    const auto quantise = paired_rows(step, bits) ? quantise_block<PAIRED> : quantise_block<false>;
+    const QuantiseFunction quantise = quantise_function(step, bits);
     const float range = bits == 8 ? MOST_BYTE : MOST;
     for (int64_t b = 0; b < blocks; b++, at += step) quantise(x + b * BLOCK, range, to.q + at * 2 * BLOCK, to.scale + at, to.sums + at);
 }
@@ -238,8 +310,7 @@ void quantise_row(const float* x, int64_t inputs, int64_t row, int64_t rows, int
 // One block of it.
 void quantise_block_of(const float* x, int64_t block, int64_t blocks, int64_t row, int64_t rows, int64_t bits, const Activations& to) {
     const int64_t first = row / ROWS * ROWS, step = group_rows(first, rows), at = first * blocks + block * step + row - first;
-    const auto quantise = paired_rows(step, bits) ? quantise_block<PAIRED> : quantise_block<false>;
-    quantise(x, bits == 8 ? MOST_BYTE : MOST, to.q + at * 2 * BLOCK, to.scale + at, to.sums + at);
+    quantise_function(step, bits)(x, bits == 8 ? MOST_BYTE : MOST, to.q + at * 2 * BLOCK, to.scale + at, to.sums + at);
 }
 
 float inverse_rms(const float* x, int64_t size, float eps) {
@@ -258,6 +329,12 @@ void normalise(const float* x, const float* weight, float eps, int64_t size, flo
 }
 
 // ---- y = x W^T for one tile of 16 outputs; `y` and `add`: of the tile's first output, `stride` floats from row to row ----
+
+// Where the sums of products begin, of BlockSums::cross, where activations of 8 bits are multiplied with q - zero: weights of Q4_0 and
+// Q6_K. -1: q is multiplied as it is, and the sum of activations times a minimum is added. `part`: of the groups of a block.
+constexpr int start_of(bool bytes, int bits, int group, bool minimum, int part) {
+    return !bytes || minimum ? -1 : bits == 4 ? 2 : group == 16 ? part : -1;
+}
 
 #if WIDE
 
@@ -324,20 +401,6 @@ inline void block_dots(const uint8_t* q, const int8_t* x, int from, int to, __m5
         for (int r = 0; r < R; r++) dots[r] = _mm512_dpbusd_epi32(dots[r], v[j], four(x + r * stride + BLOCK + 4 * j));
 }
 #endif
-
-// The same of activations of 8 bits, whose high parts are 0.
-template <int BITS, int R>
-inline void byte_dots(const uint8_t* q, const int8_t* x, int from, int to, __m512i (&dots)[R]) {
-    constexpr int stride = 2 * BLOCK, CHAINS = R <= 2 ? 2 : 1;  // few rows: two sums for each
-    __m512i sums[R][CHAINS];
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < CHAINS; c++) sums[r][c] = _mm512_setzero_si512();
-    for (int j = from; j < to; j++) {
-        const __m512i v = vector<BITS>(q, j);
-        for (int r = 0; r < R; r++) sums[r][j % CHAINS] = _mm512_dpbusd_epi32(sums[r][j % CHAINS], v, four(x + r * stride + BLOCK + 4 * j));
-    }
-    for (int r = 0; r < R; r++) dots[r] = CHAINS == 2 ? _mm512_add_epi32(sums[r][0], sums[r][CHAINS - 1]) : sums[r][0];
-}
 
 // Vector j of a block as two of 16 outputs x 2 inputs, in 16 bits: those with even numbers and those with odd ones.
 template <int BITS>
@@ -407,10 +470,11 @@ inline void four_dots(const Vectors& vectors, const int8_t* x, int from, __m512i
     add_vector<(PAIRS > 2)>(even, odd, x + 8, dots);
 }
 
+// `cross`: where the sums begin, of BlockSums::cross; -1: with 0.
 template <int BITS, int R>
 inline void paired_dots(const uint8_t* q, const int8_t* x, const BlockSums* sums, int cross, int from, int to, __m512i (&dots)[R]) {
     __m512i products = _mm512_setzero_si512();
-    for (int r = 0; r < R; r++) dots[r] = _mm512_set1_epi32(static_cast<int32_t>(sums[r].cross[cross]));
+    for (int r = 0; r < R; r++) dots[r] = cross < 0 ? _mm512_setzero_si512() : _mm512_set1_epi32(static_cast<int32_t>(sums[r].cross[cross]));
     const auto vectors = [&](int j, __m512i& even, __m512i& odd) {
         words<BITS>(q, j, even, odd);
         if (j % 4 < PAIRS) products = add_products(products, even, odd);
@@ -419,6 +483,10 @@ inline void paired_dots(const uint8_t* q, const int8_t* x, const BlockSums* sums
     for (int j = from; j < to; j += 4) four_dots(vectors, x, j, dots);
     for (int r = 0; r < R; r++) dots[r] = _mm512_sub_epi32(dots[r], products);
 }
+
+#if VNNI
+#include "bytes.h"
+#endif
 
 template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, bool BYTES, int R>
 void tile_rows(const Matrix& w, int64_t tile, const Activations& x, int64_t row, __m512 (&to)[ROWS]) {
@@ -436,21 +504,22 @@ void tile_rows(const Matrix& w, int64_t tile, const Activations& x, int64_t row,
             group_factors<GROUP, MINIMUM, SUPERS>(w, tile, b, part, scale, minimum);
             __m512i dots[R];
             const int64_t first = row * blocks + b * R;
-            const int from = part * 8 / PARTS, end = (part + 1) * 8 / PARTS;
+            const int from = part * 8 / PARTS, end = (part + 1) * 8 / PARTS, start = start_of(BYTES, BITS, GROUP, MINIMUM, part);
+            const uint8_t* at = q + b * 64 * LINES;
+            const int8_t* xq = x.q + first * 2 * BLOCK;
+            const BlockSums* block_sums = x.sums + first;
 #if VNNI
-            if constexpr (BYTES) byte_dots<BITS, R>(q + b * 64 * LINES, x.q + first * 2 * BLOCK, from, end, dots);
-            else
-#endif
-            if constexpr (PAIRED && R >= LEAST_PAIRED)
-                paired_dots<BITS, R>(q + b * 64 * LINES, x.q + first * 2 * BLOCK, x.sums + first, GROUP == 32 ? 2 : part, from, end, dots);
-#if VNNI
-            else block_dots<BITS, R>(q + b * 64 * LINES, x.q + first * 2 * BLOCK, from, end, dots);
+            if constexpr (BYTES && BITS == 4 && BYTE_PAIRS && R >= LEAST_BYTE_PAIRED) paired_nibble_dots<MINIMUM, R>(at, xq, block_sums, dots);
+            else if constexpr (BYTES) byte_dots<BITS, R>(at, xq, block_sums, start, from, end, dots);
+            else if constexpr (PAIRED && R >= LEAST_PAIRED) paired_dots<BITS, R>(at, xq, block_sums, GROUP == 32 ? 2 : part, from, end, dots);
+            else block_dots<BITS, R>(at, xq, from, end, dots);
+#else
+            paired_dots<BITS, R>(at, xq, block_sums, start, from, end, dots);
 #endif
             for (int r = 0; r < R; r++) {
-                const int64_t at = first + r;
                 __m512 dot = _mm512_cvtepi32_ps(dots[r]);
-                sums[r] = _mm512_fmadd_ps(dot, _mm512_mul_ps(scale, _mm512_set1_ps(x.scale[at])), sums[r]);
-                sums[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(x.sums[at].sum[GROUP == 32 ? 2 : part]), sums[r]);
+                sums[r] = _mm512_fmadd_ps(dot, _mm512_mul_ps(scale, _mm512_set1_ps(x.scale[first + r])), sums[r]);
+                if (start < 0) sums[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(block_sums[r].sum(GROUP == 32 ? 2 : part)), sums[r]);
             }
         }
     }
@@ -489,11 +558,12 @@ inline void store_sums(const Matrix& w, int64_t tile, int64_t row, int64_t rows,
 template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, bool BYTES>
 void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, float* y, const float* add, int64_t stride) {
 #if VNNI && PAIRED
-    while (!BYTES && some.end - some.begin >= LEAST_MANY) {
-        const int64_t left = (some.end - some.begin) / ROWS * ROWS, rows = left < MOST_MANY ? left : MOST_MANY;
-        tile_many<BITS, GROUP, MINIMUM, SUPERS>(w, tile, x, some.begin, rows, y, add, stride);
-        some.begin += rows;
-    }
+    if constexpr (!BYTES || BITS == 4)
+        while (some.end - some.begin >= LEAST_MANY) {
+            const int64_t left = (some.end - some.begin) / ROWS * ROWS, rows = left < MOST_MANY ? left : MOST_MANY;
+            tile_many<BITS, GROUP, MINIMUM, SUPERS, BYTES>(w, tile, x, some.begin, rows, y, add, stride);
+            some.begin += rows;
+        }
 #endif
     __m512 sums[ROWS];
     for (int64_t row = some.begin; row < some.end; row += ROWS) {
@@ -625,6 +695,7 @@ void tile_rows(const Matrix& w, int64_t tile, int half, const Activations& x, in
             __m256 scale = group_values<SUPERS>(w.scales, w.super_scales + above, place);
             __m256 minimum = MINIMUM ? group_values<SUPERS>(w.minimums, w.super_minimums + above, place)
                                      : _mm256_mul_ps(scale, _mm256_set1_ps(static_cast<float>(-w.zero)));
+            const int start = start_of(BYTES, BITS, GROUP, MINIMUM, part);
             __m256i dots[R];
 #if HALF_VNNI
             dots_of<BITS, BYTES, R>(q + b * 64 * LINES, xq, part * 8 / PARTS, (part + 1) * 8 / PARTS, dots);
@@ -634,9 +705,10 @@ void tile_rows(const Matrix& w, int64_t tile, int half, const Activations& x, in
 #endif
             for (int r = 0; r < R; r++) {
                 const int64_t at = first + r;
+                if (start >= 0) dots[r] = _mm256_add_epi32(dots[r], _mm256_set1_epi32(static_cast<int32_t>(x.sums[at].cross[start])));
                 __m256 factor = _mm256_mul_ps(scale, _mm256_set1_ps(x.scale[at]));
                 sums[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots[r]), factor, sums[r]);
-                sums[r] = _mm256_fmadd_ps(minimum, _mm256_set1_ps(x.sums[at].sum[GROUP == 32 ? 2 : part]), sums[r]);
+                if (start < 0) sums[r] = _mm256_fmadd_ps(minimum, _mm256_set1_ps(x.sums[at].sum(GROUP == 32 ? 2 : part)), sums[r]);
             }
         }
     }
@@ -690,11 +762,12 @@ TileFunction tile_function_of(const Matrix& w) {
 }
 
 TileFunction tile_function(const Matrix& w, int64_t activations) {
-    return activations == 8 && (VNNI || !WIDE) ? tile_function_of<true>(w) : tile_function_of<false>(w);
+    return activations == 8 ? tile_function_of<true>(w) : tile_function_of<false>(w);
 }
 
 #else  // any processor: the same numbers, left to the compiler to make fast
 
+template <bool BYTES>
 void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, float* y, const float* add, int64_t stride) {
     const int64_t blocks = w.inputs / BLOCK, parts = BLOCK / w.group;
     for (int64_t row = some.begin; row < some.end; row++) {
@@ -703,8 +776,10 @@ void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, fl
         for (int64_t b = 0; b < blocks; b++) {
             const int64_t at = begin + b * step;
             for (int64_t part = 0; part < parts; part++) {
-                const float sum = x.sums[at].sum[w.group == 32 ? 2 : part];
-                int32_t dot[TILE] = {};
+                const int start = start_of(BYTES, w.bits, w.group, w.minimums != nullptr, static_cast<int>(part));
+                const float sum = x.sums[at].sum(w.group == 32 ? 2 : static_cast<int>(part));
+                int32_t dot[TILE];
+                for (int o = 0; o < TILE; o++) dot[o] = start < 0 ? 0 : static_cast<int32_t>(x.sums[at].cross[start]);
                 for (int64_t j = part * 8 / parts; j < (part + 1) * 8 / parts; j++) {
                     const int8_t* xq = x.q + at * 2 * BLOCK + 4 * j;
                     const uint8_t* q = w.q + ((tile * blocks + b) * (w.bits == 4 ? 4 : 8) + (w.bits == 4 ? j % 4 : j)) * 64;
@@ -718,7 +793,7 @@ void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, fl
                     float scale = group_value(w.scales, w.super_scales, place + o, above + o);
                     float minimum = w.minimums ? group_value(w.minimums, w.super_minimums, place + o, above + o) : scale * -w.zero;
                     sums[o] = std::fma(static_cast<float>(dot[o]), scale * x.scale[at], sums[o]);
-                    sums[o] = std::fma(minimum, sum, sums[o]);
+                    if (start < 0) sums[o] = std::fma(minimum, sum, sums[o]);
                 }
             }
         }
@@ -731,7 +806,7 @@ void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, fl
 }
 
 using TileFunction = void (*)(const Matrix&, int64_t, const Activations&, Rows, float*, const float*, int64_t);
-TileFunction tile_function(const Matrix&, int64_t) { return tile_all; }
+TileFunction tile_function(const Matrix&, int64_t activations) { return activations == 8 ? tile_all<true> : tile_all<false>; }
 
 #endif
 
@@ -779,7 +854,7 @@ struct AskedBlock {
 
 void ask_block(const float* x, AskedBlock* to) {
     BlockSums unused;
-    quantise_block<false>(x, MOST, to->q, &to->scale, &unused);
+    quantise_block<Rounding::WORDS>(x, MOST, to->q, &to->scale, &unused);
     int16_t numbers[BLOCK], words[BLOCK];
     for (int i = 0; i < BLOCK; i++) numbers[i] = static_cast<int16_t>(to->q[i] * 256 + to->q[i + BLOCK]);
     for (int g = 0; g < BLOCK / SCALED; g++) {
@@ -903,9 +978,9 @@ void round_row(const float* x, int64_t size, int8_t* q, float* scales) {
             most = magnitude > most ? magnitude : most;
         }
         const bool some = finite && most >= LEAST;
-        const float inverse = some ? MOST_BYTE / most : 0.0f;
+        const float inverse = some ? MOST_KEPT / most : 0.0f;
         for (int64_t i = from; i < end; i++) q[i] = some ? static_cast<int8_t>(std::nearbyint(x[i] * inverse)) : 0;
-        scales[from / SCALED] = finite ? (some ? most / MOST_BYTE : 0.0f) : NAN;
+        scales[from / SCALED] = finite ? (some ? most / MOST_KEPT : 0.0f) : NAN;
     }
 }
 

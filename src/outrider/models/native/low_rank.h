@@ -99,7 +99,7 @@ template <int N, bool PAIRED_ROWS>
 inline void activation_dots(const uint8_t* q, const int8_t* x, [[maybe_unused]] const BlockSums* cross, Lanes (&dots)[N]) {
 #if WIDE
     __m512i sums[N];
-    if constexpr (PAIRED_ROWS || !VNNI) paired_dots<8, N>(q, x, cross, 2, 0, 8, sums);
+    if constexpr (PAIRED_ROWS || !VNNI) paired_dots<8, N>(q, x, cross, VNNI ? 2 : -1, 0, 8, sums);
 #if VNNI
     else block_dots<8, N>(q, x, 0, 8, sums);
 #endif
@@ -147,7 +147,7 @@ inline void segment_sums(const uint8_t* a, const Activations& x, int64_t at, int
         activation_dots<N, PAIRED_ROWS>(q, x.q + at * 2 * BLOCK, x.sums + at, dots);
         for (int n = 0; n < N; n++) {
             sums[n] = fused(dots[n], all_lanes(x.scale[at + n]), sums[n]);
-            sums[n] = fused(all_lanes(-128.0f), all_lanes(x.sums[at + n].sum[2]), sums[n]);
+            sums[n] = fused(all_lanes(-128.0f), all_lanes(x.sums[at + n].all), sums[n]);
         }
     }
 }

@@ -104,12 +104,14 @@ void tile_rows(const Matrix& w, int64_t tile, int quarter, const Activations& x,
             const float32x4_t scale = group_values<SUPERS>(w.scales, w.super_scales + above, place);
             const float32x4_t minimum = MINIMUM ? group_values<SUPERS>(w.minimums, w.super_minimums + above, place)
                                                 : vmulq_n_f32(scale, static_cast<float>(-w.zero));
+            const int start = start_of(BYTES, BITS, GROUP, MINIMUM, part);
             int32x4_t dots[R];
             dots_of<BITS, BYTES, R>(q + b * 64 * LINES, x.q + first * 2 * BLOCK, PARTS == 1 ? 0 : part, PARTS == 1 ? 2 : part + 1, dots);
             for (int r = 0; r < R; r++) {
                 const int64_t at = first + r;
+                if (start >= 0) dots[r] = vaddq_s32(dots[r], vdupq_n_s32(static_cast<int32_t>(x.sums[at].cross[start])));
                 sums[r] = vfmaq_f32(sums[r], vcvtq_f32_s32(dots[r]), vmulq_n_f32(scale, x.scale[at]));
-                sums[r] = vfmaq_n_f32(sums[r], minimum, x.sums[at].sum[GROUP == 32 ? 2 : part]);
+                if (start < 0) sums[r] = vfmaq_n_f32(sums[r], minimum, x.sums[at].sum(GROUP == 32 ? 2 : part));
             }
         }
     }

@@ -24,6 +24,7 @@ KINDS = {
     4: ((32, False, False), (32, False, True), (32, True, True)),
     8: ((32, False, False), (32, False, True), (32, True, True), (16, True, False)),
 }
+ZEROS = {(4, 32): 8, (8, 16): 32}  # of bits and group, without minimums: what the kernels take off (start_of)
 
 
 def packable(outputs: int, inputs: int) -> bool:
@@ -181,6 +182,8 @@ def _lanes(groups: Tensor) -> Tensor:
 def _matrix(m: Quantised, tensors: dict[str, Tensor], bias: int | None) -> structs.Matrix:
     dtype = torch.float16 if m.super_scales is None else torch.int8
     assert _kind(m)[2:] in KINDS[m.bits], f"the kernels have no such matrix: {_kind(m)}"
+    known = m.minimums is not None or m.zero == ZEROS.get((m.bits, m.group), m.zero)
+    assert known, f"the kernels have no such matrix: zero {m.zero}"
     assert m.scales.dtype == dtype, f"the kernels have no such matrix: scales are {m.scales.dtype}"
     return structs.Matrix(
         **{name: tensor.data_ptr() for name, tensor in tensors.items()},

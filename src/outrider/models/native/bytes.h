@@ -1,0 +1,77 @@
+// Dot products of activations of 8 bits. A part of kernels.cpp, in its namespace.
+//
+// With weights of 4 bits inputs can be multiplied in pairs as in four_dots, but in bytes. With w' = w - 8:
+//   x0 w0' + x1 w1' = (x0 + 128 + w1') (x1 + w0') - (x0 + 128) x1 - (128 + w1') w0'
+// where the second product does not depend on the output (store_bytes has it), nor the third on the row. Activations are at most
+// 120, so the first factor is in [0, 255] and the other in [-128, 127], as the instruction wants them. The input that shares a byte
+// of weights with x0, 16 places later, is x1: so weights need no other layout.
+
+// Vectors [from, to) of a block times the activations of R rows. `start`: where the sums begin, of BlockSums::cross; -1: with 0.
+template <int BITS, int R>
+inline void byte_dots(const uint8_t* q, const int8_t* x, const BlockSums* sums, int start, int from, int to, __m512i (&dots)[R]) {
+    constexpr int stride = 2 * BLOCK, CHAINS = R <= 2 ? 2 : 1;  // few rows: two sums for each
+    __m512i chains[R][CHAINS];
+    for (int r = 0; r < R; r++) {
+        for (int c = 0; c < CHAINS; c++) chains[r][c] = _mm512_setzero_si512();
+        if (start >= 0) chains[r][0] = _mm512_set1_epi32(static_cast<int32_t>(sums[r].cross[start]));
+    }
+    for (int j = from; j < to; j++) {
+        const __m512i v = vector<BITS>(q, j);
+        for (int r = 0; r < R; r++) chains[r][j % CHAINS] = _mm512_dpbusd_epi32(chains[r][j % CHAINS], v, four(x + r * stride + BLOCK + 4 * j));
+    }
+    for (int r = 0; r < R; r++) dots[r] = CHAINS == 2 ? _mm512_add_epi32(chains[r][0], chains[r][CHAINS - 1]) : chains[r][0];
+}
+
+// dots += vector j and the one that shares its bytes, times the activations of R rows at `x`.
+template <bool PAIR, int R>
+inline void add_nibbles(__m512i low, __m512i high, const int8_t* x, __m512i (&dots)[R]) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+        const int8_t* at = x + r * 2 * BLOCK;
+        if (PAIR) dots[r] = _mm512_dpbusd_epi32(dots[r], _mm512_add_epi8(four(at), high), _mm512_add_epi8(four(at + 16), low));
+        else dots[r] = _mm512_dpbusd_epi32(dots[r], low, four(at));
+    }
+    if (PAIR) return;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) dots[r] = _mm512_dpbusd_epi32(dots[r], high, four(x + r * 2 * BLOCK + 16));
+}
+
+// Vectors j and j + 4 of a block: as they are, or as two such factors, whose products are added to `products`.
+inline void nibble_vectors(const uint8_t* q, int j, __m512i& low, __m512i& high, __m512i& products) {
+    const __m512i both = _mm512_loadu_si512(q + 64 * j), mask = _mm512_set1_epi8(15);
+    low = _mm512_and_si512(both, mask);
+    high = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
+    if (j >= BYTE_PAIRS) return;
+    low = _mm512_sub_epi8(low, _mm512_set1_epi8(NIBBLE_ZERO));
+    high = _mm512_add_epi8(high, _mm512_set1_epi8(128 - NIBBLE_ZERO));
+    products = _mm512_dpbusd_epi32(products, high, low);
+}
+
+// dots += a block, whose vectors `vectors(j, low, high)` gives, times the activations of R rows.
+template <int R, class Vectors>
+inline void add_nibble_block(const Vectors& vectors, const int8_t* x, __m512i (&dots)[R]) {
+    __m512i low, high;
+    x += BLOCK;  // the low parts
+    vectors(0, low, high);
+    add_nibbles<(BYTE_PAIRS > 0)>(low, high, x, dots);
+    vectors(3, low, high);
+    add_nibbles<(BYTE_PAIRS > 3)>(low, high, x + 12, dots);
+    vectors(1, low, high);
+    add_nibbles<(BYTE_PAIRS > 1)>(low, high, x + 4, dots);
+    vectors(2, low, high);
+    add_nibbles<(BYTE_PAIRS > 2)>(low, high, x + 8, dots);
+}
+
+// Where the sums of a row begin: with minimums weights are q, without q - 8.
+template <bool MINIMUM>
+inline __m512i nibble_start(const BlockSums& sums) {
+    return _mm512_set1_epi32(MINIMUM ? sums.nibbles : static_cast<int32_t>(sums.cross[2]));
+}
+
+template <bool MINIMUM, int R>
+inline void paired_nibble_dots(const uint8_t* q, const int8_t* x, const BlockSums* sums, __m512i (&dots)[R]) {
+    __m512i products = _mm512_setzero_si512();
+    for (int r = 0; r < R; r++) dots[r] = nibble_start<MINIMUM>(sums[r]);
+    add_nibble_block<R>([&](int j, __m512i& low, __m512i& high) { nibble_vectors(q, j, low, high, products); }, x, dots);
+    for (int r = 0; r < R; r++) dots[r] = _mm512_sub_epi32(dots[r], products);
+}
