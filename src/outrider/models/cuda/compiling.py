@@ -1,8 +1,8 @@
 """Kernels that are compiled beside each other before any of them runs.
 
 Triton compiles a kernel where it is first launched, and the launch waits. Here work is done once without launching
-anything: what it would launch is noted, and what is not compiled yet is compiled by threads. Nine tenths of that are
-outside the interpreter (LOG, 2026-11-18, what first requests met), so that they do run beside each other.
+anything: what it would launch is noted, and what is not compiled yet is compiled by threads. Nine tenths of that time
+go to the compiler and ptxas (LOG, 2026-11-18, what first requests met), which are no Python.
 """
 
 from __future__ import annotations
