@@ -182,11 +182,8 @@ class _KindOfStep:
         """`expected`: whether drafting is expected to be faster; None: it has to be tried."""
         self.ways: dict[bool, _DraftedSteps | _PlainSteps] = {True: _DraftedSteps(), False: _PlainSteps()}
         self.whole = math.inf  # tokens of the longest text of such a batch
-        self._seqs, self._expected, self._judged = (
-            seqs,
-            expected,
-            0,
-        )  # rounds of each text with drafts that were measured
+        self._seqs, self._expected = seqs, expected
+        self._judged = 0  # rounds of each text with drafts that were measured
         self._better = bool(expected)
         self._since, self._passes = 0.0, 0  # seconds and passes of the better way since the other was tried
         self._tries = False  # whether the step at hand is a try of the way that is slower

@@ -524,11 +524,10 @@ class _EagleState:
         now and then."""
         whole = hidden.untyped_storage().nbytes()
         if whole > LARGE and whole > MOST_OF * hidden[:1].nbytes * len(rows):
-            first = rows == list(
-                range(len(rows))
-            )  # then no list of rows is sent to a device, which would be waited for
-            hidden = hidden[: len(rows)].clone() if first else hidden[torch.tensor(rows, device=hidden.device)]
-            rows = list(range(len(rows)))
+            every = list(range(len(rows)))
+            # the first rows need no list of them on a device, which the host would wait for
+            hidden = hidden[: len(rows)].clone() if rows == every else hidden[torch.tensor(rows, device=hidden.device)]
+            rows = every
         self.pending.append((hidden, rows))
         self.waiting, self.loose = self.waiting + len(rows), self.loose + 1
         if self.loose > JOIN_EVERY:
