@@ -54,7 +54,7 @@ LAW = NamedPrompt("law", "list", "red, blue, green")
 def read(path: str) -> tuple[NamedPrompt, ...]:
     """One prompt per line; empty lines are skipped."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise OutriderError(
             f"cannot read the prompts in {path} ({error}); give a text file with a prompt per line"

@@ -10,6 +10,7 @@ import typer
 
 from outrider import drafters, refusals
 from outrider.backends import speculation
+from outrider.cli.fields import import_engine
 from outrider.cli.options import PLAIN, read_config
 from outrider.core.errors import OutriderError
 from outrider.core.params import SamplingParams
@@ -73,6 +74,7 @@ def _engine(settings: Settings) -> str:
         spread = [f"{name} {getattr(settings, name)}" for name in sizes if getattr(settings, name) > 1]
         given = [f"{name}={value!r}" for name, value in settings.engine_args.items()]
         return ", ".join(["vLLM", f"dtype {settings.dtype}", *spread, *given])
+    import_engine()
     from outrider import build
 
     place = build.load_options(settings)
