@@ -33,12 +33,12 @@ def test_the_registry_of_the_guide_is_one(tmp_path):
 
 
 @pytest.mark.real
-def test_the_commands_and_the_python_of_the_guide_run(capsys):
+def test_the_commands_and_the_python_of_the_guide_run(tmp_path, capsys):
     try:
         sources.pull("smollm2-135m")
     except OutriderError as error:
         pytest.skip(f"the weights cannot be had here: {error}")
-    serve, curl = blocks("sh")[0].replace("\\\n", " ").splitlines()
+    serve, curl = blocks("sh")[0].replace("\\\n", " ").replace("/data/heads", str(tmp_path)).splitlines()
     with outrider_serve(*shlex.split(serve)[2:], "--log-level", "error", "--cache-memory", "0.2") as client:
         address = client.base_url.removeprefix("http://")
         done = subprocess.run(
