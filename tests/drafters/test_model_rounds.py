@@ -108,6 +108,24 @@ def test_chains_are_those_that_the_host_drafts(parts, monkeypatch, spec, beside,
         assert len(kept) > 1
 
 
+def test_a_model_whose_chain_fills_the_draft_reads_what_was_kept_of_lookup(parts, monkeypatch):
+    """As many nodes as it would have alone: the last ones give way to a copy, which may be kept where it was wrong."""
+    monkeypatch.setattr(base, "ROW_BUDGETS", ((1 << 30, 26),))  # 12 nodes of each text, three of them copied
+    spec, params = "draft_model:model=like,length=12", [SamplingParams(16)] * 2
+    seqs = sequences(params)
+    for seq, other in zip(seqs, plain(params), strict=True):  # what it will write stands in the text already
+        seq.tokens[:0] = [*other.tokens, seq.tokens[0]]
+        seq.prompt = len(seq.tokens)
+    drain(engine(f"{spec}+ngram"), seqs)
+    copied = 0
+    for seq in seqs:
+        for text, draft, _ in rounds_of(parts, seq.id):
+            own = draft.sources.count("draft_model")
+            assert draft.tokens[:own] == chain(spec, text, seq, 12)[:own]
+            copied += any(draft.sources[node] == "ngram" for node in draft.path)
+    assert copied
+
+
 def test_a_batch_of_one_kind_is_counted_the_same_every_time():
     params = [SamplingParams(6, 0.8, seed=1), SamplingParams(4)]
     counted = []

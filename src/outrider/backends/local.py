@@ -420,7 +420,7 @@ class Local(Reader):
             if not self._take_in():
                 return False
             if self.engine.busy:
-                with self._gate.step(self._clock.tick):
+                with self._gate.step(self._wait_for_a_build):
                     ended = self.engine.step()
                 self._faults.succeeded()
                 # where passes overlap with what we do here, readers of the others wake up during the next one:
@@ -432,6 +432,11 @@ class Local(Reader):
         self._let_go_unused()
         self._clock.tick()
         return not self._fault
+
+    def _wait_for_a_build(self) -> None:
+        """No step may run now: readers get what the last one wrote, which they would have during the next."""
+        self._clock.tick()
+        self._deliver(self.engine.scheduler.running)
 
     def _take_in(self) -> bool:
         """New requests and cancellations; waits for one when there is nothing to do. False: close."""

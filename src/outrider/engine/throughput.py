@@ -278,7 +278,7 @@ class _KindOfStep:
             return 0.0
         usual = (max(0.0, seconds - passes * drafted.each) for seconds, passes in self._begins)
         begin = min((*usual, LONGEST_BEGIN * plain.each))
-        return 1.0 / (plain.speed / drafted.speed + begin / (self.whole * plain.each))
+        return 1.0 / (plain.speed / drafted.speed + begin / (max(1.0, self.whole) * plain.each))
 
     @property
     def _known(self) -> bool:

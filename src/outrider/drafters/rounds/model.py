@@ -95,7 +95,7 @@ class ModelGuesser:
         return len(seq.tokens) - self.model.length(seq.id)
 
     def guesses(self, sequences: int, budget: int, alone: bool) -> ModelGuesses:
-        return ModelGuesses(self, sequences, min(self._length, budget))
+        return ModelGuesses(self, sequences, min(self._length, budget), alone)
 
     def end(self, seqs: Seq[Sequence], rounds: Seq[LoopedRounds]) -> None:
         for seq, own in zip(seqs, rounds, strict=True):
@@ -106,8 +106,10 @@ class ModelGuesser:
 
 
 class ModelGuesses:
-    def __init__(self, guesser: ModelGuesser, sequences: int, length: int) -> None:
+    def __init__(self, guesser: ModelGuesser, sequences: int, length: int, alone: bool) -> None:
+        """`alone`: else others' nodes may be kept, which the model has not run."""
         self._guesser, self._model, device = guesser, guesser.model, guesser.model.device
+        self._alone = alone
         self.size = DraftSize(length, length)
         self.found = torch.zeros(sequences, 1 + 3 * length, dtype=torch.int32, device=device)
         self.found[:, 0] = length
@@ -122,7 +124,7 @@ class ModelGuesses:
         """The first one of a draft, and the one for each further token."""
         target = tables.target
         adapted = self._guesser.texts.takes_adapters and target.run.adapters is not None
-        tail = TAIL if tables.nodes == self.size.nodes else tables.wide
+        tail = TAIL if self._alone else tables.wide
         typical = None if target.cuts is None else target.cuts.typical  # None: no cuts
         key = tail, tables.longest, target.sampled, adapted, typical
         if key not in self._passes:
