@@ -60,16 +60,23 @@ def texts(made, sequences, count):
     return table
 
 
-def test_the_table_of_a_pass_is_the_one_that_the_host_writes():
-    drafts = [tree(NODES, seed) for seed in (1, 2, 3)]
-    assert not any(draft.is_chain for draft in drafts)
+def entered(drafts, depth):
+    """The table of a pass with three drafts of NODES nodes, its positions, the table that the host writes, and the rows
+    of a block."""
     ours, theirs = pages(3), pages(3)
     rows = 3 * (1 + NODES)
     batch = Batch([Feed(id, [3 + id], draft) for id, draft in enumerate(drafts)], theirs, GROUP)
     wanted = torch.zeros(len(Field), rows, dtype=torch.int32)
     batch.write(wanted.numpy(), theirs.padding)
     table, positions = torch.full((len(Field), rows), -7, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
-    kernels.enter_draft(found(drafts), texts(ours, 3, 3), table, positions, DEPTH, batch.tile // GROUP, ours.padding)
+    kernels.enter_draft(found(drafts), texts(ours, 3, 3), table, positions, depth, batch.tile // GROUP, ours.padding)
+    return table, positions, wanted, batch.tile // GROUP
+
+
+def test_the_table_of_a_pass_is_the_one_that_the_host_writes():
+    drafts = [tree(NODES, seed) for seed in (1, 2, 3)]
+    assert not any(draft.is_chain for draft in drafts)
+    table, positions, wanted, _ = entered(drafts, DEPTH)
     for field in Field:
         assert table[field].tolist() == wanted[field].tolist(), field.name
     assert positions.tolist() == (wanted[Field.POSITION] + 1).tolist()
@@ -78,13 +85,7 @@ def test_the_table_of_a_pass_is_the_one_that_the_host_writes():
 def test_a_chain_is_as_committed_tokens():
     """Its rows are read in blocks, beside a tree each of whose rows heads a block."""
     drafts = [Draft.chain(range(4, 4 + NODES)), tree(NODES, 1), Draft.chain(range(9, 9 + NODES))]
-    ours, theirs = pages(3), pages(3)
-    rows = 3 * (1 + NODES)
-    batch = Batch([Feed(id, [3 + id], draft) for id, draft in enumerate(drafts)], theirs, GROUP)
-    wanted = torch.zeros(len(Field), rows, dtype=torch.int32)
-    batch.write(wanted.numpy(), theirs.padding)
-    table, positions = torch.full((len(Field), rows), -7, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
-    kernels.enter_draft(found(drafts), texts(ours, 3, 3), table, positions, NODES, BLOCK, ours.padding)
+    table, _, wanted, block = entered(drafts, NODES)
     for field in list(Field)[: Field.BLOCK_ROW]:
         assert table[field].tolist() == wanted[field].tolist(), field.name
     by_sequence = table.view(len(Field), 3, 1 + NODES)
@@ -92,7 +93,7 @@ def test_a_chain_is_as_committed_tokens():
     for place in range(3):
         counts = by_sequence[Field.BLOCK_COUNT, place].tolist()
         assert sum(counts) == 1 + NODES
-        assert max(counts) == min(BLOCK, 1 + NODES)
+        assert max(counts) == min(block, 1 + NODES)
 
 
 def test_rows_that_no_node_has_belong_to_nobody():
