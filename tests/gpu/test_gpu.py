@@ -355,7 +355,7 @@ def lessons():
     luck = random.Random(3)
     texts = [WrittenText([luck.randrange(40) for _ in range(30 + 10 * (i % 3))], 12) for i in range(96)]
     order = BatchOrder(Corpus.of(texts), 512, 64, 0, torch.device("cuda"))
-    return head, GradientStep(head, Teacher(model, head.reads, 64), 3), order
+    return head, GradientStep(head, Teacher(model, head.reads, 64), objective.Comparison(3)), order
 
 
 def test_a_training_step_as_a_graph_has_the_gradients_of_its_kernels_one_by_one():

@@ -25,11 +25,11 @@ from outrider.drafters.heads import files as heads
 from outrider.models.adapters import files
 from outrider.models.base import Feed
 from outrider.models.load import LoadOptions, load
-from outrider.train import checkpoint, medusa, results, run
+from outrider.train import checkpoint, eagle, kinds, medusa, results, run
 from outrider.train.adapted import fold, named
 from outrider.train.data.batches import TextBatch
 from outrider.train.data.corpus import FOLDER, CorpusFolder
-from outrider.train.job import BEGUN_RATE
+from outrider.train.job import BEGUN_RATE, TrainingJob
 from outrider.train.step import GradientStep
 from outrider.train.teacher import Teacher
 from outrider.train.tune_tree import rates
@@ -462,3 +462,40 @@ def test_only_llamas_are_trained_for(tmp_path, capsys):
     reference("opt").save_pretrained(tmp_path / "opt")
     error = refused(capsys, "eagle", "--model", tmp_path / "opt", "--out", tmp_path / "out")
     assert "llama-like" in error
+
+
+def test_a_trained_head_grows(learned, calm_folder, prompt_file, tmp_path, capsys):
+    """It drafts at first what it drafted before it grew, has what was asked for, and learns with it."""
+    few, (before, _) = ("--tokens", 2000, "--prompts", prompt_file), learned("eagle")
+    target = load(str(calm_folder), PLACE).model
+    head = kinds.begun(TrainingJob("eagle", str(calm_folder), begin=str(before)), target)
+    reads = tuple(range(target.num_layers))
+    job = TrainingJob("eagle", str(calm_folder), begin=str(before), inner=2 * head.config.inner_size, reads=reads)
+    larger = kinds.begun(job, target)
+    assert (larger.config.inner_size, larger.config.layers) == (2 * head.config.inner_size, reads)
+    hidden = torch.randn(1, 7, target.num_layers, head.config.hidden_size)
+    embedded = torch.randn(1, 7, head.config.hidden_size)
+    outputs = []
+    for each, states in ((head, hidden[:, :, list(head.config.layers)]), (larger, hidden)):
+        turns = eagle.rotations(each, 7, torch.device("cpu"))
+        outputs.append(eagle.draft_step(each, embedded, each.combine(states), [[] for _ in each.layers], turns)[1])
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+    more = (*few, "--epochs", 2, "--data", before, "--begin", before)
+    every = ",".join(map(str, reads))
+    wide = ("--inner", 2 * head.config.inner_size, "--reads", every, "--temperature", 0.5)
+    assert train("eagle", calm_folder, tmp_path / "wide", *more, *wide, how=FEW) == 0
+    weights = safetensors.torch.load_file(tmp_path / "wide" / "model.safetensors")
+    down = next(weight for name, weight in weights.items() if name.endswith("mlp.down_proj.weight"))
+    assert down.shape[1] == 2 * head.config.inner_size
+    assert down[:, head.config.inner_size :].any()
+    for bad, said in (
+        (("--inner", 8), "--inner 8 is less than"),
+        (("--reads", "0"), "must name all blocks that the head of --begin reads"),
+        (("--reads", every + ",99"), "cannot read blocks"),
+        (("--layers", 2), "--layers makes another head"),
+        (("--temperature", 0), "--temperature must be at least"),
+    ):
+        assert train("eagle", calm_folder, tmp_path / "bad", *more, *bad, how=FEW) == 2
+        assert said in " ".join(capsys.readouterr().err.split())
+    assert train("medusa", calm_folder, tmp_path / "bad", *few, "--temperature", 0.5, how=FEW) == 2
+    assert "--temperature is for EAGLE heads" in " ".join(capsys.readouterr().err.split())

@@ -107,14 +107,15 @@ def calibrate(head: EagleHead, batch: TeacherBatch) -> None:
         layer.mlp.down_proj.weight /= size
 
 
-def loss(head: EagleHead, batch: TeacherBatch, steps: int = 6) -> tuple[Tensor, Figures]:
+def loss(head: EagleHead, batch: TeacherBatch, steps: int = 6, temperature: float = 1.0) -> tuple[Tensor, Figures]:
     """Distillation over `steps` draft steps from every place of the text, each with its own past of earlier steps.
+    Both laws are those at the temperature, at which the head's logits stay the ones of its requests.
 
     The figures: loss, and per depth (from 1) `hit`, how often its likeliest token is the target's, and `keep`, the
     share of draws that rejection would keep.
     """
     answers, ids = batch.answers(), None if head.writes_all else head.draft_ids
-    laws, output = Laws.of(batch, answers, ids), output_matrix(head, batch.output)
+    laws, output = Laws.of(batch, answers, ids, temperature), output_matrix(head, batch.output)
     embedding = head.embed_tokens.weight if head.config.own_embedding else batch.embedding
     state = batch.last if head.config.first else head.combine(batch.hidden)
     pasts: list[Past] = [[] for _ in head.layers]
@@ -124,7 +125,7 @@ def loss(head: EagleHead, batch: TeacherBatch, steps: int = 6) -> tuple[Tensor, 
         embedded = F.embedding(shifted(batch.tokens, 1 + step), embedding)
         state, normed = draft_step(head, embedded, state, pasts, turns[:, step : step + rows])
         places, counts = answers.before(2 + step)
-        normed = normed.flatten(0, 1).index_select(0, places)
+        normed = normed.flatten(0, 1).index_select(0, places) / temperature
         part, figures[f"keep{step + 1}"], figures[f"hit{step + 1}"] = distance(normed, output, laws, counts)
         total = total + STEP_DECAY**step * part
     figures["loss"] = total.detach()

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from outrider.train.data.batches import BatchOrder
 from outrider.train.data.corpus import Corpus
+from outrider.train.objective import Comparison
 from outrider.train.step import autocast, loss_of
 from outrider.train.teacher import Teacher
 
@@ -35,8 +36,8 @@ def without(corpus: Corpus, held: Corpus) -> Corpus:
 class HeldOut:
     """Measures a student on texts that are held out; the same ones each time."""
 
-    def __init__(self, corpus: Corpus, teacher: Teacher, batch_tokens: int, unroll: int) -> None:
-        self._teacher, self._unroll, self._device = teacher, unroll, teacher.model.device
+    def __init__(self, corpus: Corpus, teacher: Teacher, batch_tokens: int, how: Comparison) -> None:
+        self._teacher, self._how, self._device = teacher, how, teacher.model.device
         self._order = BatchOrder(corpus, batch_tokens, teacher.longest, 0, self._device) if len(corpus) else None
 
     @torch.no_grad()
@@ -49,7 +50,7 @@ class HeldOut:
         for _ in range(self._order.per_epoch):
             batch = next(batches)
             with autocast(self._device):
-                figures = loss_of(student, self._teacher, batch, self._unroll)[1]
+                figures = loss_of(student, self._teacher, batch, self._how)[1]
             count = batch.mask.sum()
             answers = answers + count
             for name, value in figures.items():

@@ -93,6 +93,11 @@ class TrainingJob:
     )
     heads: int = option(4, "Number of Medusa heads.", panel=LEARN)
     unroll: int = option(6, "Draft steps that an EAGLE head is trained for.", panel=LEARN)
+    temperature: float = option(
+        1.0,
+        "Temperature at which an EAGLE head and the target are compared: below 1 their likeliest tokens count more.",
+        panel=LEARN,
+    )
     block: int = option(8, "Tokens that one call of a block head guesses.", panel=LEARN)
     sequential: str = option(
         "rnn",
@@ -119,6 +124,8 @@ class TrainingJob:
         for name, least in _LEAST.items():
             if not getattr(self, name) >= least:
                 raise OutriderError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(self, name)}")
+        if self.temperature != 1.0 and self.kind != "eagle":
+            raise OutriderError(f"--temperature is for EAGLE heads, not for {self.kind}; leave it out")
         if not self.minutes and not self.tokens:
             object.__setattr__(self, "minutes", MINUTES)
         object.__setattr__(self, "reads", tuple(self.reads))
@@ -127,11 +134,12 @@ class TrainingJob:
             self._check_begun()
 
     def _check_begun(self) -> None:
-        """A head that is trained already is as it is."""
+        """A head that is trained already is as it is; an EAGLE head may grow."""
         if self.kind == "draft":
             raise OutriderError("--begin takes a head; a draft model begins with the target's own layers")
         usual = {field.name: field.default for field in dataclasses.fields(self)}
-        other = next((name for name in _SHAPES if getattr(self, name) != usual[name]), None)
+        fixed = [name for name in _SHAPES if self.kind != "eagle" or name not in _GROWING]
+        other = next((name for name in fixed if getattr(self, name) != usual[name]), None)
         if other is not None:
             option = f"--{other.replace('_', '-')}"
             raise OutriderError(f"{option} makes another head than the one that --begin names; leave one of them out")
@@ -151,6 +159,7 @@ _LEAST = {
     "layers": 0,
     "heads": 1,
     "unroll": 1,
+    "temperature": 0.05,
     "inner": 0,
     "block": 2,
     "draft_vocab": -1,
@@ -161,6 +170,7 @@ _LEAST = {
 }
 _CHOSEN = ("minutes", "tokens", "writers", "epochs", "layers", "inner", "rate")  # 0: by us, where nothing is given
 _SHAPES = ("layers", "inner", "reads", "heads", "block", "sequential", "public", "draft_vocab")  # decide what a head is
+_GROWING = ("inner", "reads")  # of these, what an EAGLE head may have more of when it goes on learning
 _CHANGEABLE = {"minutes", "writers"}  # may change when a run is resumed: they do not decide its losses
 
 
@@ -173,7 +183,7 @@ def new(kind: str, given: Mapping[str, Any]) -> TrainingJob:
 def resumed(kind: str, given: Mapping[str, Any], stored: Mapping[str, Any]) -> TrainingJob:
     """The stored job; what is given again must be as it was."""
     _refuse_zeros(given)
-    stored = {"adapter": "", "begin": "", **stored}  # runs of earlier versions had none
+    stored = {"adapter": "", "begin": "", "temperature": 1.0, **stored}  # runs of earlier versions had none
     for name, value in {"kind": kind, **given}.items():
         before = tuple(stored[name]) if name == "reads" else stored[name]
         if name not in _CHANGEABLE and value != before:

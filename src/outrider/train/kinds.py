@@ -17,8 +17,9 @@ from outrider.drafters.medusa.head import MedusaHead
 from outrider.models.tokenizer import Tokenizer
 from outrider.train import block, eagle, medusa
 from outrider.train.draft_model import DraftNet
+from outrider.train.grow import grown
 from outrider.train.job import SHIPPED, TrainingJob
-from outrider.train.objective import Figures, TeacherBatch
+from outrider.train.objective import Comparison, Figures, TeacherBatch
 from outrider.train.teacher import Target
 
 CHAIN, TREE = 5, 16  # nodes of the drafts that are measured, as in docs/benchmarks
@@ -54,17 +55,19 @@ def fresh(job: TrainingJob, target: Target, draft_ids: Tensor | None, longest: i
 
 
 def begun(job: TrainingJob, target: Target) -> nn.Module:
-    """The head that goes on learning."""
+    """The head that goes on learning, larger if the job says so."""
     head = heads.find(job.kind, "" if job.begin == SHIPPED else job.begin, target, job.model)
     if not isinstance(head, _HEADS[job.kind]):
         raise OutriderError(f"{job.begin} holds no head of the kind {job.kind}: begin with one that is, or with none")
+    if isinstance(head, EagleHead) and (job.inner or job.reads):
+        head = grown(head, job.inner, job.reads, target.num_layers)
     return head.train().float().requires_grad_(True)
 
 
-def loss(student: nn.Module, batch: TeacherBatch, steps: int) -> tuple[Tensor, Figures]:
-    """Over `steps` draft steps."""
+def loss(student: nn.Module, batch: TeacherBatch, how: Comparison) -> tuple[Tensor, Figures]:
+    steps = how.steps
     if isinstance(student, EagleHead):
-        return eagle.loss(student, batch, steps)
+        return eagle.loss(student, batch, steps, how.temperature)
     if isinstance(student, MedusaHead):
         return medusa.loss(student, batch, steps)
     if isinstance(student, BlockHead):

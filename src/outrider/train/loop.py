@@ -20,7 +20,7 @@ from outrider.train.checkpoint import TrainingState
 from outrider.train.data.batches import GrowingOrder, TextBatch
 from outrider.train.data.corpus import FOLDER
 from outrider.train.job import TimeBudget
-from outrider.train.objective import Figures
+from outrider.train.objective import Comparison, Figures
 from outrider.train.optimiser import Optimiser, rate
 from outrider.train.step import GradientStep
 from outrider.train.teacher import Teacher
@@ -39,8 +39,10 @@ RECENT = 50  # steps whose mean is shown; also how many wait on the device befor
 
 
 class TrainingLoop:
-    def __init__(self, student: Any, teacher: Teacher, order: GrowingOrder, optimiser: Optimiser, unroll: int) -> None:
-        self._gradients, self._order, self._optimiser = GradientStep(student, teacher, unroll), order, optimiser
+    def __init__(
+        self, student: Any, teacher: Teacher, order: GrowingOrder, optimiser: Optimiser, how: Comparison
+    ) -> None:
+        self._gradients, self._order, self._optimiser = GradientStep(student, teacher, how), order, optimiser
         self._device = teacher.model.device
         self.seconds = 0.0  # of a step; 0: not known yet
         self.later = 0.0  # seconds of the time left that are for texts which are not written yet

@@ -18,6 +18,14 @@ VARIATION_WEIGHT = 0.7  # weight of the total variation against the cross-entrop
 Figures = dict[str, Tensor]  # 0-dim, on the device: reading one waits for the device, so do it rarely
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """How a student is compared with the target."""
+
+    steps: int  # draft steps
+    temperature: float = 1.0  # of both laws; of EAGLE heads alone
+
+
 @dataclass(frozen=True, eq=False)
 class TeacherBatch:
     """A batch of texts that the target has read, padded on the right; the padding is not in `mask`."""
@@ -35,10 +43,10 @@ class TeacherBatch:
         known = self.mask.flatten().nonzero().squeeze(1) if self.known is None else self.known
         return AnswerTokens(known, known % self.tokens.shape[1])
 
-    def logits(self, places: Tensor) -> Tensor:
+    def logits(self, places: Tensor, temperature: float = 1.0) -> Tensor:
         """[n, vocab] the target's after each place of the flattened batch."""
         with torch.no_grad():
-            last = self.last.flatten(0, 1)[places]
+            last = self.last.flatten(0, 1)[places] / temperature
             return last @ self.output.to(last.dtype).T
 
 
@@ -68,9 +76,11 @@ class Laws:
     best: Tensor  # [n] the probability of the likeliest token of the whole vocabulary
 
     @classmethod
-    def of(cls, batch: TeacherBatch, answers: AnswerTokens, ids: Tensor | None = None) -> Laws:
+    def of(
+        cls, batch: TeacherBatch, answers: AnswerTokens, ids: Tensor | None = None, temperature: float = 1.0
+    ) -> Laws:
         """`ids`: the tokens that the head can write; None: all."""
-        logits = batch.logits(answers.before(1)[0])
+        logits = batch.logits(answers.before(1)[0], temperature)
         if logits.is_cuda:
             from outrider.train.kernels import law
 

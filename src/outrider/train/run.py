@@ -27,6 +27,7 @@ from outrider.train.data.corpus import FOLDER, Corpus, CorpusFolder
 from outrider.train.held_out import HeldOut
 from outrider.train.job import TimeBudget, TrainingJob, as_dict
 from outrider.train.loop import WARM_UP, LossLog, TrainingLoop
+from outrider.train.objective import Comparison
 from outrider.train.optimiser import Optimiser
 from outrider.train.progress import Progress, advice
 from outrider.train.results import Prompts
@@ -121,6 +122,7 @@ class _TrainingRun:
     def __init__(self, task: TrainingTask, state: TrainingState) -> None:
         self._task, self._job, self._state, self._out = task, task.job, state, task.out
         self._budget = TimeBudget(task.job.minutes, task.begun)
+        self._how = Comparison(task.job.unroll, task.job.temperature)
         task.show(f"loading {task.job.model}", 0, None)
         self._loaded = load(task.job.model, task.where)
         self._teacher = Teacher(self._loaded.model, (), min(LONGEST, self._loaded.model.context))
@@ -144,7 +146,7 @@ class _TrainingRun:
         student = self._student(first)
         held = held_out.choose(first, held_out.MOST[self._device.type])
         optimiser = Optimiser(student, self._job.rate, self._job.norm_rate)
-        measure = HeldOut(held, self._teacher, self._job.batch_tokens, self._job.unroll)
+        measure = HeldOut(held, self._teacher, self._job.batch_tokens, self._how)
         self._progress = Progress(self._state, measure, kinds.file_dtype(self._teacher.model))
         if self._state.step:
             self._progress.best = checkpoint.restore(self._out, student, optimiser)
@@ -266,7 +268,7 @@ class _TrainingRun:
         if not state.step and self._begun is None:
             kinds.prepare(student, self._teacher.read(learning.order.batch(0)))
         log = LossLog(self._out, state.step)
-        loop = TrainingLoop(student, self._teacher, learning.order, learning.optimiser, self._job.unroll)
+        loop = TrainingLoop(student, self._teacher, learning.order, learning.optimiser, self._how)
         seconds, reserve = self._times(student)
         pauses = min(LOOKS * seconds, LOOKING_SHARE * budget.limit)
         for _ in loop.run(state, log, budget, reserve, pauses):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.train import kinds
 from outrider.train.data.batches import TextBatch
-from outrider.train.objective import Figures
+from outrider.train.objective import Comparison, Figures
 from outrider.train.teacher import Teacher
 
 RECORD_AT = 3  # times a shape must come before it is recorded: rare shapes are not worth the memory
@@ -29,8 +29,8 @@ def autocast(device: torch.device) -> AbstractContextManager[Any]:
     return contextlib.nullcontext() if device.type == "cpu" else torch.autocast(device.type, torch.bfloat16)
 
 
-def loss_of(student: Any, teacher: Teacher, batch: TextBatch, unroll: int) -> tuple[Tensor, Figures]:
-    return kinds.loss(student, teacher.read(batch), unroll)
+def loss_of(student: Any, teacher: Teacher, batch: TextBatch, how: Comparison) -> tuple[Tensor, Figures]:
+    return kinds.loss(student, teacher.read(batch), how)
 
 
 class GraphRecorder:
@@ -70,8 +70,8 @@ class _StepGraph:
 class GradientStep:
     """Adds a batch's gradients to those of the student, which must not be None."""
 
-    def __init__(self, student: Any, teacher: Teacher, unroll: int) -> None:
-        self._student, self._teacher, self._unroll = student, teacher, unroll
+    def __init__(self, student: Any, teacher: Teacher, how: Comparison) -> None:
+        self._student, self._teacher, self._how = student, teacher, how
         self._device = teacher.model.device
         self._seen: Counter[_Shape] = Counter()
         self._graphs: dict[_Shape, _StepGraph] = {}
@@ -92,7 +92,7 @@ class GradientStep:
 
     def _gradients(self, batch: TextBatch) -> Figures:
         with autocast(self._device):
-            loss, figures = loss_of(self._student, self._teacher, batch, self._unroll)
+            loss, figures = loss_of(self._student, self._teacher, batch, self._how)
         loss.backward()
         return figures
 
