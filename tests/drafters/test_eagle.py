@@ -43,6 +43,7 @@ from outrider.drafters.heads.chooser import Chooser
 from outrider.engine.scheduler import Limits
 from outrider.models.base import Feed
 from outrider.train import eagle
+from outrider.train.objective import Comparison
 
 
 def model():
@@ -865,7 +866,7 @@ class TestLoss:
         optimizer = torch.optim.AdamW(learner.parameters(), 1e-2)
         losses, hits = [], []
         for _ in range(25):
-            loss, figures = eagle.loss(learner, learned, 3)
+            loss, figures = eagle.loss(learner, learned, Comparison(3))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -878,21 +879,21 @@ class TestLoss:
         target, own = model(), head("eagle-3")
         learned = lesson(target, own, TEXTS)
         learned.mask[:, :8] = False
-        first, _ = eagle.loss(own, learned, 2)
+        first, _ = eagle.loss(own, learned, Comparison(2))
         learned.tokens[:, -1] = 0  # the last token is predicted by nobody that counts as an input
         learned.mask[:, -1] = False
         learned.last[:, -1] = torch.randn_like(learned.last[:, -1])
         learned.hidden[:, -1] = torch.randn_like(learned.hidden[:, -1])
-        second, _ = eagle.loss(own, learned, 2)
+        second, _ = eagle.loss(own, learned, Comparison(2))
         learned.last[:, -1] *= 5.0
-        third, _ = eagle.loss(own, learned, 2)
+        third, _ = eagle.loss(own, learned, Comparison(2))
         assert float(first) != float(second)
         assert float(second) == float(third)
 
     def test_keep_is_the_overlap_of_both_laws_and_hit_that_of_the_likeliest(self):
         target, own = model(), head("cut, two layers, normed output")
         learned = lesson(target, own, TEXTS)
-        _, figures = eagle.loss(own, learned, STEPS)
+        _, figures = eagle.loss(own, learned, Comparison(STEPS))
         laws = learned.logits(torch.arange(learned.tokens.numel())).softmax(-1).view(*learned.tokens.shape, -1)
         for step, said in enumerate(in_training(own, target)):
             until = len(TEXTS[0]) - 2 - step
@@ -903,12 +904,37 @@ class TestLoss:
             hit = (p.argmax(-1) == full.argmax(-1)).float().mean()
             assert float(figures[f"hit{step + 1}"]) == pytest.approx(float(hit), abs=1e-6)
 
+    def test_temperature_and_focus_weigh_as_they_say(self):
+        """A reference in loops: the laws at that temperature; places after unlikely tokens and reached nodes first."""
+        target, own = model(), head("cut, two layers, normed output")
+        learned, how = lesson(target, own, TEXTS), Comparison(STEPS, 0.5, focus=True)
+        total, _ = eagle.loss(own, learned, how)
+        laws = (learned.logits(torch.arange(learned.tokens.numel())) / 0.5).softmax(-1).view(*learned.tokens.shape, -1)
+        best = laws.amax(-1)  # at i: of token i + 1
+        expected, hits = 0.0, {}
+        for step, said in enumerate(in_training(own, target)):
+            logs = torch.log_softmax(said / 0.5, -1)
+            losses, weights = [], []
+            for text in range(len(TEXTS)):
+                for token in range(2 + step, len(TEXTS[0])):
+                    p, q = laws[text, token - 1, own.draft_ids], logs[text, token - 2 - step]
+                    first = token - step
+                    weight = eagle.BEGINS - float(best[text, first - 2])
+                    for k in range(step):
+                        weight *= eagle.UNREACHED + (1 - eagle.UNREACHED) * hits[k, text, first + k]
+                    weights.append(weight)
+                    losses.append(float(-(p * q).sum() + 0.7 * (1 - torch.minimum(p, q.exp()).sum())))
+                    hits[step, text, token] = float(p[q.argmax()] >= best[text, token - 1])
+            mean = sum(w * x for w, x in zip(weights, losses, strict=True)) / sum(weights)
+            expected += 0.8**step * mean
+        assert float(total.detach()) == pytest.approx(expected, rel=1e-4)
+
     def test_it_works_in_bfloat16(self):
         target, own = model(), eagle.fresh(model(), torch.arange(20))
         learned = lesson(target, own, TEXTS)
-        exact, _ = eagle.loss(own, learned)
+        exact, _ = eagle.loss(own, learned, Comparison(6))
         with torch.autocast("cpu", torch.bfloat16):
-            rough, _ = eagle.loss(own, learned)
+            rough, _ = eagle.loss(own, learned, Comparison(6))
         assert float(rough.detach()) == pytest.approx(float(exact.detach()), rel=0.05)
         rough.backward()
         assert all(weight.grad is not None for weight in own.parameters())

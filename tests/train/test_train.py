@@ -482,7 +482,7 @@ def test_a_trained_head_grows(learned, calm_folder, prompt_file, tmp_path, capsy
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
     more = (*few, "--epochs", 2, "--data", before, "--begin", before)
     every = ",".join(map(str, reads))
-    wide = ("--inner", 2 * head.config.inner_size, "--reads", every, "--temperature", 0.5)
+    wide = ("--inner", 2 * head.config.inner_size, "--reads", every, "--temperature", 0.5, "--focus")
     assert train("eagle", calm_folder, tmp_path / "wide", *more, *wide, how=FEW) == 0
     weights = safetensors.torch.load_file(tmp_path / "wide" / "model.safetensors")
     down = next(weight for name, weight in weights.items() if name.endswith("mlp.down_proj.weight"))

@@ -14,8 +14,13 @@ from outrider.drafters.block.head import BlockHead
 from outrider.drafters.eagle.head import EagleAttention, EagleConfig, EagleHead
 from outrider.models.base import Feed, Model, Readable
 from outrider.models.rope import swap_halves
-from outrider.train.objective import STEP_DECAY, Figures, Laws, TeacherBatch, distance
+from outrider.train.objective import STEP_DECAY, Comparison, Figures, Laws, TeacherBatch, distances, mean
 from outrider.train.widths import inner_size, kept_inner
+
+# Weights under `focus`. A round begins where the last draft was wrong, so mostly after an unlikely token: such a place
+# counts BEGINS less the token's probability. A node below a wrong one counts UNREACHED of a node below a right one; not
+# 0, because in a tree a sibling of the wrong one may be right.
+BEGINS, UNREACHED = 1.5, 0.3
 
 Past = list[tuple[Tensor, Tensor]]  # of one layer, by step: keys and values [b, heads, t, head_dim]
 
@@ -107,26 +112,29 @@ def calibrate(head: EagleHead, batch: TeacherBatch) -> None:
         layer.mlp.down_proj.weight /= size
 
 
-def loss(head: EagleHead, batch: TeacherBatch, steps: int = 6, temperature: float = 1.0) -> tuple[Tensor, Figures]:
-    """Distillation over `steps` draft steps from every place of the text, each with its own past of earlier steps.
-    Both laws are those at the temperature, at which the head's logits stay the ones of its requests.
+def loss(head: EagleHead, batch: TeacherBatch, how: Comparison) -> tuple[Tensor, Figures]:
+    """Distillation over some draft steps from every place of the text, each with its own past of earlier steps. Both
+    laws are compared at a temperature; the head's own logits stay those of temperature 1.
 
     The figures: loss, and per depth (from 1) `hit`, how often its likeliest token is the target's, and `keep`, the
     share of draws that rejection would keep.
     """
     answers, ids = batch.answers(), None if head.writes_all else head.draft_ids
-    laws, output = Laws.of(batch, answers, ids, temperature), output_matrix(head, batch.output)
+    laws, output = Laws.of(batch, answers, ids, how.temperature), output_matrix(head, batch.output)
     embedding = head.embed_tokens.weight if head.config.own_embedding else batch.embedding
     state = batch.last if head.config.first else head.combine(batch.hidden)
     pasts: list[Past] = [[] for _ in head.layers]
-    turns = rotations(head, batch.tokens.shape[1] + steps, state.device)
+    turns = rotations(head, batch.tokens.shape[1] + how.steps, state.device)
     total, figures, rows = torch.zeros((), device=state.device), {}, batch.tokens.shape[1]
-    for step in range(min(steps, rows - 2)):
+    begins = answers.one_before(BEGINS - laws.best, 1.0)  # where the target was unsure a draft ended: a round begins
+    for step in range(min(how.steps, rows - 2)):
         embedded = F.embedding(shifted(batch.tokens, 1 + step), embedding)
         state, normed = draft_step(head, embedded, state, pasts, turns[:, step : step + rows])
         places, counts = answers.before(2 + step)
-        normed = normed.flatten(0, 1).index_select(0, places) / temperature
-        part, figures[f"keep{step + 1}"], figures[f"hit{step + 1}"] = distance(normed, output, laws, counts)
+        normed = normed.flatten(0, 1).index_select(0, places) / how.temperature
+        part, kept, hit = distances(normed, output, laws, counts * begins if how.focus else counts)
+        begins = answers.one_before(begins * (UNREACHED + (1 - UNREACHED) * hit), 1.0)
+        figures[f"keep{step + 1}"], figures[f"hit{step + 1}"] = mean(kept, counts), mean(hit, counts)
         total = total + STEP_DECAY**step * part
     figures["loss"] = total.detach()
     return total, figures

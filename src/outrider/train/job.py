@@ -98,6 +98,9 @@ class TrainingJob:
         "Temperature at which an EAGLE head and the target are compared: below 1 their likeliest tokens count more.",
         panel=LEARN,
     )
+    focus: bool = option(
+        False, "An EAGLE head learns most where drafts begin and from nodes that are reached.", panel=LEARN
+    )
     block: int = option(8, "Tokens that one call of a block head guesses.", panel=LEARN)
     sequential: str = option(
         "rnn",
@@ -124,8 +127,9 @@ class TrainingJob:
         for name, least in _LEAST.items():
             if not getattr(self, name) >= least:
                 raise OutriderError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(self, name)}")
-        if self.temperature != 1.0 and self.kind != "eagle":
-            raise OutriderError(f"--temperature is for EAGLE heads, not for {self.kind}; leave it out")
+        for name in ("temperature", "focus"):
+            if self.kind != "eagle" and getattr(self, name) != _default(name):
+                raise OutriderError(f"--{name} is for EAGLE heads, not for {self.kind}; leave it out")
         if not self.minutes and not self.tokens:
             object.__setattr__(self, "minutes", MINUTES)
         object.__setattr__(self, "reads", tuple(self.reads))
@@ -174,6 +178,10 @@ _GROWING = ("inner", "reads")  # of these, what an EAGLE head may have more of w
 _CHANGEABLE = {"minutes", "writers"}  # may change when a run is resumed: they do not decide its losses
 
 
+def _default(name: str) -> Any:
+    return next(field.default for field in dataclasses.fields(TrainingJob) if field.name == name)
+
+
 def new(kind: str, given: Mapping[str, Any]) -> TrainingJob:
     """`given`: what the user chose; the rest is chosen here."""
     _refuse_zeros(given)
@@ -183,7 +191,13 @@ def new(kind: str, given: Mapping[str, Any]) -> TrainingJob:
 def resumed(kind: str, given: Mapping[str, Any], stored: Mapping[str, Any]) -> TrainingJob:
     """The stored job; what is given again must be as it was."""
     _refuse_zeros(given)
-    stored = {"adapter": "", "begin": "", "temperature": 1.0, **stored}  # runs of earlier versions had none
+    stored = {
+        "adapter": "",
+        "begin": "",
+        "temperature": 1.0,
+        "focus": False,
+        **stored,
+    }  # runs of earlier versions had none
     for name, value in {"kind": kind, **given}.items():
         before = tuple(stored[name]) if name == "reads" else stored[name]
         if name not in _CHANGEABLE and value != before:

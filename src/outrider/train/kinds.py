@@ -67,7 +67,7 @@ def begun(job: TrainingJob, target: Target) -> nn.Module:
 def loss(student: nn.Module, batch: TeacherBatch, how: Comparison) -> tuple[Tensor, Figures]:
     steps = how.steps
     if isinstance(student, EagleHead):
-        return eagle.loss(student, batch, steps, how.temperature)
+        return eagle.loss(student, batch, how)
     if isinstance(student, MedusaHead):
         return medusa.loss(student, batch, steps)
     if isinstance(student, BlockHead):

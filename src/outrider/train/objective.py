@@ -24,6 +24,7 @@ class Comparison:
 
     steps: int  # draft steps
     temperature: float = 1.0  # of both laws; of EAGLE heads alone
+    focus: bool = False  # of EAGLE heads: places where rounds begin, and nodes that are reached, count more
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +57,11 @@ class AnswerTokens:
 
     places: Tensor  # [n]
     within: Tensor  # [n]
+
+    def one_before(self, values: Tensor, other: float) -> Tensor:
+        """[n] of each token the value [n] of the token before it; `other` where that is no answer's."""
+        same = self.places[1:] == self.places[:-1] + 1
+        return torch.cat([torch.full_like(values[:1], other), torch.where(same, values[:-1], other)])
 
     def before(self, count: int) -> tuple[Tensor, Tensor]:
         """[n] the places `count` tokens before, and [n] whether they are in the same text."""
@@ -93,14 +99,18 @@ def distance(states: Tensor, output: Tensor, laws: Laws, counts: Tensor) -> tupl
     """The loss, the share of draws that rejection keeps, and how often the head's likeliest token is the target's,
     averaged over the rows where `counts` [n] is true; see `distances`."""
     loss, kept, hit = distances(states, output, laws, counts)
-    weight = counts / counts.sum().clamp(min=1)
-    return loss, (kept * weight).sum(), (hit * weight).sum()
+    return loss, mean(kept, counts), mean(hit, counts)
+
+
+def mean(values: Tensor, counts: Tensor) -> Tensor:
+    """Of the rows where `counts` [n] is true."""
+    return (values * counts).sum() / counts.sum().clamp(min=1)
 
 
 def distances(
     states: Tensor, output: Tensor, laws: Laws, counts: Tensor, variation: float = VARIATION_WEIGHT
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean loss of the rows where `counts` [n] is true; what rejection keeps, and what is hit, in each row [n].
+    """The mean loss of the rows, weighted by `counts` [n]; what rejection keeps, and what is hit, in each row [n].
 
     The loss is the cross-entropy of the head's law q (of states [n, hidden] through its output matrix) against the
     target's p, plus variation * (1 - sum min(p, q)); rejection keeps sum min(p, q).

@@ -122,7 +122,7 @@ class _TrainingRun:
     def __init__(self, task: TrainingTask, state: TrainingState) -> None:
         self._task, self._job, self._state, self._out = task, task.job, state, task.out
         self._budget = TimeBudget(task.job.minutes, task.begun)
-        self._how = Comparison(task.job.unroll, task.job.temperature)
+        self._how = Comparison(task.job.unroll, task.job.temperature, task.job.focus)
         task.show(f"loading {task.job.model}", 0, None)
         self._loaded = load(task.job.model, task.where)
         self._teacher = Teacher(self._loaded.model, (), min(LONGEST, self._loaded.model.context))
