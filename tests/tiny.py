@@ -24,7 +24,7 @@ from outrider.engine.scheduler import Limits
 from outrider.models.base import Anatomy, Feed, Output
 from outrider.models.load import LoadOptions, load
 from outrider.train import kinds
-from outrider.train.objective import TeacherBatch
+from outrider.train.objective import Comparison, TeacherBatch
 
 torch.set_num_threads(1)  # tiny products: more threads only wait for each other
 transformers.utils.logging.disable_progress_bar()
@@ -220,7 +220,7 @@ def taught(head, model, steps=20):
     learned = lesson(model, head, [text[:30] for text in texts])
     optimizer = torch.optim.AdamW(head.parameters(), 1e-2)
     for _ in range(steps):
-        loss, _ = kinds.loss(head, learned, 3)
+        loss, _ = kinds.loss(head, learned, Comparison(3))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

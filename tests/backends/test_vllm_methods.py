@@ -14,6 +14,7 @@ from outrider.backends.speculation import for_head
 from outrider.core.errors import OutriderError
 from outrider.drafters.heads import files as heads
 from outrider.train import kinds
+from outrider.train.objective import Comparison
 
 PROMPTS = ["the red fox", "count the stars, one, two", "a river ends in the sea"]
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -58,7 +59,7 @@ def head(plain, texts, wide_folder, tmp_path_factory):
 def teach(head, model, texts, steps, rate):
     learned, optimizer = lesson(model, head, texts), torch.optim.AdamW(head.parameters(), rate)
     for _ in range(steps):
-        loss, _ = kinds.loss(head, learned, LENGTH)
+        loss, _ = kinds.loss(head, learned, Comparison(LENGTH))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -17,6 +17,7 @@ from outrider.drafters.eagle.head import EagleHead
 from outrider.drafters.heads import files as heads
 from outrider.drafters.medusa.head import MedusaHead
 from outrider.train import kinds
+from outrider.train.objective import Comparison
 
 TEXTS = [prompt[:7] for prompt in prompts(12) if len(prompt) >= 7]
 EVERY_OTHER = torch.arange(0, 40, 2)
@@ -35,7 +36,7 @@ def other():
 def says(head):
     """What the head's loss is made of: equal figures mean equal heads."""
     with torch.no_grad():
-        _, figures = kinds.loss(head, lesson(model(), head, TEXTS), 3)
+        _, figures = kinds.loss(head, lesson(model(), head, TEXTS), Comparison(3))
     return pytest.approx({name: float(value) for name, value in figures.items()}, abs=1e-5)
 
 
