@@ -6,38 +6,53 @@
 // 120, so the first factor is in [0, 255] and the other in [-128, 127], as the instruction wants them. The input that shares a byte
 // of weights with x0, 16 places later, is x1: so weights need no other layout.
 
-// Vectors [from, to) of a block times the activations of R rows. `start`: where the sums begin, of BlockSums::cross; -1: with 0.
-template <int BITS, int R>
-inline void byte_dots(const uint8_t* q, const int8_t* x, const BlockSums* sums, int start, int from, int to, __m512i (&dots)[R]) {
-    constexpr int stride = 2 * BLOCK, CHAINS = R <= 2 ? 2 : 1;  // few rows: two sums for each
-    __m512i chains[R][CHAINS];
-    for (int r = 0; r < R; r++) {
-        for (int c = 0; c < CHAINS; c++) chains[r][c] = _mm512_setzero_si512();
-        if (start >= 0) chains[r][0] = _mm512_set1_epi32(static_cast<int32_t>(sums[r].cross[start]));
-    }
+// Vectors [from, to) of a block of T tiles times the activations of R rows. `start`: where the sums begin, of BlockSums::cross; -1:
+// with 0.
+template <int BITS, int T, int R>
+ALWAYS_INLINE void byte_dots(const uint8_t* const (&q)[T], const int8_t* x, const BlockSums* sums, int start, int from, int to, __m512i (&dots)[T][R]) {
+    constexpr int CHAINS = T * R <= 2 ? 2 : 1;  // few rows: two sums for each
+    __m512i chains[T][R][CHAINS];
+    for (int t = 0; t < T; t++)
+        for (int r = 0; r < R; r++) {
+            for (int c = 0; c < CHAINS; c++) chains[t][r][c] = _mm512_setzero_si512();
+            if (start >= 0) chains[t][r][0] = _mm512_set1_epi32(static_cast<int32_t>(sums[r].cross[start]));
+        }
+#pragma GCC unroll 8
     for (int j = from; j < to; j++) {
-        const __m512i v = vector<BITS>(q, j);
-        for (int r = 0; r < R; r++) chains[r][j % CHAINS] = _mm512_dpbusd_epi32(chains[r][j % CHAINS], v, four(x + r * stride + BLOCK + 4 * j));
+        __m512i v[T];
+        for (int t = 0; t < T; t++) v[t] = vector<BITS>(q[t], j);
+        for (int r = 0; r < R; r++) {
+            const __m512i same = four(x + r * 2 * BLOCK + BLOCK + 4 * j);
+            for (int t = 0; t < T; t++) chains[t][r][j % CHAINS] = _mm512_dpbusd_epi32(chains[t][r][j % CHAINS], v[t], same);
+        }
     }
-    for (int r = 0; r < R; r++) dots[r] = CHAINS == 2 ? _mm512_add_epi32(chains[r][0], chains[r][CHAINS - 1]) : chains[r][0];
+    for (int t = 0; t < T; t++)
+        for (int r = 0; r < R; r++)
+            dots[t][r] = CHAINS == 2 ? _mm512_add_epi32(chains[t][r][0], chains[t][r][CHAINS - 1]) : chains[t][r][0];
 }
 
-// dots += vector j and the one that shares its bytes, times the activations of R rows at `x`.
-template <bool PAIR, int R>
-inline void add_nibbles(__m512i low, __m512i high, const int8_t* x, __m512i (&dots)[R]) {
+// dots += vector j and the one that shares its bytes, of T tiles, times the activations of R rows at `x`.
+template <bool PAIR, int T, int R>
+ALWAYS_INLINE void add_nibbles(const __m512i (&low)[T], const __m512i (&high)[T], const int8_t* x, __m512i (&dots)[T][R]) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
         const int8_t* at = x + r * 2 * BLOCK;
-        if (PAIR) dots[r] = _mm512_dpbusd_epi32(dots[r], _mm512_add_epi8(four(at), high), _mm512_add_epi8(four(at + 16), low));
-        else dots[r] = _mm512_dpbusd_epi32(dots[r], low, four(at));
+        const __m512i first = four(at), second = four(at + 16);
+        for (int t = 0; t < T; t++) {
+            if (PAIR) dots[t][r] = _mm512_dpbusd_epi32(dots[t][r], _mm512_add_epi8(first, high[t]), _mm512_add_epi8(second, low[t]));
+            else dots[t][r] = _mm512_dpbusd_epi32(dots[t][r], low[t], first);
+        }
     }
     if (PAIR) return;
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) dots[r] = _mm512_dpbusd_epi32(dots[r], high, four(x + r * 2 * BLOCK + 16));
+    for (int r = 0; r < R; r++) {
+        const __m512i second = four(x + r * 2 * BLOCK + 16);
+        for (int t = 0; t < T; t++) dots[t][r] = _mm512_dpbusd_epi32(dots[t][r], high[t], second);
+    }
 }
 
 // Vectors j and j + 4 of a block: as they are, or as two such factors, whose products are added to `products`.
-inline void nibble_vectors(const uint8_t* q, int j, __m512i& low, __m512i& high, __m512i& products) {
+ALWAYS_INLINE void nibble_vectors(const uint8_t* q, int j, __m512i& low, __m512i& high, __m512i& products) {
     const __m512i both = _mm512_loadu_si512(q + 64 * j), mask = _mm512_set1_epi8(15);
     low = _mm512_and_si512(both, mask);
     high = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
@@ -47,10 +62,10 @@ inline void nibble_vectors(const uint8_t* q, int j, __m512i& low, __m512i& high,
     products = _mm512_dpbusd_epi32(products, high, low);
 }
 
-// dots += a block, whose vectors `vectors(j, low, high)` gives, times the activations of R rows.
-template <int R, class Vectors>
-inline void add_nibble_block(const Vectors& vectors, const int8_t* x, __m512i (&dots)[R]) {
-    __m512i low, high;
+// dots += a block of T tiles, whose vectors `vectors(j, low, high)` gives, times the activations of R rows.
+template <int T, int R, class Vectors>
+ALWAYS_INLINE void add_nibble_block(const Vectors& vectors, const int8_t* x, __m512i (&dots)[T][R]) {
+    __m512i low[T], high[T];
     x += BLOCK;  // the low parts
     vectors(0, low, high);
     add_nibbles<(BYTE_PAIRS > 0)>(low, high, x, dots);
@@ -64,14 +79,21 @@ inline void add_nibble_block(const Vectors& vectors, const int8_t* x, __m512i (&
 
 // Where the sums of a row begin: with minimums weights are q, without q - 8.
 template <bool MINIMUM>
-inline __m512i nibble_start(const BlockSums& sums) {
+ALWAYS_INLINE __m512i nibble_start(const BlockSums& sums) {
     return _mm512_set1_epi32(MINIMUM ? sums.nibbles : static_cast<int32_t>(sums.cross[2]));
 }
 
-template <bool MINIMUM, int R>
-inline void paired_nibble_dots(const uint8_t* q, const int8_t* x, const BlockSums* sums, __m512i (&dots)[R]) {
-    __m512i products = _mm512_setzero_si512();
-    for (int r = 0; r < R; r++) dots[r] = nibble_start<MINIMUM>(sums[r]);
-    add_nibble_block<R>([&](int j, __m512i& low, __m512i& high) { nibble_vectors(q, j, low, high, products); }, x, dots);
-    for (int r = 0; r < R; r++) dots[r] = _mm512_sub_epi32(dots[r], products);
+template <bool MINIMUM, int T, int R>
+ALWAYS_INLINE void paired_nibble_dots(const uint8_t* const (&q)[T], const int8_t* x, const BlockSums* sums, __m512i (&dots)[T][R]) {
+    __m512i products[T];
+    for (int t = 0; t < T; t++) {
+        products[t] = _mm512_setzero_si512();
+        for (int r = 0; r < R; r++) dots[t][r] = nibble_start<MINIMUM>(sums[r]);
+    }
+    const auto vectors = [&](int j, __m512i (&low)[T], __m512i (&high)[T]) __attribute__((always_inline)) {
+        for (int t = 0; t < T; t++) nibble_vectors(q[t], j, low[t], high[t], products[t]);
+    };
+    add_nibble_block(vectors, x, dots);
+    for (int t = 0; t < T; t++)
+        for (int r = 0; r < R; r++) dots[t][r] = _mm512_sub_epi32(dots[t][r], products[t]);
 }

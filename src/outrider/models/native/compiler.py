@@ -16,7 +16,10 @@ from pathlib import Path
 SOURCE = Path(__file__).with_name("kernels.cpp")
 HEADERS = tuple(
     SOURCE.with_name(name)
-    for name in ("bytes.h", "grow.h", "lanes.h", "low_rank.h", "many.h", "neon.h", "own.h", "pool.h", "turned.h")
+    for name in (
+        *("bytes.h", "grow.h", "half_wide.h", "lanes.h", "low_rank.h", "many.h", "neon.h", "own.h", "pool.h"),
+        *("turned.h", "wide.h"),
+    )
 )
 FLAGS = (
     *("-O3", "-ffp-contract=off", "-std=c++17", "-fPIC", "-pthread", "-Wall", "-Wextra"),

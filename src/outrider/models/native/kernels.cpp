@@ -30,6 +30,8 @@
 #else
 #define VNNI 0
 #endif
+// Parts of an inner loop: a call would put its sums into memory.
+#define ALWAYS_INLINE inline __attribute__((always_inline))
 #if HALF_WIDE && (defined(__AVXVNNI__) || VNNI)
 #define HALF_VNNI 1  // dot products of 8 bits in registers of 256 bits
 #else
@@ -47,6 +49,7 @@ constexpr int TILE = 16;   // outputs of a tile
 constexpr int BLOCK = 32;  // inputs of a block
 constexpr int SUPER = 256; // inputs of a super-block
 constexpr int ROWS = 8;    // rows that share one reading of a tile
+constexpr int MOST_TILES = WIDE ? 2 : 1;  // tiles that are multiplied together, those of a record: see wide.h
 constexpr float MOST = 32512.0f;  // the largest activation: 127 * 256, so that both parts fit 8 bits
 constexpr float MOST_BYTE = 120.0f;  // the same for activations of 8 bits, so that a weight of 4 bits can be added to one (bytes.h)
 constexpr float MOST_KEPT = 127.0f;  // the same for keys and values of 8 bits
@@ -73,7 +76,6 @@ constexpr int LEAST_BYTE_PAIRED = 7;  // rows from which on that is faster: weig
 static_assert(LEAST_BYTE_PAIRED <= ROWS, "many.h takes groups of 8 in pairs");
 
 constexpr int NEAR = 384 << 10;   // bytes of activations that are used for several tiles in turn: both fit a second cache of 1 MiB
-constexpr int AHEAD = 4096;       // bytes of weights that are asked for before they are used
 constexpr int TOGETHER = 12;      // queries that share one reading of keys and values
 constexpr int SERIAL = 4;         // rows whose small work is not worth sharing
 constexpr int LEAST_TURNING = 32; // queries of a sequence from which on keys are turned round for them, see turned.h: to turn one takes as
@@ -81,16 +83,34 @@ constexpr int LEAST_TURNING = 32; // queries of a sequence from which on keys ar
 constexpr int PAGE = 32;          // tokens of a page of keys and values; a multiple of the 16 keys that are multiplied at a time
 constexpr int SCALED = 16;        // numbers of a key or value of 8 bits that share a scale: a large one costs these their precision
 
-struct Matrix {
-    const uint8_t* q;      // [outputs / 16][inputs / 32][8][16][4] at 8 bits; half of that at 4
-    const void* scales;    // [outputs / 16][inputs / group][16] float16, or int8 where there are super-blocks
-    const void* minimums;  // the same, or null
+struct Matrix {  // its weights lie in the order in which a pass reads them: one stream for each thread
+    const uint8_t* records;  // [outputs / 32, rounded up][inputs / 32], each a Record
     const uint16_t* super_scales;    // [outputs / 16][inputs / 256][16] float16, or null
     const uint16_t* super_minimums;  // the same
     const float* bias;     // [outputs] or null
     int64_t outputs;       // a multiple of 16
     int64_t inputs;        // a multiple of 32
-    int32_t bits, zero, group;
+    int32_t bits, zero, group, minimums;  // minimums: whether there are any
+};
+
+// Where things lie in a block of two tiles, in bytes:
+//   weights [2][8][16][4] at 8 bits, half of that at 4; scales [2][32 / group][16], float16, or int8 where there are super-blocks;
+//   minimums, the same, if there are any.
+struct Record {
+    int64_t weights, scales, size;  // of one tile, of one tile, and of all
+
+    constexpr Record(int bits, int group, bool minimums, bool supers)
+        : weights(64 * bits), scales(BLOCK / group * TILE * (supers ? 1 : 2)), size(2 * (weights + (minimums ? 2 : 1) * scales)) {}
+    explicit Record(const Matrix& w) : Record(w.bits, w.group, w.minimums, w.super_scales) {}
+
+    constexpr int64_t scales_at(int64_t tile) const { return 2 * weights + tile % 2 * scales; }
+    constexpr int64_t minimums_at(int64_t tile) const { return scales_at(tile) + 2 * scales; }
+
+    // Of a block of a tile: its record, and in it its weights.
+    const uint8_t* of(const Matrix& w, int64_t tile, int64_t block) const {
+        return w.records + (tile / 2 * (w.inputs / BLOCK) + block) * size;
+    }
+    const uint8_t* weights_of(const Matrix& w, int64_t tile, int64_t block) const { return of(w, tile, block) + tile % 2 * weights; }
 };
 
 struct JoinedMatrices {  // matrices that read the same input; their outputs lie side by side
@@ -169,13 +189,16 @@ float half_to_float(uint16_t h) {
 #endif
 }
 
-float group_value(const void* values, const uint16_t* supers, int64_t place, int64_t super_place) {
-    if (!supers) return half_to_float(static_cast<const uint16_t*>(values)[place]);
-    return half_to_float(supers[super_place]) * static_cast<const int8_t*>(values)[place];
+// Of a group, at `values`; `above`: of its super-block, or null.
+float group_value(const uint8_t* values, const uint16_t* above, int64_t place) {
+    if (!above) return half_to_float(reinterpret_cast<const uint16_t*>(values)[place]);
+    return half_to_float(above[place % TILE]) * reinterpret_cast<const int8_t*>(values)[place];
 }
 
-// Of a block of a tile.
-int64_t super_place(const Matrix& w, int64_t tile, int64_t block) { return (tile * (w.inputs / SUPER) + block * BLOCK / SUPER) * TILE; }
+// Of a block of a tile, what its super-block has; null where there are none.
+const uint16_t* super_of(const uint16_t* supers, const Matrix& w, int64_t tile, int64_t block) {
+    return supers ? supers + (tile * (w.inputs / SUPER) + block * BLOCK / SUPER) * TILE : nullptr;
+}
 
 // A block that no 16 bits can stand for: all but zero, or with an infinity or a NaN in it, which then shows in every output.
 void degenerate_block(float value, bool bytes, int8_t* q, float* scale, BlockSums* sums) {
@@ -337,408 +360,9 @@ constexpr int start_of(bool bytes, int bits, int group, bool minimum, int part) 
 }
 
 #if WIDE
-
-inline __m512 halves(const uint16_t* values) {
-    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values)));
-}
-
-template <bool SUPERS>
-inline __m512 group_values(const void* values, const uint16_t* supers, int64_t place) {
-    if (!SUPERS) return halves(static_cast<const uint16_t*>(values) + place);
-    __m128i small = _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const int8_t*>(values) + place));
-    return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(small)), halves(supers));
-}
-
-// Of one group of a block: scale * (q - zero) = scale * q + minimum.
-template <int GROUP, bool MINIMUM, bool SUPERS>
-inline void group_factors(const Matrix& w, int64_t tile, int64_t b, int part, __m512& scale, __m512& minimum) {
-    const int64_t place = ((tile * (w.inputs / BLOCK) + b) * (BLOCK / GROUP) + part) * TILE, above = SUPERS ? super_place(w, tile, b) : 0;
-    scale = group_values<SUPERS>(w.scales, w.super_scales + above, place);
-    minimum = MINIMUM ? group_values<SUPERS>(w.minimums, w.super_minimums + above, place)
-                      : _mm512_mul_ps(scale, _mm512_set1_ps(static_cast<float>(-w.zero)));
-}
-
-// Vector j of a block; at 4 bits j and j + 4 lie in the same bytes.
-template <int BITS>
-inline __m512i vector(const uint8_t* q, int j) {
-    if (BITS == 8) return _mm512_loadu_si512(q + 64 * j);
-    __m512i both = _mm512_loadu_si512(q + 64 * (j % 4));
-    return _mm512_and_si512(j < 4 ? both : _mm512_srli_epi16(both, 4), _mm512_set1_epi8(15));
-}
-
-// Four activations in every lane.
-inline __m512i four(const int8_t* x) {
-    int32_t bytes;
-    std::memcpy(&bytes, x, 4);
-    return _mm512_set1_epi32(bytes);
-}
-
-#if VNNI
-// Vectors [from, to) of a block times the activations of R rows: 256 * high parts + low parts.
-template <int BITS, int R>
-inline void block_dots(const uint8_t* q, const int8_t* x, int from, int to, __m512i (&dots)[R]) {
-    constexpr int stride = 2 * BLOCK;  // known to the compiler: then no address takes an instruction
-    if (R <= 4) {  // few rows: two sums for each, so that the next product need not wait for the last
-        __m512i low[R];
-        for (int r = 0; r < R; r++) dots[r] = low[r] = _mm512_setzero_si512();
-        for (int j = from; j < to; j++) {
-            const __m512i v = vector<BITS>(q, j);
-            for (int r = 0; r < R; r++) {
-                dots[r] = _mm512_dpbusd_epi32(dots[r], v, four(x + r * stride + 4 * j));
-                low[r] = _mm512_dpbusd_epi32(low[r], v, four(x + r * stride + BLOCK + 4 * j));
-            }
-        }
-        for (int r = 0; r < R; r++) dots[r] = _mm512_add_epi32(_mm512_slli_epi32(dots[r], 8), low[r]);
-        return;
-    }
-    __m512i v[8];
-    for (int j = from; j < to; j++) v[j] = vector<BITS>(q, j);
-    for (int r = 0; r < R; r++) dots[r] = _mm512_setzero_si512();
-    for (int j = from; j < to; j++)
-        for (int r = 0; r < R; r++) dots[r] = _mm512_dpbusd_epi32(dots[r], v[j], four(x + r * stride + 4 * j));
-    for (int r = 0; r < R; r++) dots[r] = _mm512_slli_epi32(dots[r], 8);
-    for (int j = from; j < to; j++)
-        for (int r = 0; r < R; r++) dots[r] = _mm512_dpbusd_epi32(dots[r], v[j], four(x + r * stride + BLOCK + 4 * j));
-}
-#endif
-
-// Vector j of a block as two of 16 outputs x 2 inputs, in 16 bits: those with even numbers and those with odd ones.
-template <int BITS>
-inline void words(const uint8_t* q, int j, __m512i& even, __m512i& odd) {
-    const __m512i both = _mm512_loadu_si512(q + 64 * (BITS == 8 ? j : j % 4));
-    if (BITS == 8) {
-        even = _mm512_and_si512(both, _mm512_set1_epi16(255));
-        odd = _mm512_srli_epi16(both, 8);
-    } else if (j < 4) {
-        even = _mm512_and_si512(both, _mm512_set1_epi16(15));
-        odd = _mm512_and_si512(_mm512_srli_epi16(both, 8), _mm512_set1_epi16(15));
-    } else {
-        even = _mm512_and_si512(_mm512_srli_epi16(both, 4), _mm512_set1_epi16(15));
-        odd = _mm512_srli_epi16(both, 12);
-    }
-}
-
-// sums + products of 16 bits, in pairs
-inline __m512i add_products(__m512i sums, __m512i a, __m512i b) {
-#if VNNI
-    return _mm512_dpwssd_epi32(sums, a, b);
-#else
-    return _mm512_add_epi32(sums, _mm512_madd_epi16(a, b));
-#endif
-}
-
-// dots += a vector, paired or by halves, times the activations of R rows at `x`.
-template <int R>
-inline void add_half(__m512i half, const int8_t* x, __m512i (&dots)[R]) {
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) dots[r] = add_products(dots[r], half, four(x + r * 2 * BLOCK));
-}
-
-template <bool PAIR, int R>
-inline void add_vector(__m512i even, __m512i odd, const int8_t* x, __m512i (&dots)[R]) {
-    if (!PAIR) {
-        add_half(even, x, dots);
-        add_half(odd, x + BLOCK, dots);
-        return;
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-        const __m512i first = _mm512_add_epi16(four(x + r * 2 * BLOCK), odd);
-        const __m512i second = _mm512_add_epi16(four(x + r * 2 * BLOCK + BLOCK), even);
-        dots[r] = add_products(dots[r], first, second);
-    }
-}
-
-// The same numbers as block_dots with fewer multiplications (Winograd 1968):
-//   x0 w0 + x1 w1 = (x0 + w1) (x1 + w0) - x0 x1 - w0 w1
-// where x0 x1 does not depend on the output nor w0 w1 on the row. x + w fits 16 bits (32512 + 255 = 32767), and a sum that
-// does not fit 32 bits loses only what is subtracted again. Of each four vectors the first PAIRS are paired, and the halves of
-// the last come between them: so the units that only add and those that multiply have work at all times.
-// dots += vectors [from, from + 4) of a block, which `vectors(j, even, odd)` gives, times the activations of R rows.
-template <int R, class Vectors>
-inline void four_dots(const Vectors& vectors, const int8_t* x, int from, __m512i (&dots)[R]) {
-    __m512i even, odd, last_even, last_odd;
-    x += 4 * from;
-    vectors(from + 3, last_even, last_odd);
-    vectors(from, even, odd);
-    add_vector<(PAIRS > 0)>(even, odd, x, dots);
-    add_half(last_even, x + 12, dots);
-    vectors(from + 1, even, odd);
-    add_vector<(PAIRS > 1)>(even, odd, x + 4, dots);
-    add_half(last_odd, x + 12 + BLOCK, dots);
-    vectors(from + 2, even, odd);
-    add_vector<(PAIRS > 2)>(even, odd, x + 8, dots);
-}
-
-// `cross`: where the sums begin, of BlockSums::cross; -1: with 0.
-template <int BITS, int R>
-inline void paired_dots(const uint8_t* q, const int8_t* x, const BlockSums* sums, int cross, int from, int to, __m512i (&dots)[R]) {
-    __m512i products = _mm512_setzero_si512();
-    for (int r = 0; r < R; r++) dots[r] = cross < 0 ? _mm512_setzero_si512() : _mm512_set1_epi32(static_cast<int32_t>(sums[r].cross[cross]));
-    const auto vectors = [&](int j, __m512i& even, __m512i& odd) {
-        words<BITS>(q, j, even, odd);
-        if (j % 4 < PAIRS) products = add_products(products, even, odd);
-    };
-#pragma GCC unroll 2
-    for (int j = from; j < to; j += 4) four_dots(vectors, x, j, dots);
-    for (int r = 0; r < R; r++) dots[r] = _mm512_sub_epi32(dots[r], products);
-}
-
-#if VNNI
-#include "bytes.h"
-#endif
-
-template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, bool BYTES, int R>
-void tile_rows(const Matrix& w, int64_t tile, const Activations& x, int64_t row, __m512 (&to)[ROWS]) {
-    __m512 sums[R];  // a local one stays in registers
-    const int64_t blocks = w.inputs / BLOCK;
-    const int PARTS = BLOCK / GROUP;  // groups in a block
-    const int LINES = BITS;  // of 64 bytes that a block takes
-    const uint8_t* q = w.q + tile * blocks * 64 * LINES;
-    for (int r = 0; r < R; r++) sums[r] = _mm512_setzero_ps();
-    for (int64_t b = 0; b < blocks; b++) {
-        const char* ahead = reinterpret_cast<const char*>(q) + b * 64 * LINES + AHEAD;  // mostly of the next tile
-        for (int line = 0; line < LINES; line++) _mm_prefetch(ahead + 64 * line, _MM_HINT_T0);
-        for (int part = 0; part < PARTS; part++) {
-            __m512 scale, minimum;
-            group_factors<GROUP, MINIMUM, SUPERS>(w, tile, b, part, scale, minimum);
-            __m512i dots[R];
-            const int64_t first = row * blocks + b * R;
-            const int from = part * 8 / PARTS, end = (part + 1) * 8 / PARTS, start = start_of(BYTES, BITS, GROUP, MINIMUM, part);
-            const uint8_t* at = q + b * 64 * LINES;
-            const int8_t* xq = x.q + first * 2 * BLOCK;
-            const BlockSums* block_sums = x.sums + first;
-#if VNNI
-            if constexpr (BYTES && BITS == 4 && BYTE_PAIRS && R >= LEAST_BYTE_PAIRED) paired_nibble_dots<MINIMUM, R>(at, xq, block_sums, dots);
-            else if constexpr (BYTES) byte_dots<BITS, R>(at, xq, block_sums, start, from, end, dots);
-            else if constexpr (PAIRED && R >= LEAST_PAIRED) paired_dots<BITS, R>(at, xq, block_sums, GROUP == 32 ? 2 : part, from, end, dots);
-            else block_dots<BITS, R>(at, xq, from, end, dots);
-#else
-            paired_dots<BITS, R>(at, xq, block_sums, start, from, end, dots);
-#endif
-            for (int r = 0; r < R; r++) {
-                __m512 dot = _mm512_cvtepi32_ps(dots[r]);
-                sums[r] = _mm512_fmadd_ps(dot, _mm512_mul_ps(scale, _mm512_set1_ps(x.scale[first + r])), sums[r]);
-                if (start < 0) sums[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(block_sums[r].sum(GROUP == 32 ? 2 : part)), sums[r]);
-            }
-        }
-    }
-    for (int r = 0; r < R; r++) to[r] = sums[r];
-}
-
-template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, bool BYTES>
-void tile_some(const Matrix& w, int64_t tile, const Activations& x, int64_t row, int64_t rows, __m512 (&sums)[ROWS]) {
-    switch (rows) {
-        case 1: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 1>(w, tile, x, row, sums);
-        case 2: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 2>(w, tile, x, row, sums);
-        case 3: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 3>(w, tile, x, row, sums);
-        case 4: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 4>(w, tile, x, row, sums);
-        case 5: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 5>(w, tile, x, row, sums);
-        case 6: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 6>(w, tile, x, row, sums);
-        case 7: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 7>(w, tile, x, row, sums);
-        default: return tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 8>(w, tile, x, row, sums);
-    }
-}
-
-inline void store_sums(const Matrix& w, int64_t tile, int64_t row, int64_t rows, const __m512* sums, float* y, const float* add,
-                       int64_t stride) {
-    for (int64_t r = 0; r < rows; r++) {
-        const int64_t place = (row + r) * stride;
-        __m512 sum = sums[r];
-        if (w.bias) sum = _mm512_add_ps(sum, _mm512_loadu_ps(w.bias + tile * TILE));
-        if (add) sum = _mm512_add_ps(sum, _mm512_loadu_ps(add + place));
-        _mm512_storeu_ps(y + place, sum);
-    }
-}
-
-#if VNNI && PAIRED
-#include "many.h"
-#endif
-
-template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, bool BYTES>
-void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, float* y, const float* add, int64_t stride) {
-#if VNNI && PAIRED
-    if constexpr (!BYTES || BITS == 4)
-        while (some.end - some.begin >= LEAST_MANY) {
-            const int64_t left = (some.end - some.begin) / ROWS * ROWS, rows = left < MOST_MANY ? left : MOST_MANY;
-            tile_many<BITS, GROUP, MINIMUM, SUPERS, BYTES>(w, tile, x, some.begin, rows, y, add, stride);
-            some.begin += rows;
-        }
-#endif
-    __m512 sums[ROWS];
-    for (int64_t row = some.begin; row < some.end; row += ROWS) {
-        const int64_t count = group_rows(row, some.all);
-        tile_some<BITS, GROUP, MINIMUM, SUPERS, BYTES>(w, tile, x, row, count, sums);
-        store_sums(w, tile, row, count, sums, y, add, stride);
-    }
-}
-
-#elif HALF_WIDE  // the same numbers, 8 outputs at a time
-
-constexpr int FEW = 4;  // rows that share one reading of a tile: their sums stay in the 16 registers
-
-inline __m256 halves(const uint16_t* values) {
-    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values)));
-}
-
-template <bool SUPERS>
-inline __m256 group_values(const void* values, const uint16_t* supers, int64_t place) {
-    if (!SUPERS) return halves(static_cast<const uint16_t*>(values) + place);
-    __m128i small = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(static_cast<const int8_t*>(values) + place));
-    return _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(small)), halves(supers));
-}
-
-inline __m256i four(const int8_t* x) {
-    int32_t bytes;
-    std::memcpy(&bytes, x, 4);
-    return _mm256_set1_epi32(bytes);
-}
-
-#if HALF_VNNI
-inline __m256i add_dots(__m256i sums, __m256i w, __m256i x) {
-#if defined(__AVXVNNI__)
-    return _mm256_dpbusd_avx_epi32(sums, w, x);
-#else
-    return _mm256_dpbusd_epi32(sums, w, x);
-#endif
-}
-
-// Vectors [from, to) of 8 outputs of a block times the activations of R rows, STRIDE bytes apart.
-template <int BITS, bool BYTES, int R, int STRIDE = 2 * BLOCK>
-inline void dots_of(const uint8_t* q, const int8_t* x, int from, int to, __m256i (&dots)[R]) {
-    __m256i low[R];
-    for (int r = 0; r < R; r++) dots[r] = low[r] = _mm256_setzero_si256();
-    for (int j = from; j < to; j++) {
-        __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q + 64 * (BITS == 8 ? j : j % 4)));
-        if (BITS == 4) v = _mm256_and_si256(j < 4 ? v : _mm256_srli_epi16(v, 4), _mm256_set1_epi8(15));
-        for (int r = 0; r < R; r++) {
-            if (!BYTES) dots[r] = add_dots(dots[r], v, four(x + r * STRIDE + 4 * j));
-            low[r] = add_dots(low[r], v, four(x + r * STRIDE + BLOCK + 4 * j));
-        }
-    }
-    for (int r = 0; r < R; r++) dots[r] = _mm256_add_epi32(_mm256_slli_epi32(dots[r], 8), low[r]);
-}
-#else
-// 8 outputs of a 4-bit block times the activations of R rows. Eight products of pairs fit 16 bits: 8 * 2 * 15 * 128 < 32768.
-template <bool BYTES, int R>
-inline void dots4(const uint8_t* q, const int8_t* x, __m256i (&dots)[R]) {
-    constexpr int stride = 2 * BLOCK;
-    const __m256i ones = _mm256_set1_epi16(1), mask = _mm256_set1_epi8(15);
-    __m256i high[R], low[R];
-    for (int r = 0; r < R; r++) high[r] = low[r] = _mm256_setzero_si256();
-    for (int j = 0; j < 4; j++) {  // vectors j and j + 4 lie in the same bytes
-        const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q + 64 * j));
-        const __m256i first = _mm256_and_si256(both, mask), second = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
-        for (int r = 0; r < R; r++) {
-            const int8_t* at = x + r * stride + 4 * j;
-            if (!BYTES) high[r] = _mm256_add_epi16(high[r], _mm256_maddubs_epi16(first, four(at)));
-            low[r] = _mm256_add_epi16(low[r], _mm256_maddubs_epi16(first, four(at + BLOCK)));
-            if (!BYTES) high[r] = _mm256_add_epi16(high[r], _mm256_maddubs_epi16(second, four(at + 16)));
-            low[r] = _mm256_add_epi16(low[r], _mm256_maddubs_epi16(second, four(at + BLOCK + 16)));
-        }
-    }
-    for (int r = 0; r < R; r++)
-        dots[r] = _mm256_add_epi32(_mm256_slli_epi32(_mm256_madd_epi16(high[r], ones), 8), _mm256_madd_epi16(low[r], ones));
-}
-
-// The same of vectors [from, to) of an 8-bit block, whose pairs would not fit: activations of 16 bits, STRIDE bytes from row
-// to row.
-template <int R, int STRIDE = 2 * BLOCK>
-inline void dots8(const uint8_t* q, const int16_t* x, int from, int to, __m256i (&dots)[R]) {
-    __m256i left[R], right[R];  // of the first 4 outputs and the last 4: two sums for each
-    for (int r = 0; r < R; r++) left[r] = right[r] = _mm256_setzero_si256();
-    for (int j = from; j < to; j++) {
-        const __m128i* at = reinterpret_cast<const __m128i*>(q + 64 * j);
-        const __m256i first = _mm256_cvtepu8_epi16(_mm_loadu_si128(at)), last = _mm256_cvtepu8_epi16(_mm_loadu_si128(at + 1));
-        for (int r = 0; r < R; r++) {
-            int64_t bits;
-            std::memcpy(&bits, reinterpret_cast<const int8_t*>(x) + r * STRIDE + 8 * j, 8);
-            const __m256i same = _mm256_set1_epi64x(bits);
-            left[r] = _mm256_add_epi32(left[r], _mm256_madd_epi16(first, same));
-            right[r] = _mm256_add_epi32(right[r], _mm256_madd_epi16(last, same));
-        }
-    }
-    for (int r = 0; r < R; r++)  // the sum of two lanes each, in the order of the outputs
-        dots[r] = _mm256_permute4x64_epi64(_mm256_hadd_epi32(left[r], right[r]), 0xd8);
-}
-
-// 256 * high parts + low parts of one block of a row.
-inline void joined_parts(const int8_t* x, int16_t* to) {
-    for (int i = 0; i < BLOCK; i += 16) {
-        __m256i high = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i)));
-        __m256i low = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + BLOCK + i)));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), _mm256_add_epi16(_mm256_slli_epi16(high, 8), low));
-    }
-}
-#endif
-
-// Half of a tile: 8 outputs from `half` * 8 on. `begin`: where the first row's activations begin; those of its next block
-// come `step` places later.
-template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, bool BYTES, int R>
-void tile_rows(const Matrix& w, int64_t tile, int half, const Activations& x, int64_t begin, int64_t step, __m256* to) {
-    __m256 sums[R];
-    const int64_t blocks = w.inputs / BLOCK;
-    const int PARTS = BLOCK / GROUP, LINES = BITS;
-    const uint8_t* q = w.q + tile * blocks * 64 * LINES + 32 * half;
-    for (int r = 0; r < R; r++) sums[r] = _mm256_setzero_ps();
-    for (int64_t b = 0; b < blocks; b++) {
-        const int64_t first = begin + b * step;
-        const int8_t* xq = x.q + first * 2 * BLOCK;
-#if !HALF_VNNI
-        int16_t whole[R][BLOCK];
-        if (BITS == 8)
-            for (int r = 0; r < R; r++) joined_parts(xq + r * 2 * BLOCK, whole[r]);
-#endif
-        for (int part = 0; part < PARTS; part++) {
-            int64_t place = ((tile * blocks + b) * PARTS + part) * TILE + 8 * half;
-            int64_t above = SUPERS ? super_place(w, tile, b) + 8 * half : 0;
-            __m256 scale = group_values<SUPERS>(w.scales, w.super_scales + above, place);
-            __m256 minimum = MINIMUM ? group_values<SUPERS>(w.minimums, w.super_minimums + above, place)
-                                     : _mm256_mul_ps(scale, _mm256_set1_ps(static_cast<float>(-w.zero)));
-            const int start = start_of(BYTES, BITS, GROUP, MINIMUM, part);
-            __m256i dots[R];
-#if HALF_VNNI
-            dots_of<BITS, BYTES, R>(q + b * 64 * LINES, xq, part * 8 / PARTS, (part + 1) * 8 / PARTS, dots);
-#else
-            if (BITS == 4) dots4<BYTES, R>(q + b * 64 * LINES, xq, dots);
-            else dots8<R>(q + b * 64 * LINES, whole[0], part * 8 / PARTS, (part + 1) * 8 / PARTS, dots);
-#endif
-            for (int r = 0; r < R; r++) {
-                const int64_t at = first + r;
-                if (start >= 0) dots[r] = _mm256_add_epi32(dots[r], _mm256_set1_epi32(static_cast<int32_t>(x.sums[at].cross[start])));
-                __m256 factor = _mm256_mul_ps(scale, _mm256_set1_ps(x.scale[at]));
-                sums[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots[r]), factor, sums[r]);
-                if (start < 0) sums[r] = _mm256_fmadd_ps(minimum, _mm256_set1_ps(x.sums[at].sum(GROUP == 32 ? 2 : part)), sums[r]);
-            }
-        }
-    }
-    for (int r = 0; r < R; r++) to[r] = sums[r];
-}
-
-template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, bool BYTES>
-void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, float* y, const float* add, int64_t stride) {
-    for (int64_t row = some.begin; row < some.end; row += FEW) {
-        const int64_t group = row / ROWS * ROWS, step = group_rows(group, some.all), begin = group * (w.inputs / BLOCK) + row - group;
-        const int64_t count = some.end - row < FEW ? some.end - row : FEW;
-        for (int half = 0; half < 2; half++) {
-            __m256 sums[FEW];
-            switch (count) {
-                case 1: tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 1>(w, tile, half, x, begin, step, sums); break;
-                case 2: tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 2>(w, tile, half, x, begin, step, sums); break;
-                case 3: tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 3>(w, tile, half, x, begin, step, sums); break;
-                default: tile_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 4>(w, tile, half, x, begin, step, sums);
-            }
-            const int64_t output = tile * TILE + 8 * half;
-            for (int64_t r = 0; r < count; r++) {
-                const int64_t place = (row + r) * stride + 8 * half;
-                if (w.bias) sums[r] = _mm256_add_ps(sums[r], _mm256_loadu_ps(w.bias + output));
-                if (add) sums[r] = _mm256_add_ps(sums[r], _mm256_loadu_ps(add + place));
-                _mm256_storeu_ps(y + place, sums[r]);
-            }
-        }
-    }
-}
-
+#include "wide.h"
+#elif HALF_WIDE
+#include "half_wide.h"
 #elif NEON_DOTS
 
 #include "neon.h"
@@ -747,7 +371,7 @@ void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, fl
 
 #if WIDE || HALF_WIDE || NEON_DOTS
 
-using TileFunction = void (*)(const Matrix&, int64_t, const Activations&, Rows, float*, const float*, int64_t);
+using TileFunction = void (*)(const Matrix&, int64_t, int64_t, const Activations&, Rows, float*, const float*, int64_t);
 
 // The kinds that files hold: Q4_0, Q4_1, Q4_K; Q8_0, Q5_1, Q5_K; Q6_K.
 template <bool BYTES>
@@ -768,7 +392,8 @@ TileFunction tile_function(const Matrix& w, int64_t activations) {
 #else  // any processor: the same numbers, left to the compiler to make fast
 
 template <bool BYTES>
-void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, float* y, const float* add, int64_t stride) {
+void tile_all(const Matrix& w, int64_t tile, int64_t, const Activations& x, Rows some, float* y, const float* add, int64_t stride) {
+    const Record record(w);
     const int64_t blocks = w.inputs / BLOCK, parts = BLOCK / w.group;
     for (int64_t row = some.begin; row < some.end; row++) {
         const int64_t group = row / ROWS * ROWS, step = group_rows(group, some.all), begin = group * blocks + row - group;
@@ -776,22 +401,22 @@ void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, fl
         for (int64_t b = 0; b < blocks; b++) {
             const int64_t at = begin + b * step;
             for (int64_t part = 0; part < parts; part++) {
-                const int start = start_of(BYTES, w.bits, w.group, w.minimums != nullptr, static_cast<int>(part));
+                const int start = start_of(BYTES, w.bits, w.group, w.minimums, static_cast<int>(part));
                 const float sum = x.sums[at].sum(w.group == 32 ? 2 : static_cast<int>(part));
                 int32_t dot[TILE];
                 for (int o = 0; o < TILE; o++) dot[o] = start < 0 ? 0 : static_cast<int32_t>(x.sums[at].cross[start]);
                 for (int64_t j = part * 8 / parts; j < (part + 1) * 8 / parts; j++) {
                     const int8_t* xq = x.q + at * 2 * BLOCK + 4 * j;
-                    const uint8_t* q = w.q + ((tile * blocks + b) * (w.bits == 4 ? 4 : 8) + (w.bits == 4 ? j % 4 : j)) * 64;
+                    const uint8_t* q = record.weights_of(w, tile, b) + (w.bits == 4 ? j % 4 : j) * 64;
                     const int shift = w.bits == 4 && j >= 4 ? 4 : 0, mask = w.bits == 4 ? 15 : 255;
                     for (int o = 0; o < TILE; o++)
                         for (int i = 0; i < 4; i++) dot[o] += ((q[o * 4 + i] >> shift) & mask) * (xq[i] * 256 + xq[i + BLOCK]);
                 }
-                int64_t place = ((tile * blocks + b) * parts + part) * TILE;
-                int64_t above = w.super_scales ? super_place(w, tile, b) : 0;
+                const uint8_t *scales = record.of(w, tile, b) + record.scales_at(tile), *minimums = record.of(w, tile, b) + record.minimums_at(tile);
+                const uint16_t *above = super_of(w.super_scales, w, tile, b), *least = super_of(w.super_minimums, w, tile, b);
                 for (int o = 0; o < TILE; o++) {
-                    float scale = group_value(w.scales, w.super_scales, place + o, above + o);
-                    float minimum = w.minimums ? group_value(w.minimums, w.super_minimums, place + o, above + o) : scale * -w.zero;
+                    float scale = group_value(scales, above, part * TILE + o);
+                    float minimum = w.minimums ? group_value(minimums, least, part * TILE + o) : scale * -w.zero;
                     sums[o] = std::fma(static_cast<float>(dot[o]), scale * x.scale[at], sums[o]);
                     if (start < 0) sums[o] = std::fma(minimum, sum, sums[o]);
                 }
@@ -805,7 +430,7 @@ void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, fl
     }
 }
 
-using TileFunction = void (*)(const Matrix&, int64_t, const Activations&, Rows, float*, const float*, int64_t);
+using TileFunction = void (*)(const Matrix&, int64_t, int64_t, const Activations&, Rows, float*, const float*, int64_t);
 TileFunction tile_function(const Matrix&, int64_t activations) { return activations == 8 ? tile_all<true> : tile_all<false>; }
 
 #endif
@@ -930,15 +555,16 @@ inline void asked_dots(const uint8_t* block, const AskedBlock* asked, int from, 
 // Tiles [begin, end) of all parts. `y`, `add`: of the first of these, `stride` floats from row to row.
 void product_of_tiles(const JoinedMatrices& w, const Activations& x, Rows rows, int64_t begin, int64_t end, float* y, const float* add,
                       int64_t stride) {
-    int64_t part = 0, first = 0;  // of the tiles of this part
-    TileFunction tile = tile_function(w.parts[0], w.activations);
-    for (int64_t t = begin; t < end; t++) {
-        while (t - first >= w.parts[part].outputs / TILE) {
-            first += w.parts[part].outputs / TILE;
-            tile = tile_function(w.parts[++part], w.activations);
+    int64_t part = 0, first = 0, after = w.parts[0].outputs / TILE;  // which tiles this part has
+    TileFunction multiply = tile_function(w.parts[0], w.activations);
+    for (int64_t tile = begin, count; tile < end; tile += count) {
+        for (; tile >= after; after += w.parts[part].outputs / TILE) {
+            first = after;
+            multiply = tile_function(w.parts[++part], w.activations);
         }
-        const int64_t offset = (t - begin) * TILE;
-        tile(w.parts[part], t - first, x, rows, y + offset, add ? add + offset : nullptr, stride);
+        const int64_t offset = (tile - begin) * TILE, left = std::min(end, after) - tile, most = MOST_TILES - (tile - first) % MOST_TILES;
+        count = left < most ? left : most;
+        multiply(w.parts[part], tile - first, count, x, rows, y + offset, add ? add + offset : nullptr, stride);
     }
 }
 
@@ -956,9 +582,17 @@ void some_outputs(const JoinedMatrices& w, const Activations& x, Rows rows, int6
     product_of_tiles(w, x, rows, begin, end, y + offset, add ? add + offset : nullptr, w.outputs);
 }
 
+// The tiles of a product are shared out so many at a time: none of those that are multiplied together is alone.
+int64_t shares_of(const JoinedMatrices& w) { return (w.outputs / TILE + MOST_TILES - 1) / MOST_TILES; }
+
+// The first tile of a share, and after the last one the end.
+int64_t tile_of(const JoinedMatrices& w, int64_t share) { return std::min(share * MOST_TILES, w.outputs / TILE); }
+
 void product(const JoinedMatrices& w, const Activations& x, int64_t rows, float* y, const float* add) {
-    pool().run(w.outputs / TILE, 1, [&](int64_t begin, int64_t end, int64_t) {
-        rows_in_turn(w, rows, [&](int64_t from, int64_t to) { some_outputs(w, x, {from, to, rows}, begin, end, y, add); });
+    pool().run(shares_of(w), 1, [&](int64_t begin, int64_t end, int64_t) {
+        rows_in_turn(w, rows, [&](int64_t from, int64_t to) {
+            some_outputs(w, x, {from, to, rows}, tile_of(w, begin), tile_of(w, end), y, add);
+        });
     });
 }
 
@@ -1672,17 +1306,18 @@ extern "C" {
 
 // Rows `ids` of a matrix as float32: an embedding. Returns how many are written: all, or those before one that is not there.
 int64_t outrider_rows(const Matrix* w, const int64_t* ids, int64_t count, float* to) {
+    const Record record(*w);
     const int64_t parts = BLOCK / w->group;
     for (int64_t n = 0; n < count; n++) {
         if (ids[n] < 0 || ids[n] >= w->outputs) return n;
         const int64_t tile = ids[n] / TILE, lane = ids[n] % TILE, blocks = w->inputs / BLOCK;
         for (int64_t part = 0; part < blocks * parts; part++) {
-            const int64_t block = part / parts, place = (tile * blocks * parts + part) * TILE + lane;
-            const int64_t above = w->super_scales ? super_place(*w, tile, block) + lane : 0;
-            const float scale = group_value(w->scales, w->super_scales, place, above);
-            const float minimum = w->minimums ? group_value(w->minimums, w->super_minimums, place, above) : 0.0f;
+            const int64_t block = part / parts, place = part % parts * TILE + lane;
+            const uint8_t* at = record.of(*w, tile, block);
+            const float scale = group_value(at + record.scales_at(tile), super_of(w->super_scales, *w, tile, block), place);
+            const float minimum = w->minimums ? group_value(at + record.minimums_at(tile), super_of(w->super_minimums, *w, tile, block), place) : 0.0f;
             const bool four = w->bits == 4;
-            const uint8_t* q = w->q + ((tile * blocks + block) * (four ? 4 : 8) * TILE + lane) * 4;
+            const uint8_t* q = record.weights_of(*w, tile, block) + lane * 4;
             float* row = to + n * w->inputs + part * w->group;
             for (int64_t i = 0; i < w->group; i++) {
                 const int64_t vector = (part % parts * w->group + i) / 4;

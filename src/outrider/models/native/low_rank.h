@@ -98,12 +98,12 @@ inline void ask(const AdapterMatrix* matrix) {
 template <int N, bool PAIRED_ROWS>
 inline void activation_dots(const uint8_t* q, const int8_t* x, [[maybe_unused]] const BlockSums* cross, Lanes (&dots)[N]) {
 #if WIDE
-    __m512i sums[N];
-    if constexpr (PAIRED_ROWS || !VNNI) paired_dots<8, N>(q, x, cross, VNNI ? 2 : -1, 0, 8, sums);
+    __m512i sums[1][N];
+    if constexpr (PAIRED_ROWS || !VNNI) paired_dots<8>({q}, x, cross, VNNI ? 2 : -1, 0, 8, sums);
 #if VNNI
-    else block_dots<8, N>(q, x, 0, 8, sums);
+    else block_dots<8>({q}, x, 0, 8, sums);
 #endif
-    for (int n = 0; n < N; n++) dots[n] = _mm512_cvtepi32_ps(sums[n]);
+    for (int n = 0; n < N; n++) dots[n] = _mm512_cvtepi32_ps(sums[0][n]);
 #elif HALF_WIDE
 #if !HALF_VNNI
     int16_t whole[N][BLOCK];
@@ -378,7 +378,7 @@ class AdaptedProduct {
     void operator()(int64_t begin, int64_t end, int64_t id) const {
         if (!few_ || id) narrowing_.help();
         rows_in_turn(*w_, rows_, [&](int64_t from, int64_t to) {
-            some_outputs(*w_, x_, {from, to, rows_}, begin, end, y_, add_);
+            some_outputs(*w_, x_, {from, to, rows_}, tile_of(*w_, begin), tile_of(*w_, end), y_, add_);
             if (!late_) widen_rows(begin, end, from, to);
         });
     }
@@ -390,7 +390,7 @@ class AdaptedProduct {
   private:
     void widen_rows(int64_t begin, int64_t end, int64_t from, int64_t to) const {
         narrowing_.wait();
-        widen(added_, begin, end, from, to, y_, w_->outputs);
+        widen(added_, tile_of(*w_, begin), tile_of(*w_, end), from, to, y_, w_->outputs);
     }
 
     const JoinedMatrices* w_;
@@ -407,5 +407,5 @@ void adapted_product(const JoinedMatrices& w, const Activations& x, int64_t rows
     if (!added.some()) return product(w, x, rows, y, add);
     const AdaptedProduct work(w, x, rows, y, add, added);
     const Pool::Ahead ahead = added.rows->few() ? ahead_of(added) : Pool::Ahead{};
-    pool().run(w.outputs / TILE, 1, work, &ahead);
+    pool().run(shares_of(w), 1, work, &ahead);
 }

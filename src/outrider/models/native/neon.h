@@ -5,12 +5,13 @@ constexpr int FEW = 8;  // rows that share one reading of a tile: their sums sta
 
 inline float32x4_t halves(const uint16_t* values) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(values))); }
 
+// Of a group, at `values`; `above`: of its super-block.
 template <bool SUPERS>
-inline float32x4_t group_values(const void* values, const uint16_t* supers, int64_t place) {
-    if (!SUPERS) return halves(static_cast<const uint16_t*>(values) + place);
+inline float32x4_t group_values(const uint8_t* values, const uint16_t* above) {
+    if (!SUPERS) return halves(reinterpret_cast<const uint16_t*>(values));
     int8_t small[8] = {};
-    std::memcpy(small, static_cast<const int8_t*>(values) + place, 4);
-    return vmulq_f32(vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vld1_s8(small))))), halves(supers));
+    std::memcpy(small, values, 4);
+    return vmulq_f32(vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vld1_s8(small))))), halves(above));
 }
 
 // Half of a block for 4 outputs: 4 vectors of 4 outputs x 4 inputs. At 4 bits both halves lie in the same bytes.
@@ -93,20 +94,22 @@ template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, bool BYTES, int R>
 void tile_rows(const Matrix& w, int64_t tile, int quarter, const Activations& x, int64_t begin, int64_t step, float32x4_t* to) {
     float32x4_t sums[R];
     const int64_t blocks = w.inputs / BLOCK;
-    const int PARTS = BLOCK / GROUP, LINES = BITS;
-    const uint8_t* q = w.q + tile * blocks * 64 * LINES + 16 * quarter;
+    constexpr int PARTS = BLOCK / GROUP, NUMBER = SUPERS ? 1 : 2;  // bytes of a scale
+    constexpr Record AT(BITS, GROUP, MINIMUM, SUPERS);
+    const uint8_t* record = AT.of(w, tile, 0);
     for (int r = 0; r < R; r++) sums[r] = vdupq_n_f32(0.0f);
-    for (int64_t b = 0; b < blocks; b++) {
+    for (int64_t b = 0; b < blocks; b++, record += AT.size) {
         const int64_t first = begin + b * step;
+        const uint8_t* q = record + tile % 2 * AT.weights + 16 * quarter;
         for (int part = 0; part < PARTS; part++) {
-            const int64_t place = ((tile * blocks + b) * PARTS + part) * TILE + 4 * quarter;
-            const int64_t above = SUPERS ? super_place(w, tile, b) + 4 * quarter : 0;
-            const float32x4_t scale = group_values<SUPERS>(w.scales, w.super_scales + above, place);
-            const float32x4_t minimum = MINIMUM ? group_values<SUPERS>(w.minimums, w.super_minimums + above, place)
+            const int64_t place = (part * TILE + 4 * quarter) * NUMBER;
+            const auto above = [&](const uint16_t* supers) { return SUPERS ? super_of(supers, w, tile, b) + 4 * quarter : nullptr; };
+            const float32x4_t scale = group_values<SUPERS>(record + AT.scales_at(tile) + place, above(w.super_scales));
+            const float32x4_t minimum = MINIMUM ? group_values<SUPERS>(record + AT.minimums_at(tile) + place, above(w.super_minimums))
                                                 : vmulq_n_f32(scale, static_cast<float>(-w.zero));
             const int start = start_of(BYTES, BITS, GROUP, MINIMUM, part);
             int32x4_t dots[R];
-            dots_of<BITS, BYTES, R>(q + b * 64 * LINES, x.q + first * 2 * BLOCK, PARTS == 1 ? 0 : part, PARTS == 1 ? 2 : part + 1, dots);
+            dots_of<BITS, BYTES, R>(q, x.q + first * 2 * BLOCK, PARTS == 1 ? 0 : part, PARTS == 1 ? 2 : part + 1, dots);
             for (int r = 0; r < R; r++) {
                 const int64_t at = first + r;
                 if (start >= 0) dots[r] = vaddq_s32(dots[r], vdupq_n_s32(static_cast<int32_t>(x.sums[at].cross[start])));
@@ -119,7 +122,7 @@ void tile_rows(const Matrix& w, int64_t tile, int quarter, const Activations& x,
 }
 
 template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, bool BYTES>
-void tile_all(const Matrix& w, int64_t tile, const Activations& x, Rows some, float* y, const float* add, int64_t stride) {
+void tile_all(const Matrix& w, int64_t tile, int64_t, const Activations& x, Rows some, float* y, const float* add, int64_t stride) {
     for (int64_t row = some.begin; row < some.end; row += FEW) {
         const int64_t count = group_rows(row, some.all), begin = row * (w.inputs / BLOCK);
         for (int quarter = 0; quarter < 4; quarter++) {

@@ -94,11 +94,11 @@ struct SharedRows {
             return adapted_product(w, work->x, count, y, add, added);
         }
         const int64_t job = Own::of_this_thread().next_job();
-        pool().run(w.outputs / TILE, 1, [&](int64_t begin, int64_t end, int64_t) {
+        pool().run(shares_of(w), 1, [&](int64_t begin, int64_t end, int64_t) {
             Own& own = Own::of_this_thread();
             if (own.job != job) round_rows(w, count, row, own);
             own.job = job;
-            some_outputs(w, own.inputs.get(), {0, count, count}, begin, end, y, add);
+            some_outputs(w, own.inputs.get(), {0, count, count}, tile_of(w, begin), tile_of(w, end), y, add);
         });
     }
 

@@ -165,8 +165,22 @@ def _tiles(m: Quantised) -> dict[str, Tensor]:
     # [tile, lane, block, vector, 4] -> [tile, block, vector, lane, 4]
     q = m.q.view(outputs // TILE, TILE, inputs // BLOCK, 8, 4).permute(0, 2, 3, 1, 4)
     q = (q[:, :, :4] | (q[:, :, 4:] << 4)) if m.bits == 4 else q
-    groups = {name: getattr(m, name) for name in ("scales", "minimums", "super_scales", "super_minimums")}
-    return {"q": q.contiguous(), **{name: _lanes(value) for name, value in groups.items() if value is not None}}
+    groups = [_even(_lanes(each)) for each in (m.scales, m.minimums) if each is not None]
+    supers = {"super_scales": m.super_scales, "super_minimums": m.super_minimums}
+    found = {name: _even(_lanes(each)) for name, each in supers.items() if each is not None}
+    return {"records": _records([_even(q), *groups], inputs // BLOCK), **found}
+
+
+def _even(tiles: Tensor) -> Tensor:
+    """With a tile of zeros where their number is odd: a record has two."""
+    return torch.cat([tiles, torch.zeros_like(tiles[:1])]) if len(tiles) % 2 else tiles
+
+
+def _records(parts: Sequence[Tensor], blocks: int) -> Tensor:
+    """[pair of tiles, block, bytes] of parts [tile, ...], in each of which the blocks follow one another: of each block
+    the bytes of both tiles in the first part, then in the next."""
+    sides = [part.reshape(len(part) // 2, 2, blocks, -1).view(torch.uint8) for part in parts]
+    return torch.cat([side.transpose(1, 2).flatten(2) for side in sides], 2)
 
 
 def _placed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -193,4 +207,5 @@ def _matrix(m: Quantised, tensors: dict[str, Tensor], bias: int | None) -> struc
         bits=m.bits,
         zero=m.zero,
         group=m.group,
+        minimums=m.minimums is not None,
     )

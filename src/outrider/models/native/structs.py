@@ -7,9 +7,7 @@ from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 
 class Matrix(Structure):
     _fields_ = (
-        ("q", c_void_p),
-        ("scales", c_void_p),
-        ("minimums", c_void_p),
+        ("records", c_void_p),
         ("super_scales", c_void_p),
         ("super_minimums", c_void_p),
         ("bias", c_void_p),
@@ -18,6 +16,7 @@ class Matrix(Structure):
         ("bits", c_int32),
         ("zero", c_int32),
         ("group", c_int32),
+        ("minimums", c_int32),
     )
 
 
