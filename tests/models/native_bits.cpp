@@ -52,33 +52,32 @@ const Kind KINDS[] = {{"Q4_0", 4, 8, 32, false, false}, {"Q4_1", 4, 0, 32, true,
 
 // A matrix and what it points to.
 struct Made {
-    std::vector<uint8_t> q;
-    std::vector<uint16_t> scales, minimums, super_scales, super_minimums;
-    std::vector<int8_t> small_scales, small_minimums;
+    std::vector<uint8_t> records;
+    std::vector<uint16_t> super_scales, super_minimums;
     std::vector<float> bias;
     JoinedMatrices joined{};
 
     Made(const Kind& kind, int64_t outputs, int64_t inputs, bool biased) {
         Matrix m{};
         const int64_t groups = outputs * inputs / kind.group, supers = outputs * inputs / SUPER;
-        q.resize(outputs * inputs * kind.bits / 8);
+        std::vector<uint8_t> q(outputs * inputs * kind.bits / 8), scales, minimums;
         for (uint8_t& byte : q) byte = static_cast<uint8_t>(next());
-        m.q = q.data();
         if (kind.supers) {
-            small_scales = bytes(groups);
-            small_minimums = bytes(groups);
+            scales = bytes_of(bytes(groups));
+            minimums = bytes_of(bytes(groups));
             super_scales = half_numbers(supers);
             super_minimums = half_numbers(supers);
-            m.scales = small_scales.data();
+            super_scales.resize(super_scales.size() + inputs / SUPER * TILE);  // a record has two tiles
+            super_minimums.resize(super_scales.size());
             m.super_scales = super_scales.data();
-            if (kind.minimums) m.minimums = small_minimums.data();
             if (kind.minimums) m.super_minimums = super_minimums.data();
         } else {
-            scales = half_numbers(groups);
-            minimums = half_numbers(groups);
-            m.scales = scales.data();
-            if (kind.minimums) m.minimums = minimums.data();
+            scales = bytes_of(half_numbers(groups));
+            minimums = bytes_of(half_numbers(groups));
         }
+        put_together(Record(kind.bits, kind.group, kind.minimums, kind.supers), outputs / TILE, inputs / BLOCK, q, scales, minimums);
+        m.records = records.data();
+        m.minimums = kind.minimums;
         if (biased) bias = numbers(outputs);
         m.bias = biased ? bias.data() : nullptr;
         m.outputs = outputs;
@@ -90,6 +89,25 @@ struct Made {
         joined.count = 1;
         joined.outputs = outputs;
         joined.activations = 16;
+    }
+
+    template <class T>
+    static std::vector<uint8_t> bytes_of(const std::vector<T>& numbers) {
+        const auto* first = reinterpret_cast<const uint8_t*>(numbers.data());
+        return {first, first + numbers.size() * sizeof(T)};
+    }
+
+    // The records of parts in each of which the blocks of a tile follow one another.
+    void put_together(const Record& record, int64_t tiles, int64_t blocks, const std::vector<uint8_t>& q, const std::vector<uint8_t>& scales,
+                      const std::vector<uint8_t>& minimums) {
+        records.resize((tiles + 1) / 2 * blocks * record.size);
+        for (int64_t n = 0; n < tiles * blocks; n++) {
+            const int64_t tile = n / blocks;
+            uint8_t* to = records.data() + (tile / 2 * blocks + n % blocks) * record.size;
+            std::memcpy(to + tile % 2 * record.weights, q.data() + n * record.weights, record.weights);
+            std::memcpy(to + record.scales_at(tile), scales.data() + n * record.scales, record.scales);
+            if (record.minimums_at(0) < record.size) std::memcpy(to + record.minimums_at(tile), minimums.data() + n * record.scales, record.scales);
+        }
     }
 
     static std::vector<int8_t> bytes(int64_t count) {

@@ -57,11 +57,13 @@ constexpr int NIBBLE_ZERO = 8;   // the zero of weights of 4 bits without minimu
 constexpr int SIX_ZERO = 32;     // the same of weights in groups of 16 (Q6_K)
 constexpr float LEAST = 1e-30f;   // blocks with nothing larger are zero: their scale would not be a normal number
 
+constexpr bool WORDS = (WIDE && !VNNI) || (HALF_WIDE && !HALF_VNNI);  // no dot products of 8 bits: numbers of 16 bits are multiplied
+
 // Whether inputs are multiplied in pairs (see paired_dots): not by default on Intel's processors, where additions take the
 // vector units that multiply. Zen 4 has as many units again that only add.
-#if WIDE && !VNNI
+#if (WIDE && !VNNI) || (HALF_WIDE && !HALF_VNNI)
 #undef PAIRED
-#define PAIRED 1  // the layout of pairs, though none are made: without dot products of 8 bits all is multiplied in 16 bits
+#define PAIRED 1  // the layout of pairs, though none are made: all numbers have 16 bits
 #elif !defined(PAIRED)
 #if WIDE && (defined(__znver3__) || defined(__znver4__) || defined(__znver5__))  // GCC 12 takes a Zen 4 for a Zen 3
 #define PAIRED 1
@@ -161,8 +163,8 @@ struct Activations {
     BlockSums* sums;  // of each block
 };
 
-// Whether they are kept as numbers of 16 bits. Those of 8 bits are not, where there are dot products of 8 bits.
-bool paired_rows(int64_t rows, int64_t bits) { return PAIRED && rows >= LEAST_PAIRED && !(VNNI && bits == 8); }
+// Whether they are kept as numbers of 16 bits. Those of 8 bits are not, where bytes can be multiplied.
+bool paired_rows(int64_t rows, int64_t bits) { return PAIRED && rows >= LEAST_PAIRED && !((VNNI || HALF_WIDE) && bits == 8); }
 
 struct Rows {  // [begin, end) of all rows of a pass; a group of 8 is never cut
     int64_t begin, end, all;
@@ -243,9 +245,9 @@ template <Rounding KIND>
 void quantise_block(const float* x, float range, int8_t* q, float* scale, BlockSums* sums) {
     int32_t count[2];
     [[maybe_unused]] int32_t pairs = 0;  // minus what paired inputs of 8 bits add to a product
+    // in 16 bits: those with even places, then those with odd ones
+    constexpr bool WORDS_APART = KIND == Rounding::PAIRED_WORDS || (to_bytes(KIND) && WIDE && !VNNI);
 #if WIDE
-    // without dot products of 8 bits all lie as numbers of 16
-    constexpr bool WORDS_APART = KIND == Rounding::PAIRED_WORDS || (to_bytes(KIND) && !VNNI);
     __m512 a = _mm512_loadu_ps(x), b = _mm512_loadu_ps(x + 16);
     float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
     if (!(most < INFINITY) || _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q)) return degenerate_block(NAN, to_bytes(KIND), q, scale, sums);
@@ -262,7 +264,7 @@ void quantise_block(const float* x, float range, int8_t* q, float* scale, BlockS
         __m512i high = _mm512_srai_epi32(_mm512_add_epi32(all, half), 8);  // so that the low part is in [-128, 127]
         __m512i low = _mm512_sub_epi32(all, _mm512_slli_epi32(high, 8));
         __m128i first = _mm512_cvtepi32_epi8(high), second = _mm512_cvtepi32_epi8(low);
-        if (WORDS_APART) {  // in 16 bits: those with even numbers, then those with odd ones
+        if (WORDS_APART) {
             const __m256i words = _mm512_cvtepi32_epi16(all);
             const __m256i apart = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
             const __m256i sorted = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(words, apart), 0xd8);
@@ -290,12 +292,17 @@ void quantise_block(const float* x, float range, int8_t* q, float* scale, BlockS
         int32_t all[LANES];
         nearest_integers(mul(i ? b : a, inverse), all);
         count[i] = 0;
+        int16_t words[LANES];
         for (int k = 0; k < LANES; k++) {
             const int32_t high = (all[k] + 128) >> 8;  // so that the low part is in [-128, 127]
-            q[LANES * i + k] = static_cast<int8_t>(high);
-            q[BLOCK + LANES * i + k] = static_cast<int8_t>(all[k] - high * 256);
+            if (!WORDS_APART) {
+                q[LANES * i + k] = static_cast<int8_t>(high);
+                q[BLOCK + LANES * i + k] = static_cast<int8_t>(all[k] - high * 256);
+            }
+            words[k % 2 * (LANES / 2) + k / 2] = static_cast<int16_t>(all[k]);
             count[i] += all[k];
         }
+        for (int odd = 0; WORDS_APART && odd < 2; odd++) std::memcpy(q + odd * BLOCK + i * LANES, words + odd * (LANES / 2), LANES);
     }
 #endif
     *scale = most / range;
@@ -306,7 +313,7 @@ void quantise_block(const float* x, float range, int8_t* q, float* scale, BlockS
     }
     if (to_bytes(KIND)) sums->cross[2] = static_cast<uint32_t>(pairs - NIBBLE_ZERO * (count[0] + count[1]));
     if (KIND == Rounding::PAIRED_BYTES) sums->nibbles = pairs;
-    if (KIND == Rounding::PAIRED_WORDS) sums->cross[2] = sums->cross[0] + sums->cross[1];
+    if (WIDE && KIND == Rounding::PAIRED_WORDS) sums->cross[2] = sums->cross[0] + sums->cross[1];
 }
 
 using QuantiseFunction = void (*)(const float*, float, int8_t*, float*, BlockSums*);
@@ -468,27 +475,22 @@ double dots_per_second(double seconds) {
 
 // ---- numbers of 16 bits that are made for one product, times tiles of 8 bits ----
 
-constexpr bool WORDS = (WIDE && !VNNI) || (HALF_WIDE && !HALF_VNNI);  // no dot products of 8 bits: numbers of 16 bits are multiplied,
-                                                                     // in order, or (WIDE) those with even places first
-
 struct AskedBlock {
-    int8_t q[2 * BLOCK];           // high parts, then low parts; or numbers of 16 bits, see WORDS
+    int8_t q[2 * BLOCK];           // high parts, then low parts; or numbers of 16 bits (WORDS), those with even places first
     float scale;
     int32_t sums[BLOCK / SCALED];  // 128 * the sum of each group of numbers: what the 128 in the bytes adds
 };
 
 void ask_block(const float* x, AskedBlock* to) {
     BlockSums unused;
-    quantise_block<Rounding::WORDS>(x, MOST, to->q, &to->scale, &unused);
-    int16_t numbers[BLOCK], words[BLOCK];
-    for (int i = 0; i < BLOCK; i++) numbers[i] = static_cast<int16_t>(to->q[i] * 256 + to->q[i + BLOCK]);
+    quantise_block<WORDS ? Rounding::PAIRED_WORDS : Rounding::WORDS>(x, MOST, to->q, &to->scale, &unused);
+    int16_t words[BLOCK];
+    std::memcpy(words, to->q, sizeof(words));
     for (int g = 0; g < BLOCK / SCALED; g++) {
         to->sums[g] = 0;
-        for (int i = g * SCALED; i < (g + 1) * SCALED; i++) to->sums[g] += 128 * numbers[i];
+        for (int i = g * SCALED; i < (g + 1) * SCALED; i++)
+            to->sums[g] += 128 * (WORDS ? words[i / 2 + i % 2 * (BLOCK / 2)] : to->q[i] * 256 + to->q[i + BLOCK]);
     }
-    if (!WORDS) return;
-    for (int i = 0; i < BLOCK; i++) words[WIDE ? i / 2 + i % 2 * (BLOCK / 2) : i] = numbers[i];
-    std::memcpy(to->q, words, sizeof(words));
 }
 
 // Vectors [from, to) of a block of 16 outputs, in bytes with 128 added, times N rows: those of one group of numbers or of both; the
@@ -524,15 +526,10 @@ inline void asked_dots(const uint8_t* block, const AskedBlock* asked, int from, 
 #endif
     for (int n = 0; n < N; n++) dots[n] = _mm512_cvtepi32_ps(_mm512_sub_epi32(low[n], _mm512_set1_epi32(less[n])));
 #elif HALF_WIDE
-    for (int half = 0; half < 2; half++) {
-        __m256i sums[N];
-#if HALF_VNNI
-        dots_of<8, false, N, sizeof(AskedBlock)>(block + 32 * half, asked->q, from, to, sums);
-#else
-        dots8<N, sizeof(AskedBlock)>(block + 32 * half, reinterpret_cast<const int16_t*>(asked->q), from, to, sums);
-#endif
-        for (int n = 0; n < N; n++) dots[n].part[half] = _mm256_cvtepi32_ps(_mm256_sub_epi32(sums[n], _mm256_set1_epi32(less[n])));
-    }
+    __m256i sums[2][N];
+    dots_of<8, false, N, sizeof(AskedBlock)>(block, asked->q, from, to, sums);
+    for (int half = 0; half < 2; half++)
+        for (int n = 0; n < N; n++) dots[n].part[half] = _mm256_cvtepi32_ps(_mm256_sub_epi32(sums[half][n], _mm256_set1_epi32(less[n])));
 #elif NEON_DOTS
     for (int quarter = 0; quarter < 4; quarter++) {
         int32x4_t sums[N];

@@ -105,19 +105,10 @@ inline void activation_dots(const uint8_t* q, const int8_t* x, [[maybe_unused]] 
 #endif
     for (int n = 0; n < N; n++) dots[n] = _mm512_cvtepi32_ps(sums[0][n]);
 #elif HALF_WIDE
-#if !HALF_VNNI
-    int16_t whole[N][BLOCK];
-    for (int n = 0; n < N; n++) joined_parts(x + n * 2 * BLOCK, whole[n]);
-#endif
-    for (int half = 0; half < 2; half++) {
-        __m256i sums[N];
-#if HALF_VNNI
-        dots_of<8, false, N>(q + 32 * half, x, 0, 8, sums);
-#else
-        dots8<N>(q + 32 * half, whole[0], 0, 8, sums);
-#endif
-        for (int n = 0; n < N; n++) dots[n].part[half] = _mm256_cvtepi32_ps(sums[n]);
-    }
+    __m256i sums[2][N];
+    dots_of<8, WORDS && !PAIRED_ROWS, N>(q, x, 0, 8, sums);
+    for (int half = 0; half < 2; half++)
+        for (int n = 0; n < N; n++) dots[n].part[half] = _mm256_cvtepi32_ps(sums[half][n]);
 #elif NEON_DOTS
     for (int quarter = 0; quarter < 4; quarter++) {
         int32x4_t sums[N];
