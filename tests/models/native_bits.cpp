@@ -127,18 +127,19 @@ struct Made {
 };
 
 struct Buffers {
-    std::vector<int8_t> q;
-    std::vector<float> scale, normed, qkv, mixed, inner, scores, wide, low;
+    std::vector<int8_t> q, gated_q;
+    std::vector<float> scale, gated_scale, normed, qkv, mixed, inner, scores, wide, low;
     std::vector<AskedBlock> asked;
-    std::vector<BlockSums> sums;
+    std::vector<BlockSums> sums, gated_sums;
     std::vector<int32_t> places, seen, runs, owners;
     Work work{};
 
     Buffers(int64_t rows, int64_t widest, int64_t longest)
-        : q(rows * 2 * widest), scale(rows * widest), normed(rows * widest), qkv(rows * widest), mixed(rows * widest),
-          inner(2 * rows * widest), scores(TOGETHER * longest), wide(widest), low(rows * widest), asked(ASKED * (widest / BLOCK + 1)), sums(rows * widest), places(rows * longest), seen(rows), runs(rows),
-          owners(rows) {
+        : q(rows * 2 * widest), gated_q(q), scale(rows * widest), gated_scale(scale), normed(rows * widest), qkv(rows * widest), mixed(rows * widest),
+          inner(2 * rows * widest), scores(TOGETHER * longest), wide(widest), low(rows * widest), asked(ASKED * (widest / BLOCK + 1)), sums(rows * widest), gated_sums(sums),
+          places(rows * longest), seen(rows), runs(rows), owners(rows) {
         work.x = {q.data(), scale.data(), sums.data()};
+        work.gated = {gated_q.data(), gated_scale.data(), gated_sums.data()};
         work.normed = normed.data();
         work.qkv = qkv.data();
         work.mixed = mixed.data();

@@ -240,48 +240,88 @@ inline int32_t store_bytes(__m512i first, __m512i last, int8_t* q, int32_t (&cou
 }
 #endif
 
+#if WIDE && VNNI
+constexpr struct WordOrder {  // of the 32 low words of two halves of a block: as they come, or those with even places first
+    alignas(64) uint16_t plain[BLOCK] = {}, apart[BLOCK] = {};
+    constexpr WordOrder() {
+        for (int i = 0; i < BLOCK; i++) {
+            plain[i] = static_cast<uint16_t>(2 * i);
+            apart[i % 2 * (BLOCK / 2) + i / 2] = static_cast<uint16_t>(2 * i);
+        }
+    }
+} WORD_ORDER;
+
+// Two halves of a block, rounded -> numbers of 16 bits, those with even places first, and the sum of each half. To `cross` goes minus
+// what products of pairs have too much.
+inline void store_apart(__m512i first, __m512i last, int8_t* q, int32_t (&count)[2], uint32_t (&cross)[3]) {
+    const __m512i all = _mm512_permutex2var_epi16(first, _mm512_load_si512(WORD_ORDER.apart), last);
+    _mm512_storeu_si512(q, all);
+    const __m256i even = _mm512_castsi512_si256(all), odd = _mm512_extracti64x4_epi64(all, 1), ones = _mm256_set1_epi16(1);
+    const __m256i sums = _mm256_dpwssd_epi32(_mm256_madd_epi16(even, ones), odd, ones);  // of four numbers each
+    constexpr int PAIRED_VECTORS = (1 << PAIRS) - 1;
+    const __m256i products = _mm256_maskz_madd_epi16(PAIRED_VECTORS | PAIRED_VECTORS << 4, even, odd);
+    const __m256i two = _mm256_hadd_epi32(sums, products), four = _mm256_hadd_epi32(two, two);  // of each half: sum, product
+    const __m128i halves[2] = {_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1)};
+    for (int i = 0; i < 2; i++) {
+        const uint64_t both = static_cast<uint64_t>(_mm_cvtsi128_si64(halves[i]));
+        count[i] = static_cast<int32_t>(both);
+        cross[i] = -static_cast<uint32_t>(both >> 32);
+    }
+}
+
+// The same -> 32 high parts, then 32 low ones.
+inline void store_parts(__m512i first, __m512i last, int8_t* q, int32_t (&count)[2]) {
+    const __m512i all = _mm512_permutex2var_epi16(first, _mm512_load_si512(WORD_ORDER.plain), last);
+    const __m512i high = _mm512_srai_epi16(_mm512_add_epi16(all, _mm512_set1_epi16(128)), 8);  // so that the low part is in [-128, 127]
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(q), _mm512_cvtepi16_epi8(high));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(q + BLOCK), _mm512_cvtepi16_epi8(all));
+    const __m512i sums = _mm512_madd_epi16(all, _mm512_set1_epi16(1));
+    const __m256i two = _mm256_hadd_epi32(_mm512_castsi512_si256(sums), _mm512_extracti64x4_epi64(sums, 1)), four = _mm256_hadd_epi32(two, two);
+    const __m128i eight = _mm_add_epi32(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));  // hadd has halves of each half
+    count[0] = _mm_cvtsi128_si32(eight);
+    count[1] = _mm_extract_epi32(eight, 1);
+}
+#endif
+
 // One row of 32 inputs -> 16 bits or 8, a scale, and the sums of both halves and of all. `range`: the largest number.
 template <Rounding KIND>
 void quantise_block(const float* x, float range, int8_t* q, float* scale, BlockSums* sums) {
     int32_t count[2];
     [[maybe_unused]] int32_t pairs = 0;  // minus what paired inputs of 8 bits add to a product
     // in 16 bits: those with even places, then those with odd ones
-    constexpr bool WORDS_APART = KIND == Rounding::PAIRED_WORDS || (to_bytes(KIND) && WIDE && !VNNI);
+    [[maybe_unused]] constexpr bool WORDS_APART = KIND == Rounding::PAIRED_WORDS || (to_bytes(KIND) && WIDE && !VNNI);
 #if WIDE
-    __m512 a = _mm512_loadu_ps(x), b = _mm512_loadu_ps(x + 16);
-    float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
-    if (!(most < INFINITY) || _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q)) return degenerate_block(NAN, to_bytes(KIND), q, scale, sums);
+    const __m512 a = _mm512_loadu_ps(x), b = _mm512_loadu_ps(x + 16);
+    // The bits of magnitudes are ordered as these are, and an infinity and then a NaN come last.
+    const int32_t bits = _mm512_reduce_max_epi32(_mm512_max_epi32(_mm512_castps_si512(_mm512_abs_ps(a)), _mm512_castps_si512(_mm512_abs_ps(b))));
+    float most;
+    std::memcpy(&most, &bits, 4);
+    if (!(most < INFINITY)) return degenerate_block(NAN, to_bytes(KIND), q, scale, sums);
     if (most < LEAST) return degenerate_block(0.0f, to_bytes(KIND), q, scale, sums);
-    __m512 inverse = _mm512_set1_ps(range / most);
+    const __m512 inverse = _mm512_set1_ps(range / most);
+    const __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(a, inverse)), last = _mm512_cvtps_epi32(_mm512_mul_ps(b, inverse));
 #if VNNI
-    if (to_bytes(KIND)) {
-        constexpr int SOME = KIND == Rounding::PAIRED_BYTES ? BYTE_PAIRS : 0;
-        pairs = store_bytes<SOME>(_mm512_cvtps_epi32(_mm512_mul_ps(a, inverse)), _mm512_cvtps_epi32(_mm512_mul_ps(b, inverse)), q, count);
-    } else
-#endif
+    if (KIND == Rounding::PAIRED_WORDS) store_apart(first, last, q, count, sums->cross);
+    else if (KIND == Rounding::WORDS) store_parts(first, last, q, count);
+    else pairs = store_bytes<KIND == Rounding::PAIRED_BYTES ? BYTE_PAIRS : 0>(first, last, q, count);
+#else
     for (int i = 0; i < 2; i++) {
-        __m512i all = _mm512_cvtps_epi32(_mm512_mul_ps(i ? b : a, inverse)), half = _mm512_set1_epi32(128);
-        __m512i high = _mm512_srai_epi32(_mm512_add_epi32(all, half), 8);  // so that the low part is in [-128, 127]
-        __m512i low = _mm512_sub_epi32(all, _mm512_slli_epi32(high, 8));
-        __m128i first = _mm512_cvtepi32_epi8(high), second = _mm512_cvtepi32_epi8(low);
+        const __m512i all = i ? last : first;
         if (WORDS_APART) {
             const __m256i words = _mm512_cvtepi32_epi16(all);
             const __m256i apart = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
             const __m256i sorted = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(words, apart), 0xd8);
-            first = _mm256_castsi256_si128(sorted);
-            second = _mm256_extracti128_si256(sorted, 1);
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16 * i), _mm256_castsi256_si128(sorted));
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 32 + 16 * i), _mm256_extracti128_si256(sorted, 1));
+        } else {
+            const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(all, _mm512_set1_epi32(128)), 8);
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16 * i), _mm512_cvtepi32_epi8(high));
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 32 + 16 * i), _mm512_cvtepi32_epi8(_mm512_sub_epi32(all, _mm512_slli_epi32(high, 8))));
         }
-        if (KIND == Rounding::PAIRED_WORDS) {
-            const __m128i products = _mm_madd_epi16(first, second);
-            uint32_t each[4], total = 0;
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(each), products);
-            for (int k = 0; k < PAIRS; k++) total -= each[k];
-            sums->cross[i] = total;
-        }
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16 * i), first);
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 32 + 16 * i), second);
         count[i] = _mm512_reduce_add_epi32(all);
     }
+    if (KIND == Rounding::PAIRED_WORDS) sums->cross[0] = sums->cross[1] = 0;
+#endif
 #else
     const Lanes a = load(x), b = load(x + LANES), zero = all_lanes(0.0f);
     const float most = largest_of(larger(larger(a, sub(zero, a)), larger(b, sub(zero, b))));
@@ -856,21 +896,15 @@ PagedRows values_of(const Span& span, const PagedRows& keys) {
     return {keys.pages, keys.offset + span.values, keys.size, keys.bytes, keys.wide, nullptr};
 }
 
-// Normalise, rotate and store the new keys and values of one row.
-void store_row(const Shape& s, const Layer& layer, const Span& span, int64_t index, int64_t row, float* qkv,
-               const float* cos, const float* sin) {
-    for (int64_t h = 0; h < s.heads + s.kv_heads; h++) {
-        float* head = qkv + h * s.head_dim;
-        const float* norm = h < s.heads ? layer.query_norm : layer.key_norm;
-        if (norm) normalise(head, norm, s.eps, s.head_dim, head);
-        rotate(head, cos, sin, s.head_dim);
-    }
-    int64_t place = span.start + row;
-    for (int64_t h = 0; h < s.kv_heads; h++) {
-        const PagedRows keys = keys_of(s, layer, span, index, h);
-        keys.store_key(place, qkv + (s.heads + h) * s.head_dim);
-        values_of(span, keys).store_value(place, qkv + (s.heads + s.kv_heads + h) * s.head_dim);
-    }
+// One head of a new row, x: queries and keys are normalised and rotated; keys and values go where they stay. `head`: of the queries,
+// then of the keys, then of the values. `place`: the token's.
+void store_head(const Shape& s, const Layer& layer, const Span& span, int64_t index, int64_t place, int64_t head, float* x,
+                const float* cos, const float* sin) {
+    const int64_t key = head - s.heads, value = key - s.kv_heads;
+    if (value >= 0) return values_of(span, keys_of(s, layer, span, index, value)).store_value(place, x);
+    if (const float* norm = key < 0 ? layer.query_norm : layer.key_norm) normalise(x, norm, s.eps, s.head_dim, x);
+    rotate(x, cos, sin, s.head_dim);
+    if (key >= 0) keys_of(s, layer, span, index, key).store_key(place, x);
 }
 
 // A query: one head of one row, over the keys at `places`, in order.
@@ -1080,7 +1114,8 @@ struct Item {
     int64_t span, kv_head, first, count;  // queries [first, first + count) of the span's rows x heads of the group
 };
 
-// As many queries in an item as one reading of the keys serves; the last items are split, so that all threads end together.
+// As many queries in an item as one reading of the keys serves. Each thread's items lie side by side, as the pool shares them out; of
+// those that are left over, fewer than threads, each thread has a part, so that all end together.
 std::vector<Item> attention_items(const Shape& s, const Span* spans, int64_t span_count) {
     const int64_t group = s.heads / s.kv_heads, threads = pool().size();
     const int64_t most = group > TOGETHER ? TOGETHER : TOGETHER / group * group;
@@ -1091,19 +1126,20 @@ std::vector<Item> attention_items(const Shape& s, const Span* spans, int64_t spa
                 const int64_t rest = spans[n].rows * group - first;
                 whole.push_back({n, h, first, rest < most ? rest : most});
             }
-    const size_t even = whole.size() / threads * threads;
-    items.assign(whole.begin(), whole.begin() + even);
-    for (size_t i = even; i < whole.size(); i++) {
-        const Item& item = whole[i];
-        const int64_t piece = (item.count + threads - 1) / threads, end = item.first + item.count;
-        for (int64_t first = item.first; first < end; first += piece)
-            items.push_back({item.span, item.kv_head, first, end - first < piece ? end - first : piece});
+    const size_t each = whole.size() / threads;
+    for (int64_t id = 0; id < threads; id++) {
+        items.insert(items.end(), whole.begin() + id * each, whole.begin() + (id + 1) * each);
+        for (size_t i = threads * each; i < whole.size(); i++) {
+            const Item& item = whole[i];
+            const int64_t begin = id * item.count / threads, end = (id + 1) * item.count / threads;
+            if (begin < end) items.push_back({item.span, item.kv_head, item.first + begin, end - begin});
+        }
     }
     return items;
 }
 
 struct Work {
-    Activations x;
+    Activations x, gated;                 // inputs of the product at hand, and of `down`
     float *normed, *qkv, *mixed, *inner;  // [rows][inputs of a head's first product], [rows][all heads], [rows][heads], [rows][2 * inner]
     float* scores;                        // [threads][12][longest]
     float* wide;                          // [threads][head_dim] where a value of 8 bits becomes floats
@@ -1126,8 +1162,16 @@ struct HeadInputs {
     int64_t last;                 // whether only the last row's result is wanted: of the others the last layer keeps keys and values
 };
 
-void attend_item(const Shape& s, const Layer& layer, const Item& item, const Span& span, int64_t index, int64_t all, int64_t thread,
-                 int64_t job, const Work* work) {
+// Rows of a pass whose results are rounded for the next product by whoever has them first; count 0: they are not.
+struct Rounded {
+    int64_t first, count;
+};
+
+// Whether the outputs of a head are whole blocks and records of two tiles, so that a thread can take heads.
+bool whole_heads(const Shape& s) { return s.head_dim % BLOCK == 0; }
+
+void attend_item(const Shape& s, const Layer& layer, const Item& item, const Span& span, int64_t index, int64_t all, Rounded rounded,
+                 int64_t thread, int64_t job, const Work* work) {
     const int64_t group = s.heads / s.kv_heads;
     float* scores = work->scores + thread * TOGETHER * work->longest;
     const PagedRows keys = keys_of(s, layer, span, index, item.kv_head, work->wide + thread * s.head_dim);
@@ -1139,6 +1183,12 @@ void attend_item(const Shape& s, const Layer& layer, const Item& item, const Spa
     }
     const int64_t turning = span.rows * group >= LEAST_TURNING ? job : 0;
     attend_all(queries, item.count, keys, values_of(span, keys), work->asked + thread * ASKED * keys.blocks(), turning);
+    for (int64_t n = 0; rounded.count && n < item.count; n++) {
+        const int64_t at = queries[n].to - work->mixed, row = at / (s.heads * s.head_dim), first = at % (s.heads * s.head_dim) / BLOCK;
+        for (int64_t b = 0; b < s.head_dim / BLOCK; b++)
+            quantise_block_of(queries[n].to + b * BLOCK, first + b, s.heads * s.head_dim / BLOCK, row - rounded.first, rounded.count,
+                              layer.output.activations, work->x);
+    }
 }
 
 #include "own.h"
@@ -1211,33 +1261,30 @@ const float* normed(const float* x, const float* norm, float eps, int64_t size, 
     return to;
 }
 
-// Queries, keys and values of some rows.
+// One head of a row, see store_head; `row`: of the pass.
+void store_head_of(const LayerPass& pass, int64_t index, int64_t row, int64_t head) {
+    const Shape& s = pass.s;
+    const Span& span = pass.spans[pass.work->owners[row]];
+    store_head(s, pass.layers[index], span, index, span.start + row - span.first, head, pass.work->qkv + row * pass.all() + head * s.head_dim,
+               pass.cos + row * s.head_dim, pass.sin + row * s.head_dim);
+}
+
+// Queries, keys and values of some rows, and these where attention reads them.
 template <class Some>
 void project(const LayerPass& pass, int64_t index, const Some& some) {
     const Shape& s = pass.s;
     const Layer& layer = pass.layers[index];
     const float* x = pass.x + some.first * s.hidden;
-    some.linear(layer.qkv, [&](int64_t r, Own& own) { return normed(x + r * s.hidden, layer.attention_norm, s.eps, s.hidden, own); },
-                pass.work->qkv + some.first * pass.all(), nullptr, &AdapterLayer::qkv);
+    const auto row = [&](int64_t r, Own& own) { return normed(x + r * s.hidden, layer.attention_norm, s.eps, s.hidden, own); };
+    const auto store = [&](int64_t r, int64_t head) { store_head_of(pass, index, some.first + r, head); };
+    some.heads(layer.qkv, row, s.head_dim, pass.work->qkv + some.first * pass.all(), store);
 }
 
-// Queries and keys rotated; keys and values go where they stay.
-template <class Some>
-void store_rows(const LayerPass& pass, int64_t index, const Some& some) {
-    const Shape& s = pass.s;
-    some.each([&](int64_t r) {
-        const int64_t row = some.first + r;
-        const Span& span = pass.spans[pass.work->owners[row]];
-        store_row(s, pass.layers[index], span, index, row - span.first, pass.work->qkv + row * pass.all(), pass.cos + row * s.head_dim,
-                  pass.sin + row * s.head_dim);
-    });
-}
-
-void attend_items(const LayerPass& pass, int64_t index, const std::vector<Item>& items, const std::vector<Span>& spans) {
+void attend_items(const LayerPass& pass, int64_t index, const std::vector<Item>& items, const std::vector<Span>& spans, Rounded rounded) {
     const int64_t job = Own::of_this_thread().next_job();
     pool().run(static_cast<int64_t>(items.size()), 1, [&](int64_t begin, int64_t end, int64_t id) {
         for (int64_t item = begin; item < end; item++)
-            attend_item(pass.s, pass.layers[index], items[item], spans[items[item].span], index, pass.all(), id, job, pass.work);
+            attend_item(pass.s, pass.layers[index], items[item], spans[items[item].span], index, pass.all(), rounded, id, job, pass.work);
     });
 }
 
@@ -1247,7 +1294,7 @@ void finish_layer(const LayerPass& pass, int64_t index, const Some& some, const 
     const Shape& s = pass.s;
     const Layer& layer = pass.layers[index];
     const int64_t q_size = pass.q_size();
-    some.linear(layer.output, [&](int64_t r, Own&) { return mixed + r * q_size; }, x, x, &AdapterLayer::output);
+    some.output(layer.output, [&](int64_t r, Own&) { return mixed + r * q_size; }, x);
     some.feed_forward(layer, s.inner, [&](int64_t r, Own& own) { return normed(x + r * s.hidden, layer.mlp_norm, s.eps, s.hidden, own); }, x);
     for (int64_t k = 0; k < pass.wanted_count; k++)
         if (pass.wanted[k] == index) std::memcpy(pass.kept + (k * pass.rows + some.first) * s.hidden, x, some.count * s.hidden * sizeof(float));
@@ -1258,15 +1305,17 @@ void run_shared(const LayerPass& pass, int64_t span_count, const HeadInputs* hea
     const Shape& s = pass.s;
     std::vector<Item> items = attention_items(s, pass.spans, span_count);
     std::vector<Span> ends(pass.spans, pass.spans + span_count);
-    SharedRows some = {0, pass.rows, pass.work, adapted, 0};
+    SharedRows some = {0, pass.rows, pass.work, adapted, 0, whole_heads(s)};
     float* x = pass.x;
     for (int64_t index = 0; index < s.layers; index++) {
         some.index = index;
         if (index == 0 && head_inputs && head_inputs->embedded) {
             join(s, pass.layers[0], *head_inputs, some.count, x, pass.work);
             product(pass.layers[0].qkv, pass.work->x, some.count, pass.work->qkv, nullptr);
+            some.each([&](int64_t r) {
+                for (int64_t head = 0; head < s.heads + 2 * s.kv_heads; head++) store_head_of(pass, index, r, head);
+            });
         } else project(pass, index, some);
-        store_rows(pass, index, some);
         if (head_inputs && head_inputs->last && index == s.layers - 1 && some.count > 1) {  // of one span; from here on there is one row
             ends[0].first += ends[0].rows - 1;
             ends[0].rows = 1;
@@ -1274,7 +1323,7 @@ void run_shared(const LayerPass& pass, int64_t span_count, const HeadInputs* hea
             x += (some.count - 1) * s.hidden;
             some.count = 1;
         }
-        attend_items(pass, index, items, ends);
+        attend_items(pass, index, items, ends, {ends[0].first, some.attended ? some.count : 0});
         finish_layer(pass, index, some, pass.work->mixed + ends[0].first * pass.q_size(), x);
     }
 }
@@ -1288,12 +1337,10 @@ void run_chunks(const LayerPass& pass, int64_t span_count, int64_t chunk) {
             for (int64_t first = begin * chunk; first < end * chunk && first < pass.rows; first += chunk) {
                 const OwnRows some = {first, pass.rows - first < chunk ? pass.rows - first : chunk};
                 if (index) finish_layer(pass, index - 1, some, pass.work->mixed + first * pass.q_size(), pass.x + first * pass.s.hidden);
-                if (index == pass.s.layers) continue;
-                project(pass, index, some);
-                store_rows(pass, index, some);
+                if (index < pass.s.layers) project(pass, index, some);
             }
         });
-        if (index < pass.s.layers) attend_items(pass, index, items, spans);
+        if (index < pass.s.layers) attend_items(pass, index, items, spans, {0, 0});
     }
 }
 
@@ -1345,7 +1392,7 @@ void outrider_threads(int64_t threads) { pool().resize(threads > 1 ? threads : 1
 
 // y = W norm(x); `norm` may be null.
 void outrider_linear(const JoinedMatrices* w, const float* x, const float* norm, float eps, int64_t rows, float* y, const Work* work) {
-    const SharedRows some = {0, rows, work, nullptr, 0};
+    const SharedRows some = {0, rows, work, nullptr, 0, false};
     const int64_t size = w->parts[0].inputs;
     some.linear(*w, [&](int64_t r, Own& own) { return normed(x + r * size, norm, eps, size, own); }, y, nullptr, nullptr);
 }

@@ -77,29 +77,56 @@ void round_rows(const JoinedMatrices& w, int64_t rows, const Row& row, Own& own)
     for (int64_t r = 0; r < rows; r++) quantise_row(row(r, own), size, r, rows, w.activations, to);
 }
 
-// All rows of a pass, whose products the threads share by their outputs.
+// A block of what `down` reads, of one of `rows` rows.
+void round_gated(const float* gate, const float* up, const JoinedMatrices& down, int64_t block, int64_t row, int64_t rows, const Activations& to) {
+    float mixed[BLOCK];
+    gated(gate, up, BLOCK, mixed);
+    quantise_block_of(mixed, block, down.parts[0].inputs / BLOCK, row, rows, down.activations, to);
+}
+
+// All rows of a pass, whose products the threads share by their outputs. Who has outputs makes of them what the next product reads,
+// where they are whole blocks of it: of the numbers that the other threads need a quarter goes from core to core.
 struct SharedRows {
     int64_t first, count;
     const Work* work;
     AdaptedRows* adapted;  // or null
     int64_t index;         // of the layer
+    bool attended;         // whether attention leaves its results rounded, in work->x
 
     // y [rows][outputs] = W x (+ add), with what adapters add.
     template <class Row>
     void linear(const JoinedMatrices& w, const Row& row, float* y, const float* add, AdapterField field) const {
         const Added added = {adapted, index, field};
-        const int64_t others = pool().size() - 1;
-        if (!others || added.some() || count * others > REPEATED) {
-            each([&](int64_t r) { quantise_row(row(r, Own::of_this_thread()), w.parts[0].inputs, r, count, w.activations, work->x); });
+        if (added.some()) {
+            round(w, row);
             return adapted_product(w, work->x, count, y, add, added);
         }
-        const int64_t job = Own::of_this_thread().next_job();
-        pool().run(shares_of(w), 1, [&](int64_t begin, int64_t end, int64_t) {
-            Own& own = Own::of_this_thread();
-            if (own.job != job) round_rows(w, count, row, own);
-            own.job = job;
-            some_outputs(w, own.inputs.get(), {0, count, count}, tile_of(w, begin), tile_of(w, end), y, add);
+        rounded(w, row, shares_of(w),
+                [&](const Activations& x, int64_t begin, int64_t end) { tiles_of(w, x, tile_of(w, begin), tile_of(w, end), y, add); });
+    }
+
+    // y [rows][outputs] = W x, then store(row, head): by the thread that has computed the head, where it can.
+    template <class Row, class Store>
+    void heads(const JoinedMatrices& w, const Row& row, int64_t head_dim, float* y, const Store& store) const {
+        const int64_t tiles = head_dim / TILE, all = w.outputs / head_dim;
+        if (head_dim % BLOCK || Added{adapted, index, &AdapterLayer::qkv}.some()) {
+            linear(w, row, y, nullptr, &AdapterLayer::qkv);
+            return each([&](int64_t r) {
+                for (int64_t head = 0; head < all; head++) store(r, head);
+            });
+        }
+        rounded(w, row, all, [&](const Activations& x, int64_t begin, int64_t end) {
+            tiles_of(w, x, begin * tiles, end * tiles, y, nullptr);
+            for (int64_t r = 0; r < count; r++)
+                for (int64_t head = begin; head < end; head++) store(r, head);
         });
+    }
+
+    // x += W of what attention has given
+    template <class Row>
+    void output(const JoinedMatrices& w, const Row& row, float* x) const {
+        if (attended) adapted_product(w, work->x, count, x, x, {adapted, index, &AdapterLayer::output});
+        else linear(w, row, x, x, &AdapterLayer::output);
     }
 
     template <class Each>
@@ -112,6 +139,22 @@ struct SharedRows {
     // x += the MLP, of which row() gives the inputs
     template <class Row>
     void feed_forward(const Layer& layer, int64_t inner, const Row& row, float* x) const {
+        if (!Added{adapted, index, &AdapterLayer::gate_up}.some()) {
+            constexpr int64_t TILES = BLOCK / TILE;
+            rounded(layer.gate_up, row, inner / BLOCK, [&](const Activations& x, int64_t begin, int64_t end) {
+                Own& own = Own::of_this_thread();
+                const int64_t some = (end - begin) * BLOCK, stride = 2 * some + TILE;  // rows do not share their places in a cache
+                float *const gate = own.outputs(count * stride), *const up = gate + some;
+                rows_in_turn(layer.gate_up, count, [&](int64_t from, int64_t to) {
+                    product_of_tiles(layer.gate_up, x, {from, to, count}, begin * TILES, end * TILES, gate, nullptr, stride);
+                    product_of_tiles(layer.gate_up, x, {from, to, count}, inner / TILE + begin * TILES, inner / TILE + end * TILES, up, nullptr, stride);
+                });
+                for (int64_t r = 0; r < count; r++)
+                    for (int64_t b = 0; b < end - begin; b++)
+                        round_gated(gate + r * stride + b * BLOCK, up + r * stride + b * BLOCK, layer.down, begin + b, r, count, work->gated);
+            });
+            return adapted_product(layer.down, work->gated, count, x, x, {adapted, index, &AdapterLayer::down});
+        }
         linear(layer.gate_up, row, work->inner, nullptr, &AdapterLayer::gate_up);
         const auto gated_row = [&](int64_t r, Own& own) {
             const float* gate = work->inner + r * 2 * inner;
@@ -120,6 +163,33 @@ struct SharedRows {
             return to;
         };
         linear(layer.down, gated_row, x, x, &AdapterLayer::down);
+    }
+
+  private:
+    void tiles_of(const JoinedMatrices& w, const Activations& x, int64_t begin, int64_t end, float* y, const float* add) const {
+        rows_in_turn(w, count, [&](int64_t from, int64_t to) { some_outputs(w, x, {from, to, count}, begin, end, y, add); });
+    }
+
+    template <class Row>
+    void round(const JoinedMatrices& w, const Row& row) const {
+        each([&](int64_t r) { quantise_row(row(r, Own::of_this_thread()), w.parts[0].inputs, r, count, w.activations, work->x); });
+    }
+
+    // Threads share [0, shares): some(rounded rows, begin, end). Few rows are rounded by each of them.
+    template <class Row, class Some>
+    void rounded(const JoinedMatrices& w, const Row& row, int64_t shares, const Some& some) const {
+        const int64_t others = pool().size() - 1;
+        if (!others || count * others > REPEATED) {
+            round(w, row);
+            return pool().run(shares, 1, [&](int64_t begin, int64_t end, int64_t) { some(work->x, begin, end); });
+        }
+        const int64_t job = Own::of_this_thread().next_job();
+        pool().run(shares, 1, [&](int64_t begin, int64_t end, int64_t) {
+            Own& own = Own::of_this_thread();
+            if (own.job != job) round_rows(w, count, row, own);
+            own.job = job;
+            some(own.inputs.get(), begin, end);
+        });
     }
 };
 
@@ -134,9 +204,16 @@ struct OwnRows {
         multiply(w, own.inputs.get(), y, add);
     }
 
-    template <class Each>
-    void each(const Each& each) const {
-        for (int64_t r = 0; r < count; r++) each(r);
+    template <class Row, class Store>
+    void heads(const JoinedMatrices& w, const Row& row, int64_t head_dim, float* y, const Store& store) const {
+        linear(w, row, y, nullptr, &AdapterLayer::qkv);
+        for (int64_t r = 0; r < count; r++)
+            for (int64_t head = 0; head < w.outputs / head_dim; head++) store(r, head);
+    }
+
+    template <class Row>
+    void output(const JoinedMatrices& w, const Row& row, float* x) const {
+        linear(w, row, x, x, &AdapterLayer::output);
     }
 
     // As SharedRows has it; a block of what `down` reads is rounded as soon as its outputs of gate and up are there.
@@ -152,11 +229,7 @@ struct OwnRows {
             const int64_t gates = block * TILES, ups = inner / TILE + gates;
             product_of_tiles(layer.gate_up, own.inputs.get(), {0, count, count}, gates, gates + TILES, gate, nullptr, STRIDE);
             product_of_tiles(layer.gate_up, own.inputs.get(), {0, count, count}, ups, ups + TILES, up, nullptr, STRIDE);
-            for (int64_t r = 0; r < count; r++) {
-                float mixed[BLOCK];
-                gated(gate + r * STRIDE, up + r * STRIDE, BLOCK, mixed);
-                quantise_block_of(mixed, block, inner / BLOCK, r, count, layer.down.activations, to);
-            }
+            for (int64_t r = 0; r < count; r++) round_gated(gate + r * STRIDE, up + r * STRIDE, layer.down, block, r, count, to);
         }
         multiply(layer.down, to, x, x);
     }

@@ -113,13 +113,7 @@ class PackedWorkspace:
     def __init__(self, rows: int, widest: int) -> None:
         """`widest`: the most inputs of any matrix."""
         self.rows = rows
-        blocks = widest // BLOCK
-        self._keep = {
-            "q": torch.empty(rows, 2 * widest, dtype=torch.int8),
-            "scale": torch.empty(rows, blocks),
-            "sums": torch.empty(rows, blocks, 6),
-            "normed": torch.empty(rows, widest),
-        }
+        self._keep = {**activations(rows, widest), "normed": torch.empty(rows, widest)}
         self.struct = structs.Work(**{name: tensor.data_ptr() for name, tensor in self._keep.items()})
 
     def add(self, **tensors: Tensor) -> None:
@@ -127,6 +121,16 @@ class PackedWorkspace:
         self._keep.update(tensors)
         for name, tensor in tensors.items():
             setattr(self.struct, name, tensor.data_ptr())
+
+
+def activations(rows: int, inputs: int, prefix: str = "") -> dict[str, Tensor]:
+    """Memory for the rounded inputs of a product."""
+    blocks = inputs // BLOCK
+    return {
+        f"{prefix}q": torch.empty(rows, 2 * inputs, dtype=torch.int8),
+        f"{prefix}scale": torch.empty(rows, blocks),
+        f"{prefix}sums": torch.empty(rows, blocks, 6),
+    }
 
 
 def use_torch_threads() -> None:

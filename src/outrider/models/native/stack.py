@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.core.errors import OutriderError
 from outrider.models.native import structs
 from outrider.models.native.library import library
-from outrider.models.native.packed import BLOCK, Packed, PackedWorkspace, use_torch_threads
+from outrider.models.native.packed import BLOCK, Packed, PackedWorkspace, activations, use_torch_threads
 from outrider.models.paged_cache import FLOATS, SCALED, PagedSlot
 from outrider.models.stack import Layer, Pass, StackConfig
 
@@ -136,6 +136,7 @@ class NativeStack:
             qkv=torch.empty(rows, heads + 2 * kv_heads),
             mixed=torch.empty(rows, heads),
             inner=torch.empty(rows, 2 * inner),
+            **activations(rows, inner, "gated_"),
             scores=torch.empty(threads, TOGETHER, longest),
             wide=torch.empty(threads, config.head_dim),
             asked=torch.empty(threads, ASKED, 1 - -config.head_dim // BLOCK, ASKED_BYTES, dtype=torch.uint8),
