@@ -1,7 +1,8 @@
 """What a pass costs by its rows on a CPU, here and in another checkout, in turns.
 
     git worktree add ../before REVISION
-    python scripts/passes_before.py ../before --model MODEL.gguf [--rounds 9] [--context 256] [--prompt 512] [--threads 2]
+    python scripts/passes_before.py ../before --model MODEL.gguf [--rounds 9] [--context 256] [--prompt 512] \\
+        [--threads 2]
 
 Each checkout has a process of its own; one works, the other waits. A pass of n rows is a token and a chain of n - 1
 nodes, all judged, after `--context` tokens; a prompt is one pass of `--prompt` tokens. Of each round the least counts.
@@ -90,7 +91,8 @@ class Checkout:
         self._process = subprocess.Popen(command, env=environment, **pipes)
 
     def seconds(self, rows: int) -> float:
-        assert self._process.stdin and self._process.stdout
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         time.sleep(REST)
         self._process.stdin.write(f"{rows}\n")
         self._process.stdin.flush()
@@ -111,7 +113,12 @@ def main() -> None:
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.answer:
-        return answer(args)
+        answer(args)
+    else:
+        compare(args)
+
+
+def compare(args: argparse.Namespace) -> None:
     checkouts = [Checkout(folder, args) for folder in (args.before, Path(__file__).parents[1])]
     kinds = (*ROWS, PROMPT)
     for checkout in checkouts:
@@ -133,8 +140,8 @@ def show(found: dict[int, list[tuple[float, ...]]], prompt: int) -> None:
         before, now = (1e3 * statistics.median(each) for each in zip(*rounds, strict=True))
         ratios = sorted(one / other for one, other in rounds)
         low, middle, high = (ratios[int(share * (len(ratios) - 1) + 0.5)] for share in (0.1, 0.5, 0.9))
-        text = f"{'prompt of ' + str(prompt) if rows == PROMPT else str(rows) + ' rows':>14}: {before:8.2f} -> {now:8.2f} ms"
-        text += f", {middle:.2f}x [{low:.2f}-{high:.2f}] as fast"
+        name = f"prompt of {prompt}" if rows == PROMPT else f"{rows} rows"
+        text = f"{name:>14}: {before:8.2f} -> {now:8.2f} ms, {middle:.2f}x [{low:.2f}-{high:.2f}] as fast"
         print(text + f"; of 1 row {of_one(found, rows, 0):.2f} -> {of_one(found, rows, 1):.2f}", flush=True)
 
 
