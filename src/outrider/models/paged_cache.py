@@ -62,7 +62,7 @@ class PagedCache(Pages[PagedSlot]):
     ) -> None:
         """`memory`: bytes up to which pages of ended sequences are kept. Running sequences get what they need: how much
         that may be is the scheduler's to decide. `ahead`: tokens after a page that its keys depend on, too. `bits`: of
-        a number; 8: each 16 of a row share a scale. `large`: keys have one more block of 32 numbers (kernels.cpp)."""
+        a number; 8: each 16 of a row share a scale. `large`: keys have one more block of 32 numbers (kept.h)."""
         self._outer = (layers, kv_heads, 2)
         self.bits, self._width = bits, head_dim if bits == FLOATS else -(-head_dim // BLOCK) * BLOCK  # numbers of a row
         self._key_width = self._width + BLOCK * large  # of a key, and what a value takes in memory as well
@@ -119,7 +119,7 @@ class PagedCache(Pages[PagedSlot]):
             self._addresses.append(self._blocks[-1].data_ptr())
 
     def _row(self, slot: PagedSlot, place: int) -> tuple[Tensor, ...]:
-        """The parts of a row, as kernels.cpp lays them out (PagedRows)."""
+        """The parts of a row, as kept.h lays them out (PagedRows)."""
         page, within = self.page(slot, place // SIZE), place % SIZE
         if self.bits == FLOATS:
             return (page.view(torch.float32)[..., within * self._width : (within + 1) * self._width],)
