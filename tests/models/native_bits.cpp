@@ -126,7 +126,12 @@ struct Made {
     }
 };
 
+struct alignas(64) Line {
+    uint8_t bytes[64];
+};
+
 struct Buffers {
+    std::vector<Line> amx, gated_amx;
     std::vector<int8_t> q, gated_q;
     std::vector<float> scale, gated_scale, normed, qkv, mixed, inner, scores, wide, low;
     std::vector<AskedBlock> asked;
@@ -135,11 +140,11 @@ struct Buffers {
     Work work{};
 
     Buffers(int64_t rows, int64_t widest, int64_t longest)
-        : q(rows * 2 * widest), gated_q(q), scale(rows * widest), gated_scale(scale), normed(rows * widest), qkv(rows * widest), mixed(rows * widest),
+        : amx(amx_bytes(rows, widest) / 64), gated_amx(amx), q(rows * 2 * widest), gated_q(q), scale(rows * widest), gated_scale(scale), normed(rows * widest), qkv(rows * widest), mixed(rows * widest),
           inner(2 * rows * widest), scores(TOGETHER * longest), wide(widest), low(rows * widest), asked(ASKED * (widest / BLOCK + 1)), sums(rows * widest), gated_sums(sums),
           places(rows * longest), seen(rows), runs(rows), owners(rows) {
-        work.x = {q.data(), scale.data(), sums.data()};
-        work.gated = {gated_q.data(), gated_scale.data(), gated_sums.data()};
+        work.x = {q.data(), scale.data(), sums.data(), amx.empty() ? nullptr : amx.data()->bytes};
+        work.gated = {gated_q.data(), gated_scale.data(), gated_sums.data(), amx.empty() ? nullptr : gated_amx.data()->bytes};
         work.normed = normed.data();
         work.qkv = qkv.data();
         work.mixed = mixed.data();

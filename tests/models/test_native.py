@@ -1054,6 +1054,7 @@ class TestPrebuilt:
             ("x86_64", "GenuineIntel", "avx2 fma f16c bmi1 bmi2 avx_vnni", "x86-64-v3-vnni"),
             ("x86_64", "GenuineIntel", "AVX512", "x86-64-v4"),
             ("x86_64", "GenuineIntel", "AVX512 avx512_vnni", "x86-64-v4-vnni"),
+            ("x86_64", "GenuineIntel", "AVX512 avx512_vnni amx_tile amx_bf16 amx_int8", "x86-64-v4-amx"),
             ("x86_64", "AuthenticAMD", "AVX512 avx512_vnni", "x86-64-v4-vnni-amd"),
             ("x86_64", "GenuineIntel", "sse4_2", "x86-64"),
             ("aarch64", "", "fp asimd", "armv8"),

@@ -17,8 +17,9 @@ SOURCE = Path(__file__).with_name("kernels.cpp")
 HEADERS = tuple(
     SOURCE.with_name(name)
     for name in (
-        *("asked.h", "attention.h", "bytes.h", "grow.h", "half_wide.h", "head.h", "kept.h", "lanes.h", "low_rank.h"),
-        *("many.h", "neon.h", "own.h", "peak.h", "pool.h", "rounding.h", "rows.h", "turned.h", "wide.h"),
+        *("amx.h", "asked.h", "attention.h", "bytes.h", "grow.h", "half_wide.h", "head.h", "kept.h"),
+        *("lanes.h", "low_rank.h", "many.h", "neon.h", "own.h", "peak.h", "pool.h", "rounding.h", "rows.h"),
+        *("turned.h", "wide.h"),
     )
 )
 FLAGS = (

@@ -29,7 +29,7 @@ void outrider_states(const Shape* shape, const Head* head, const float* const* s
                 else std::memcpy(joined + b * size, state, size * sizeof(float));
             }
             if (head->joined_norm) normalise(joined, head->joined_norm, shape->eps, inputs, joined);
-            quantise_row(joined, inputs, r, rows, head->fc.activations, work->x);
+            quantise_row(head->fc, joined, r, rows, work->x);
         }
     });
     product(head->fc, work->x, rows, x, nullptr);

@@ -22,6 +22,11 @@
 #include <type_traits>
 #include <vector>
 
+#if defined(__AMX_TILE__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "lanes.h"
 #include "pool.h"
 
@@ -70,6 +75,11 @@ constexpr bool WORDS = (WIDE && !VNNI) || (HALF_WIDE && !HALF_VNNI);  // no dot 
 #else
 #define PAIRED 0
 #endif
+#endif
+#if WIDE && VNNI && !PAIRED && defined(__linux__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#define AMX 1  // tile registers, where the system lets this process use them
+#else
+#define AMX 0
 #endif
 constexpr int PAIRS = VNNI ? 3 : 0;  // of each 4 vectors, those that are multiplied in pairs: so all units have work
 constexpr int LEAST_PAIRED = VNNI ? 5 : 1;  // rows from which on that is faster: the weights must be widened to 16 bits for it
@@ -161,6 +171,7 @@ struct Activations {
                       // are multiplied in pairs, [2][16] numbers of 16 bits: those with even places, then those with odd ones
     float* scale;     // of each block
     BlockSums* sums;  // of each block
+    uint8_t* amx;     // the same rows as AMX reads them, see AmxRows; null where there is none
 };
 
 // Whether they are kept as numbers of 16 bits. Those of 8 bits are not, where bytes can be multiplied.
@@ -202,7 +213,6 @@ const uint16_t* super_of(const uint16_t* supers, const Matrix& w, int64_t tile, 
     return supers ? supers + (tile * (w.inputs / SUPER) + block * BLOCK / SUPER) * TILE : nullptr;
 }
 
-#include "rounding.h"
 #include "rows.h"
 
 // ---- y = x W^T for one tile of 16 outputs; `y` and `add`: of the tile's first output, `stride` floats from row to row ----
@@ -220,6 +230,8 @@ constexpr int start_of(bool bytes, int bits, int group, bool minimum, int part) 
 #elif NEON_DOTS
 #include "neon.h"
 #endif
+
+#include "rounding.h"
 
 #if WIDE || HALF_WIDE || NEON_DOTS
 
@@ -287,6 +299,14 @@ TileFunction tile_function(const Matrix&, int64_t activations) { return activati
 
 #endif
 
+// Bytes that `rows` rows of so many inputs need in the forms that AMX reads; 0 where it is not used.
+int64_t amx_bytes([[maybe_unused]] int64_t rows, [[maybe_unused]] int64_t inputs) {
+#if AMX
+    if (amx::usable()) return 2 * AmxRows::size(rows, inputs / BLOCK);
+#endif
+    return 0;
+}
+
 #include "peak.h"
 #include "asked.h"
 
@@ -294,6 +314,9 @@ TileFunction tile_function(const Matrix&, int64_t activations) { return activati
 void product_of_tiles(const JoinedMatrices& w, const Activations& x, Rows rows, int64_t begin, int64_t end, float* y, const float* add,
                       int64_t stride) {
     int64_t part = 0, first = 0, after = w.parts[0].outputs / TILE;  // which tiles this part has
+#if AMX
+    const amx::Registers registers(x.amx && rows.all >= LEAST_AMX_ROWS);
+#endif
     TileFunction multiply = tile_function(w.parts[0], w.activations);
     for (int64_t tile = begin, count; tile < end; tile += count) {
         for (; tile >= after; after += w.parts[part].outputs / TILE) {
@@ -310,7 +333,7 @@ void product_of_tiles(const JoinedMatrices& w, const Activations& x, Rows rows, 
 template <class Some>
 void rows_in_turn(const JoinedMatrices& w, int64_t rows, const Some& some) {
     const int64_t row = w.parts[0].inputs / BLOCK * (2 * BLOCK + sizeof(float) + sizeof(BlockSums));  // bytes
-    const int64_t step = NEAR / row < 2 * ROWS ? 2 * ROWS : NEAR / row / ROWS * ROWS;
+    const int64_t some_rows = NEAR / row / (2 * ROWS) * (2 * ROWS), step = some_rows ? some_rows : 2 * ROWS;  // no two groups are cut
     for (int64_t from = 0; from < rows; from += step) some(from, from + step < rows ? from + step : rows);
 }
 
@@ -414,9 +437,7 @@ void attend_item(const Shape& s, const Layer& layer, const Item& item, const Spa
     attend_all(queries, item.count, keys, values_of(span, keys), work->asked + thread * ASKED * keys.blocks(), turning);
     for (int64_t n = 0; rounded.count && n < item.count; n++) {
         const int64_t at = queries[n].to - work->mixed, row = at / (s.heads * s.head_dim), first = at % (s.heads * s.head_dim) / BLOCK;
-        for (int64_t b = 0; b < s.head_dim / BLOCK; b++)
-            quantise_block_of(queries[n].to + b * BLOCK, first + b, s.heads * s.head_dim / BLOCK, row - rounded.first, rounded.count,
-                              layer.output.activations, work->x);
+        quantise_blocks(layer.output, queries[n].to, first, first + s.head_dim / BLOCK, row - rounded.first, rounded.count, work->x);
     }
 }
 
@@ -477,7 +498,7 @@ void join(const Shape& s, const Layer& layer, const HeadInputs& head_inputs, int
             normalise(head_inputs.embedded + r * s.hidden, head_inputs.embedding_norm, s.eps, s.hidden, both);
             normalise(row, layer.attention_norm, s.eps, s.hidden, both + s.hidden);
             if (head_inputs.replaces) std::memcpy(row, both + s.hidden, s.hidden * sizeof(float));
-            quantise_row(both, 2 * s.hidden, r, rows, layer.qkv.activations, work->x);
+            quantise_row(layer.qkv, both, r, rows, work->x);
         }
     });
 }
@@ -625,6 +646,9 @@ void outrider_linear(const JoinedMatrices* w, const float* x, const float* norm,
     const int64_t size = w->parts[0].inputs;
     some.linear(*w, [&](int64_t r, Own& own) { return normed(x + r * size, norm, eps, size, own); }, y, nullptr, nullptr);
 }
+
+// See amx_bytes.
+int64_t outrider_amx_bytes(int64_t rows, int64_t inputs) { return amx_bytes(rows, inputs); }
 
 // The layers of a model over the rows of all spans; x [rows][hidden] is read and overwritten.
 // cos, sin: [rows][head_dim]; positions: [rows]; parents: [rows], a row's parent among its span's rows, or -1.

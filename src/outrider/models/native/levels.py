@@ -33,6 +33,12 @@ LEVELS = (
         _AVX512 | {"avx512_vnni"},
         "AuthenticAMD",
     ),
+    Level(
+        "x86-64-v4-amx",
+        "x86_64",
+        ("-march=x86-64-v4", "-mavx512vnni", "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+        _AVX512 | {"avx512_vnni", "amx_tile", "amx_int8", "amx_bf16"},
+    ),
     Level("x86-64-v4-vnni", "x86_64", ("-march=x86-64-v4", "-mavx512vnni"), _AVX512 | {"avx512_vnni"}),
     Level("x86-64-v4", "x86_64", ("-march=x86-64-v4",), _AVX512),
     Level("x86-64-v3-vnni", "x86_64", ("-march=x86-64-v3", "-mavxvnni"), _AVX2 | {"avx_vnni"}),

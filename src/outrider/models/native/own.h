@@ -26,11 +26,16 @@ class Own {
       public:
         // For `rows` rows; what was there before is lost.
         const Activations& fit(int64_t rows, int64_t size) {
-            const size_t blocks = static_cast<size_t>(rows * size / BLOCK);
+            const size_t blocks = static_cast<size_t>(rows * size / BLOCK) + ROWS;  // what a whole group would have may be read
             if (q_.size() < blocks) q_.resize(blocks);
             if (scale_.size() < blocks) scale_.resize(blocks);
             if (sums_.size() < blocks) sums_.resize(blocks);
-            x_ = {reinterpret_cast<int8_t*>(q_.data()), scale_.data(), sums_.data()};
+            uint8_t* amx = nullptr;
+            if (const size_t lines = static_cast<size_t>(amx_bytes(rows, size)) / LINE) {
+                if (amx_.size() < lines) amx_.resize(lines);
+                amx = amx_.data()->bytes;
+            }
+            x_ = {reinterpret_cast<int8_t*>(q_.data()), scale_.data(), sums_.data(), amx};
             return x_;
         }
         const Activations& get() const { return x_; }
@@ -39,9 +44,13 @@ class Own {
         struct alignas(LINE) Block {
             int8_t bytes[2 * BLOCK];
         };
+        struct alignas(LINE) Line {
+            uint8_t bytes[LINE];
+        };
         std::vector<Block> q_;
         std::vector<float> scale_;
         std::vector<BlockSums> sums_;
+        std::vector<Line> amx_;
         Activations x_{};
     };
 
@@ -74,14 +83,14 @@ template <class Row>
 void round_rows(const JoinedMatrices& w, int64_t rows, const Row& row, Own& own) {
     const int64_t size = w.parts[0].inputs;
     const Activations& to = own.inputs.fit(rows, size);
-    for (int64_t r = 0; r < rows; r++) quantise_row(row(r, own), size, r, rows, w.activations, to);
+    for (int64_t r = 0; r < rows; r++) quantise_row(w, row(r, own), r, rows, to);
 }
 
 // A block of what `down` reads, of one of `rows` rows.
 void round_gated(const float* gate, const float* up, const JoinedMatrices& down, int64_t block, int64_t row, int64_t rows, const Activations& to) {
     float mixed[BLOCK];
     gated(gate, up, BLOCK, mixed);
-    quantise_block_of(mixed, block, down.parts[0].inputs / BLOCK, row, rows, down.activations, to);
+    quantise_blocks(down, mixed, block, block + 1, row, rows, to);
 }
 
 // All rows of a pass, whose products the threads share by their outputs. Who has outputs makes of them what the next product reads,
@@ -172,7 +181,7 @@ struct SharedRows {
 
     template <class Row>
     void round(const JoinedMatrices& w, const Row& row) const {
-        each([&](int64_t r) { quantise_row(row(r, Own::of_this_thread()), w.parts[0].inputs, r, count, w.activations, work->x); });
+        each([&](int64_t r) { quantise_row(w, row(r, Own::of_this_thread()), r, count, work->x); });
     }
 
     // Threads share [0, shares): some(rounded rows, begin, end). Few rows are rounded by each of them.

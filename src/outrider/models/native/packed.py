@@ -15,7 +15,7 @@ from outrider.models.native import structs
 from outrider.models.native.library import library
 from outrider.models.quant import Quantised
 
-TILE, BLOCK = 16, 32  # outputs of a tile, inputs of a block: as in kernels.cpp
+TILE, BLOCK, ROWS = 16, 32, 8  # outputs of a tile, inputs of a block, rows of a group: as in kernels.cpp
 WORDS = 16  # bits of activations where nothing else is asked for: with 8 half of the greedy texts change (kernels.cpp)
 LARGE = 1 << 17  # bytes: from this size on a matrix is put into large pages; smaller ones stay in the processor's cache
 ARENA = Arena()
@@ -125,12 +125,17 @@ class PackedWorkspace:
 
 def activations(rows: int, inputs: int, prefix: str = "") -> dict[str, Tensor]:
     """Memory for the rounded inputs of a product."""
-    blocks = inputs // BLOCK
-    return {
+    blocks, over = inputs // BLOCK, ROWS * 6  # what a whole group of rows would have may be read
+    found = {
         f"{prefix}q": torch.empty(rows, 2 * inputs, dtype=torch.int8),
-        f"{prefix}scale": torch.empty(rows, blocks),
-        f"{prefix}sums": torch.empty(rows, blocks, 6),
+        f"{prefix}scale": torch.zeros(rows * blocks + over),
+        f"{prefix}sums": torch.zeros(rows * blocks * 6 + over),
     }
+    kernels = library()
+    kernels.outrider_amx_bytes.restype = ctypes.c_int64
+    if size := kernels.outrider_amx_bytes(ctypes.c_int64(rows), ctypes.c_int64(inputs)):
+        found[f"{prefix}amx"] = torch.zeros(size, dtype=torch.uint8)
+    return found
 
 
 def use_torch_threads() -> None:

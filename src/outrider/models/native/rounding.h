@@ -166,17 +166,20 @@ QuantiseFunction quantise_function(int64_t rows, int64_t bits) {
     }
 }
 
-// One of the `rows` rows of a pass, in 16 bits or 8.
-void quantise_row(const float* x, int64_t inputs, int64_t row, int64_t rows, int64_t bits, const Activations& to) {
-    const int64_t blocks = inputs / BLOCK, first = row / ROWS * ROWS, step = group_rows(first, rows);
-    int64_t at = first * blocks + row - first;
-    const QuantiseFunction quantise = quantise_function(step, bits);
-    const float range = bits == 8 ? MOST_BYTE : MOST;
-    for (int64_t b = 0; b < blocks; b++, at += step) quantise(x + b * BLOCK, range, to.q + at * 2 * BLOCK, to.scale + at, to.sums + at);
+// Blocks [begin, end) of one of the `rows` rows of a pass, as products with `w` read them; `x`: from the first of them on.
+void quantise_blocks(const JoinedMatrices& w, const float* x, int64_t begin, int64_t end, int64_t row, int64_t rows, const Activations& to) {
+    const int64_t blocks = w.parts[0].inputs / BLOCK, first = row / ROWS * ROWS, step = group_rows(first, rows);
+    const QuantiseFunction quantise = quantise_function(step, w.activations);
+    const float range = w.activations == 8 ? MOST_BYTE : MOST;
+    for (int64_t b = begin; b < end; b++, x += BLOCK) {
+        const int64_t at = first * blocks + b * step + row - first;
+        quantise(x, range, to.q + at * 2 * BLOCK, to.scale + at, to.sums + at);
+#if AMX
+        if (to.amx) store_amx(w, to.q + at * 2 * BLOCK, b, blocks, row, rows, to.amx);
+#endif
+    }
 }
 
-// One block of it.
-void quantise_block_of(const float* x, int64_t block, int64_t blocks, int64_t row, int64_t rows, int64_t bits, const Activations& to) {
-    const int64_t first = row / ROWS * ROWS, step = group_rows(first, rows), at = first * blocks + block * step + row - first;
-    quantise_function(step, bits)(x, bits == 8 ? MOST_BYTE : MOST, to.q + at * 2 * BLOCK, to.scale + at, to.sums + at);
+void quantise_row(const JoinedMatrices& w, const float* x, int64_t row, int64_t rows, const Activations& to) {
+    quantise_blocks(w, x, 0, w.parts[0].inputs / BLOCK, row, rows, to);
 }

@@ -259,6 +259,9 @@ ALWAYS_INLINE void store_sums(const Matrix& w, int64_t tile, int64_t row, int64_
 #if VNNI && PAIRED
 #include "many.h"
 #endif
+#if AMX
+#include "amx.h"
+#endif
 
 // One tile, or the two of a record: `count`.
 template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, bool BYTES>
@@ -272,8 +275,12 @@ void tile_all(const Matrix& w, int64_t tile, int64_t count, const Activations& x
         }
 #endif
     __m512 sums[MOST_TILES][ROWS];
-    for (int64_t row = some.begin; row < some.end; row += ROWS) {
-        const int64_t rows = group_rows(row, some.all);
+    for (int64_t row = some.begin, rows; row < some.end; row += rows) {
+#if AMX
+        rows = amx_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES>(w, tile, count, x, row, some, y, add, stride);
+        if (rows) continue;
+#endif
+        rows = group_rows(row, some.all);
         tile_some<BITS, GROUP, MINIMUM, SUPERS, BYTES>(w, tile, x, row, rows, sums);
         for (int64_t t = 0; t < count; t++)
             store_sums(w, tile + t, row, rows, sums[(tile + t) % MOST_TILES], y + t * TILE, add ? add + t * TILE : nullptr, stride);
