@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from outrider import LLM, OutriderError, SamplingParams
-from outrider.backends.base import BackendBusy, BackendLoad
+from outrider.backends.base import BackendBusy, BackendLoad, Stream
 from outrider.core.adapter import AdapterMix
 from outrider.core.request import Chunk, Request, Result
 from outrider.core.sequence import Token
@@ -163,6 +163,90 @@ class TestTakingIn:
         with pytest.raises(Busy, match="try again later") as caught:
             asyncio.run(heard(over_the_wire(frames[-1])))
         assert (caught.value.status, "retry-after" in caught.value.headers) == (429, True)
+
+
+class TestPace:
+    """Many streams at once: fewer, longer chunks, and nothing is lost or late."""
+
+    @pytest.fixture
+    def streams(self):
+        return [Stream(lambda: None, 3) for _ in range(100)]
+
+    @pytest.fixture
+    def session(self, streams):
+        class Open:
+            tokenizer = None
+
+            def submit(self, request):
+                return streams[int(request.prompt)]
+
+            def load(self):
+                return BackendLoad()
+
+        class Frames(list):
+            send = list.append
+
+        self.now, self.frames = 1.0, Frames()
+        session = Session(self.frames, Open(), clock=lambda: self.now)
+        fit = {"pieces": False, "clip": False, "truncate": 0}
+        for id in range(len(streams)):
+            session.hear({"submit": id, "request": wire.request_to_json(Request(str(id))), "fit": fit})
+        while len(self.told("accepted")) < len(streams):
+            session.send()
+        return session
+
+    def told(self, kind):
+        return [each for frame in self.frames for each in frame.get(kind, ())]
+
+    def texts(self):
+        texts = {}
+        for id, (text, *_) in self.told("chunks"):
+            texts[id] = texts.get(id, "") + text
+        return texts
+
+    def test_chunks_wait_and_become_longer_and_ends_do_not(self, session, streams):
+        def step(text):
+            for stream in streams:
+                stream.put(Chunk(text, (Token(1),)))
+
+        step("a")
+        session.send()
+        assert len(self.told("chunks")) == 100  # the first ones at once
+        for text in "bcd":
+            step(text)
+            session.send()
+            assert len(self.told("chunks")) == 100
+        streams[7].finish(Result("abcd", [1] * 4, "stop", None, Stats(), [1]))
+        session.send()
+        assert self.told("chunks")[100:] == [[7, ["bcd", [1, 1, 1], 0, None]]]
+        assert [id for id, _ in self.told("results")] == [7]
+        self.now += 0.1  # now the others are due
+        session.send()
+        assert len(self.told("chunks")) == 200
+        assert self.texts() == dict.fromkeys(range(100), "abcd")
+        step("e")
+        self.now += 0.1
+        session.send()
+        assert self.texts()[0] == "abcde"
+
+    def test_few_streams_do_not_wait(self, session, streams):
+        for text in "abc":
+            for stream in streams[:4]:
+                stream.put(Chunk(text, (Token(1),)))
+            session.send()
+            self.now += 0.001
+        assert [text for _, (text, *_) in self.told("chunks")] == [*"aaaa", *"bbbb", *"cccc"]
+
+    def test_none_waits_for_long(self, session, streams):
+        for stream in streams * 20:
+            stream.put(Chunk("x", (Token(1),)))
+            session.send()
+            self.now += 1e-6
+        for stream in streams:
+            stream.put(Chunk("y", (Token(1),)))
+        self.now += 0.05
+        session.send()
+        assert all(text.endswith("y") for text in self.texts().values())
 
 
 class TestTokenBytes:

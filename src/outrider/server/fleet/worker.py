@@ -3,7 +3,7 @@
     python -m outrider.server.fleet.worker FD
 
 A thread reads what the server says, a few take requests in, the main one sends: whatever came since the last frame goes
-into one. When the server is gone the process ends.
+into one, as often as the server can follow (pace.py). When the server is gone the process ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any, Protocol
@@ -30,6 +31,7 @@ from outrider.core.request import Request, Token, joined
 from outrider.models.token_bytes import TokenBytes
 from outrider.server import tools
 from outrider.server.fleet import wire
+from outrider.server.fleet.pace import Pace
 from outrider.settings import from_mapping
 
 _logger = logging.getLogger("outrider.worker")
@@ -69,14 +71,19 @@ class Sender(Protocol):
 class Session:
     """The requests of one worker."""
 
-    def __init__(self, link: Sender, backend: Backend, farewell: float = 0.0) -> None:
+    def __init__(
+        self, link: Sender, backend: Backend, farewell: float = 0.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`farewell`: seconds in which the backend may write down what it keeps; 0: it keeps nothing."""
         self._link, self._backend, self._farewell = link, backend, farewell
+        self._pace = Pace(clock)
         self._news: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
         self._streams: dict[int, Stream] = {}
         self._coming: set[int] = set()  # requests that are being taken in
         self._cancelled: set[int] = set()  # those of them that nobody wants any more
         self._showing: set[int] = set()  # requests that want the text of every token
+        self._silent: set[int] = set()  # streams of which the server has no chunk yet
+        self._woken: set[int] = set()  # streams that have something, as the sending thread knows or will hear
         self._takers = ThreadPoolExecutor(TAKERS, "outrider-taker")
         self._long_taker = ThreadPoolExecutor(1, "outrider-long-taker")
         self._loaders = ThreadPoolExecutor(LOADERS, "outrider-adapter-reader")
@@ -106,26 +113,30 @@ class Session:
             self._loaders.submit(self._change_adapter, message)
 
     def send(self) -> str:
-        """Wait for news, and send all there are as one frame; without any, a frame with the load alone.
+        """Wait for news, and send those that are due as one frame; without any, a frame with the load alone.
 
         Why the backend has stopped for good, once every request has heard of it; "" while it has not.
         """
         news = self._wait()
+        ready = self._pace.release((id for kind, id, _ in news if kind == "woken"), self._urgent)
+        told = [each for each in news if each[0] != "woken"]
+        if news and not ready and not told:  # all of them wait
+            return ""
         load = self._backend.load()
         frame: dict[str, Any] = {"load": asdict(load)}
-        for kind, id, content in news:
-            if kind != "woken":
-                frame.setdefault(kind, []).append([id, content])
-        for id in dict.fromkeys(id for kind, id, _ in news if kind == "woken"):
+        for kind, id, content in told:
+            frame.setdefault(kind, []).append([id, content])
+        for id in ready:
             self._empty(id, frame)
+        self._pace.sent(len(frame.get("chunks", ())))
         self._link.send(frame)
         with self._lock:
             return "" if self._streams or self._coming else load.fault
 
     def _wait(self) -> list[tuple[str, int, Any]]:
-        news = []
+        news, due = [], self._pace.wait
         with contextlib.suppress(queue.Empty):
-            news.append(self._news.get(timeout=BEAT))
+            news.append(self._news.get(timeout=BEAT if due is None else min(due, BEAT)))
             while True:
                 news.append(self._news.get_nowait())
         return news
@@ -186,13 +197,25 @@ class Session:
     def _accept(self, id: int, stream: Stream, pieces: bool) -> None:
         with self._lock:
             self._streams[id] = stream
+            self._silent.add(id)
             if pieces:
                 self._showing.add(id)
         cancelled = self._came(id)
         self._news.put(("accepted", id, stream.prompt_tokens))
-        stream.watch(lambda: self._news.put(("woken", id, None)))
+        stream.watch(lambda: self._wake(id, stream))
         if cancelled:
             stream.cancel()
+
+    def _wake(self, id: int, stream: Stream) -> None:
+        """It has something; called by the backend's thread. What waits anyway is told again at its end alone."""
+        if id not in self._woken or stream.done:
+            self._woken.add(id)
+            self._news.put(("woken", id, None))
+
+    def _urgent(self, id: int) -> bool:
+        """Whether its chunks wait for nobody: it begins, or has ended."""
+        stream = self._streams.get(id)
+        return stream is None or stream.done or id in self._silent
 
     def _came(self, id: int) -> bool:
         """The request is taken in, or refused; whether it was cancelled meanwhile."""
@@ -213,10 +236,13 @@ class Session:
     def _empty(self, id: int, frame: dict[str, Any]) -> None:
         """All that a stream has."""
         stream = self._streams.get(id)
+        self._woken.discard(id)  # before it is emptied: what comes later is told
         if stream is None:
             return
         ended = stream.done  # looked at first: what came before the end is in the chunks
         chunks = joined(stream.take())
+        if chunks:
+            self._silent.discard(id)
         if id in self._showing:
             self._show((token for chunk in chunks for token in chunk.tokens), frame)
         frame.setdefault("chunks", []).extend([id, wire.chunk_to_json(chunk)] for chunk in chunks)
@@ -238,6 +264,7 @@ class Session:
         with self._lock:
             del self._streams[id]
             self._showing.discard(id)
+            self._silent.discard(id)
 
     def _show(self, tokens: Any, frame: dict[str, Any]) -> None:
         """The bytes of tokens that the server has not seen yet: valid text as text, parts of characters as numbers."""
