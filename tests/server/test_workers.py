@@ -28,6 +28,7 @@ from outrider.models.token_bytes import TokenBytes
 from outrider.server.errors import Busy, Failed, Gone
 from outrider.server.fleet import wire
 from outrider.server.fleet.limits import WorkerLimits
+from outrider.server.fleet.pace import Pace
 from outrider.server.fleet.spec import LaunchSpec, settings_as_dict
 from outrider.server.fleet.supervisor import Process, Worker
 from outrider.server.fleet.worker import GRAMMAR_WEIGHT, LONG, Session
@@ -236,6 +237,19 @@ class TestPace:
             session.send()
             self.now += 0.001
         assert [text for _, (text, *_) in self.told("chunks")] == [*"aaaa", *"bbbb", *"cccc"]
+
+    def test_short_answers_do_not_hold_up_a_long_one(self):
+        now, waited = 0.0, []
+        pace = Pace(lambda: now)
+        pace.sent(10)
+        for step in range(200):  # 10 answers end in each ms: more than a server can pass on
+            ended = range(1 + 10 * step, 11 + 10 * step)
+            ready = pace.release([0, *ended], ended.__contains__)
+            assert set(ready) >= set(ended)
+            pace.sent(len(ready))
+            waited.append(0 if 0 in ready else waited[-1] + 1 if waited else 1)
+            now += 0.001
+        assert 10 < max(waited) <= 51
 
     def test_none_waits_for_long(self, session, streams):
         for stream in streams * 20:

@@ -13,19 +13,20 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import safetensors.torch
 import torch
 from small_adapters import write_adapter
 
-from outrider import LLM, SamplingParams
+from outrider import LLM, OutriderError, SamplingParams
 from outrider.cli import main
 from outrider.drafters.heads import files as heads
 from outrider.models.adapters import files
 from outrider.models.base import Feed
 from outrider.models.load import LoadOptions, load
-from outrider.train import checkpoint, eagle, kinds, medusa, results, run
+from outrider.train import checkpoint, eagle, grow, kinds, medusa, results, run
 from outrider.train.adapted import fold, named
 from outrider.train.data.batches import TextBatch
 from outrider.train.data.corpus import FOLDER, CorpusFolder
@@ -497,5 +498,8 @@ def test_a_trained_head_grows(learned, calm_folder, prompt_file, tmp_path, capsy
     ):
         assert train("eagle", calm_folder, tmp_path / "bad", *more, *bad, how=FEW) == 2
         assert said in " ".join(capsys.readouterr().err.split())
+    normed = eagle.EagleHead(replace(head.config, norm_joined=True, layers=reads[:1]))
+    with pytest.raises(OutriderError, match="--reads cannot add"):
+        grow.grown(normed, 0, reads, target.num_layers)
     assert train("medusa", calm_folder, tmp_path / "bad", *few, "--temperature", 0.5, how=FEW) == 2
     assert "--temperature is for EAGLE heads" in " ".join(capsys.readouterr().err.split())

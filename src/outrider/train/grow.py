@@ -23,6 +23,8 @@ def grown(head: EagleHead, inner: int, reads: Seq[int], blocks: int) -> EagleHea
     missing = [block for block in config.layers if block not in reads]
     if missing or (config.first and reads):
         raise OutriderError(f"--reads must name all blocks that the head of --begin reads: {config.layers}")
+    if config.norm_joined and reads != config.layers:  # another root mean square: it would not begin as good as it was
+        raise OutriderError("--reads cannot add to a head that norms all its states together (norm_before_fc)")
     if not all(0 <= block < blocks for block in reads):
         raise OutriderError(f"a head cannot read blocks {reads}: the target has {blocks} blocks")
     ids = None if head.writes_all else head.draft_ids

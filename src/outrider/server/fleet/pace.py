@@ -7,6 +7,7 @@ become longer meanwhile. The first chunk of an answer and its end wait for nobod
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 CHUNK_SECONDS = 2e-4  # after each chunk sent: the server takes 75 to 115 us for one (docs/LOG.md), and has other work
@@ -18,20 +19,30 @@ class Pace:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._due = clock, 0.0
+        self._latest = math.inf  # when the first of those that wait has waited for long enough
         self._held: dict[int, None] = {}  # streams that have something and wait
 
     @property
     def wait(self) -> float | None:
         """Seconds until something is due; None where nothing waits."""
-        return max(0.0, self._due - self._clock()) if self._held else None
+        return max(0.0, min(self._due, self._latest) - self._clock()) if self._held else None
 
     def release(self, woken: Iterable[int], urgent: Callable[[int], bool]) -> list[int]:
-        """Those that are emptied now, of the ones that wait and the ones that have just been woken."""
-        self._held.update(dict.fromkeys(woken))
-        due = self._clock() >= self._due
-        found = [id for id in self._held if due or urgent(id)]
+        """Those that are emptied now, of the ones that wait and the ones that have just been woken.
+
+        One that has become urgent must be woken again.
+        """
+        news = dict.fromkeys(woken)
+        self._held.update(news)
+        now = self._clock()
+        due = now >= min(self._due, self._latest)
+        found = list(self._held) if due else [id for id in news if urgent(id)]
         for id in found:
             del self._held[id]
+        if not self._held:
+            self._latest = math.inf
+        elif self._latest == math.inf:
+            self._latest = now + LONGEST_WAIT
         return found
 
     def sent(self, chunks: int) -> None:
