@@ -460,7 +460,7 @@ class TestModels:
 
 
 def unpacked_row(page, place, size):
-    """The key and the value at one place of a page of 8 bits, [layers, heads, size] each, as kernels.cpp has them."""
+    """The key and the value at one place of a page of 8 bits, [layers, heads, size] each, as kept.h has them."""
     layers, heads, _, _ = page.shape
     width = -(-size // 32) * 32
     numbers, scales = page[..., : 32 * width], page[..., 32 * width :].view(torch.float32)

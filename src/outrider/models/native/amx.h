@@ -63,31 +63,27 @@ inline bool usable() {
     return is;
 }
 
-// The registers are this thread's while one of these lives: others (torch) may use them in between.
+// The registers are this thread's while one of these lives, of which there is one at a time: others (torch) may use them in between.
 class Registers {
   public:
     explicit Registers(bool wanted) : wanted_(wanted) {
-        if (wanted_ && !depth()++) configure();
+        if (wanted_) configure();
     }
     ~Registers() {
-        if (wanted_ && !--depth()) release();
+        if (wanted_) release();
     }
     Registers(const Registers&) = delete;
     Registers& operator=(const Registers&) = delete;
 
   private:
-    static int& depth() {
-        static thread_local int depth = 0;
-        return depth;
-    }
     bool wanted_;
 };
 
 }  // namespace amx
 
 constexpr int64_t BRAIN_ROWS = 16;       // rows that are multiplied together as bfloat16
-constexpr int64_t LEAST_BRAIN_ROWS = 9;  // rows from which on that is faster than bytes
-constexpr int64_t LEAST_AMX_ROWS = 3;    // rows from which on bytes are faster here than in vector registers
+constexpr int64_t LEAST_BRAIN_ROWS = 9;  // rows from which on that is reckoned to be faster than bytes (LOG, 2026-11-19, AMX)
+constexpr int64_t LEAST_AMX_ROWS = 3;    // rows from which on bytes are reckoned to be faster here than in vector registers (the same)
 constexpr int64_t MOST_BRAINS = 128;     // rows that share one reading of the weights: their sums with a tile are 8 KiB
 constexpr int64_t BRAIN_CHUNK = 24;      // blocks of weights that stay near, in 27 KiB of a first cache of 48
 constexpr int64_t AMX_BLOCK = 128;       // bytes of a block of one row in each of the two forms

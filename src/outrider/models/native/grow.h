@@ -1,5 +1,5 @@
 // Trees of a draft that grow where a head is confident: the nodes that drafters/eagle/tree.py keeps, in the same order.
-// kernels.cpp includes this, and runs the head.
+// kernels.cpp includes this; head.h runs the head.
 //
 // A node under which nothing can be kept is not followed. That changes no tree: a child is less likely reached than its
 // parent, so whatever would come below such a node ranks after the nodes that are kept.

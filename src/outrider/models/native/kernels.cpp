@@ -420,7 +420,7 @@ struct Rounded {
 };
 
 // Whether the outputs of a head are whole blocks and records of two tiles, so that a thread can take heads.
-bool whole_heads(const Shape& s) { return s.head_dim % BLOCK == 0; }
+bool whole_heads(int64_t head_dim) { return head_dim % BLOCK == 0; }
 
 void attend_item(const Shape& s, const Layer& layer, const Item& item, const Span& span, int64_t index, int64_t all, Rounded rounded,
                  int64_t thread, int64_t job, const Work* work) {
@@ -555,7 +555,7 @@ void run_shared(const LayerPass& pass, int64_t span_count, const HeadInputs* hea
     const Shape& s = pass.s;
     std::vector<Item> items = attention_items(s, pass.spans, span_count);
     std::vector<Span> ends(pass.spans, pass.spans + span_count);
-    SharedRows some = {0, pass.rows, pass.work, adapted, 0, whole_heads(s)};
+    SharedRows some = {0, pass.rows, pass.work, adapted, 0, whole_heads(s.head_dim)};
     float* x = pass.x;
     for (int64_t index = 0; index < s.layers; index++) {
         some.index = index;

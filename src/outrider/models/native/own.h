@@ -118,7 +118,7 @@ struct SharedRows {
     template <class Row, class Store>
     void heads(const JoinedMatrices& w, const Row& row, int64_t head_dim, float* y, const Store& store) const {
         const int64_t tiles = head_dim / TILE, all = w.outputs / head_dim;
-        if (head_dim % BLOCK || Added{adapted, index, &AdapterLayer::qkv}.some()) {
+        if (!whole_heads(head_dim) || Added{adapted, index, &AdapterLayer::qkv}.some()) {
             linear(w, row, y, nullptr, &AdapterLayer::qkv);
             return each([&](int64_t r) {
                 for (int64_t head = 0; head < all; head++) store(r, head);

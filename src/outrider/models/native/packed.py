@@ -171,13 +171,14 @@ def _kind(m: Quantised) -> tuple[int, int, int, bool, bool]:
 def _tiles(m: Quantised) -> dict[str, Tensor]:
     """The tensors of a matrix as the kernels read them, under the structure's names."""
     outputs, inputs = m.q.shape
+    blocks = inputs // BLOCK
     # [tile, lane, block, vector, 4] -> [tile, block, vector, lane, 4]
-    q = m.q.view(outputs // TILE, TILE, inputs // BLOCK, 8, 4).permute(0, 2, 3, 1, 4)
+    q = m.q.view(outputs // TILE, TILE, blocks, 8, 4).permute(0, 2, 3, 1, 4)
     q = (q[:, :, :4] | (q[:, :, 4:] << 4)) if m.bits == 4 else q
-    groups = [_even(_lanes(each)) for each in (m.scales, m.minimums) if each is not None]
+    groups = [_lanes(each).unflatten(1, (blocks, -1)) for each in (m.scales, m.minimums) if each is not None]
     supers = {"super_scales": m.super_scales, "super_minimums": m.super_minimums}
     found = {name: _even(_lanes(each)) for name, each in supers.items() if each is not None}
-    return {"records": _records([_even(q), *groups], inputs // BLOCK), **found}
+    return {"records": _records([_even(each) for each in (q, *groups)]), **found}
 
 
 def _even(tiles: Tensor) -> Tensor:
@@ -185,11 +186,15 @@ def _even(tiles: Tensor) -> Tensor:
     return torch.cat([tiles, torch.zeros_like(tiles[:1])]) if len(tiles) % 2 else tiles
 
 
-def _records(parts: Sequence[Tensor], blocks: int) -> Tensor:
-    """[pair of tiles, block, bytes] of parts [tile, ...], in each of which the blocks follow one another: of each block
-    the bytes of both tiles in the first part, then in the next."""
-    sides = [part.reshape(len(part) // 2, 2, blocks, -1).view(torch.uint8) for part in parts]
-    return torch.cat([side.transpose(1, 2).flatten(2) for side in sides], 2)
+def _records(parts: Sequence[Tensor]) -> Tensor:
+    """[pair of tiles, block, bytes] of parts [tile, block, ...]: of each block the bytes of both tiles in the first
+    part, then in the next. Copied once: an output matrix may have half a gigabyte."""
+    pairs, blocks = len(parts[0]) // 2, parts[0].shape[1]
+    sizes = [2 * part[0, 0].nbytes for part in parts]
+    records = torch.empty(pairs, blocks, sum(sizes), dtype=torch.uint8)
+    for part, place in zip(parts, records.split(sizes, 2), strict=True):
+        place.view(part.dtype).unflatten(2, (2, *part.shape[2:])).copy_(part.unflatten(0, (pairs, 2)).transpose(1, 2))
+    return records
 
 
 def _placed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

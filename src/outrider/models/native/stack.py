@@ -18,8 +18,8 @@ from outrider.models.stack import Layer, Pass, StackConfig
 
 KEYS = 16  # keys whose scores are taken together; the same number as in kernels.cpp
 TOGETHER = 12  # queries that share one reading of keys and values; the same number as in kernels.cpp
-ASKED = 6  # queries in 16 bits that are multiplied together with keys of 8; the same number as in kernels.cpp
-ASKED_BYTES = 76  # of a block of such a query: 32 numbers, a scale, two sums
+ASKED = 6  # queries in 16 bits that are multiplied together with keys of 8; the same number as in attention.h
+ASKED_BYTES = 76  # of a block of such a query: 32 numbers, a scale, two sums; AskedBlock of asked.h
 # Passes in a row whose sequences are shorter than an eighth of the buffers' length, after which these are made anew: a
 # prompt of 128k tokens leaves half a GB. Enough that turns of long and short sequences do not allocate each time.
 SHORT_PASSES = 256
