@@ -95,6 +95,19 @@ def test_what_a_benchmark_cannot_honour_of_a_file_is_refused(tmp_path, capsys, t
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [("", "load_timeout must be more than 0"), ("backend: vllm", "--backend is not for whole calls of batches")],
+)
+def test_a_config_file_goes_with_batches(tmp_path, capsys, tiny_folder, said, why):
+    """Our own engine is what batches are measured of; only another backend is refused."""
+    file = tmp_path / "c.yaml"
+    file.write_text(f"model: {tiny_folder}\n{said}\n")
+    args = ("--batches", "1", "--load-timeout", "0", "--output", str(tmp_path / "out"))
+    assert main(["bench", "--config", str(file), *args]) == 2
+    assert why in " ".join(capsys.readouterr().err.split())
+
+
 def test_our_own_engine_is_measured_as_the_file_says(tmp_path, capsys, tiny_folder):
     file = tmp_path / "c.yaml"
     file.write_text(f"model: {tiny_folder}\nquantize: int8\npace: false\nthreads: 1\nsampling: {{temperature: 0.7}}\n")

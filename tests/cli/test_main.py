@@ -120,7 +120,7 @@ def test_ctrl_c(outrider, monkeypatch):
 @pytest.mark.parametrize("package", ["uvicorn", "httptools"])  # without the latter, headers had no bound of time
 def test_without_the_servers_packages_one_line_says_what_to_install(outrider, monkeypatch, args, package):
     monkeypatch.setitem(sys.modules, package, None)
-    needs = f"a server needs {package}, not installed for this Python: pip install 'outrider[server]'"
+    needs = f"a server needs {package}, not installed for this Python: pip install '.[server]' in a checkout"
     assert_refused(outrider(*args), needs)
 
 

@@ -116,7 +116,7 @@ def test_without_matplotlib_the_rest_is_written(outrider, tiny_folder, tmp_path,
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = outrider("profile", "-m", tiny_folder, *QUICK, "--output", tmp_path)
     assert done.code == 0
-    assert "pip install 'outrider[plot]'" in done.err
+    assert "pip install '.[plot]' in a checkout" in done.err
     assert {file.name for file in tmp_path.iterdir()} == {"profile.json", "profile.md"}
 
 

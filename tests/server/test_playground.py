@@ -19,7 +19,7 @@ from outrider.server.faces import playground
 from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.options import ServerOptions
 
-api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'outrider[test]'")
+api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install '.[test]'")
 expect = api.expect
 
 PROMPT = "the red fox and the blue fox count the stars and the red fox and the blue fox count"

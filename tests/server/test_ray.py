@@ -219,7 +219,7 @@ def refusal(*args):
 
 @pytest.mark.ray
 def test_the_extra_installs_what_runs_here():
-    """`pip install 'outrider[ray]'`, which `make` has given as a part of the extra `test`."""
+    """`pip install '.[ray]'`, which `make` has given as a part of the extra `test`."""
     wanted = [Requirement(line) for line in requires("outrider")]
     extra = [each for each in wanted if each.marker and each.marker.evaluate({"extra": "ray"})]
     plain = [each for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})]
@@ -232,7 +232,7 @@ def test_the_extra_installs_what_runs_here():
 
 def test_without_ray_one_line_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
-    assert "pip install 'outrider[ray]'" in refusal("--ray")
+    assert "pip install '.[ray]' in a checkout" in refusal("--ray")
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def write(report: dict[str, Any], folder: Path) -> list[str]:
     try:
         from outrider.bench.matrix_plot import draw
     except ModuleNotFoundError:
-        return ["no matrix.png: matplotlib is not installed (pip install 'outrider[plot]')"]
+        return ["no matrix.png: matplotlib is not installed (pip install '.[plot]' in a checkout)"]
     draw(report, folder / "matrix.png")
     return []
 

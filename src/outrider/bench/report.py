@@ -113,7 +113,7 @@ def write(report: Report, folder: Path) -> list[str]:
     try:
         from outrider.bench.plot import draw
     except ModuleNotFoundError:
-        return ["no report.png: matplotlib is not installed (pip install 'outrider[plot]')"]
+        return ["no report.png: matplotlib is not installed (pip install '.[plot]' in a checkout)"]
     draw(report, folder / "report.png")
     return []
 

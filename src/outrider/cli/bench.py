@@ -28,7 +28,7 @@ from outrider.core.errors import OutriderError
 from outrider.core.option import option
 from outrider.core.params import SamplingParams
 from outrider.models import sources
-from outrider.settings import BACKENDS, VLLM_DEFAULTS, Config, Settings
+from outrider.settings import BACKENDS, DTYPES, VLLM_DEFAULTS, Config, Settings
 
 OWN = ("dtype", "quantize", "kv", "activations", "pace", "piece", "cache_memory")  # settings that one stream can feel
 
@@ -75,9 +75,13 @@ class BenchOptions(BatchOptions, WorkloadOptions):
         None, "The source tree to build: llama.cpp's or ik_llama.cpp's.", shown="an sdist", panel=WHAT
     )
     instructions: str = option(
-        "native", f"Of our kernels and of the peers built here: {', '.join(INSTRUCTIONS)}.", panel=WHAT
+        "native",
+        f"Instruction set for our kernels and for peers built here: {', '.join(INSTRUCTIONS)}.",
+        panel=WHAT,
     )
-    output: Path | None = option(None, "Folder.", flags=("--output", "-o"), shown="./outrider-bench-DATE")
+    output: Path | None = option(
+        None, "Folder for the report.", flags=("--output", "-o"), shown="./outrider-bench-DATE"
+    )
     quick: bool = option(False, "One prompt of each kind, 48 tokens, one round: under three minutes.")
 
     def sized(self, name: str) -> Any:
@@ -92,7 +96,7 @@ SETTINGS = options.settings(
     "dtype",
     "threads",
     device={"help": "cpu or cuda: on a GPU whole calls of batches are measured.", "panel": "", "shown": "cpu"},
-    dtype={"help": "Data type of our own engine, as with generate.", "panel": ""},
+    dtype={"help": f"Data type of our own engine: {', '.join(DTYPES)}.", "panel": ""},
     threads={"help": "CPU threads of every engine; 0: one per core.", "panel": ""},
 )
 WORKLOAD = fields(

@@ -22,6 +22,7 @@ from outrider.bench import (
 from outrider.bench.peers import OURS, Peer, choose
 from outrider.bench.plan import interpreters
 from outrider.cli import options
+from outrider.cli.options import DEFAULT
 from outrider.cli.screen import bar, note
 from outrider.core.errors import OutriderError
 from outrider.core.option import option
@@ -44,11 +45,13 @@ class BatchOptions:
     parts: str | None = option(
         None, f"What is measured, with commas between: {', '.join(PARTS)}.", shown=PARTS[0], panel=DEVICE
     )
-    single: int | None = option(None, "Prompts that every batch size answers, at least.", shown="24", panel=DEVICE)
+    single: int | None = option(None, "Least number of prompts for each batch size.", shown="24", panel=DEVICE)
     warm_up: float = option(
-        60.0, "Seconds of all warm-up calls, of batches above 1; what has had none is marked.", panel=DEVICE
+        60.0,
+        "Total seconds for warm-up calls (batches above 1 only); modes without one are marked.",
+        panel=DEVICE,
     )
-    seconds: float = option(0.0, "No turn begins later, loading included; 0: all do.", panel=DEVICE)
+    seconds: float = option(0.0, "Start no turn after this many seconds, loading included; 0: no limit.", panel=DEVICE)
     load_timeout: float = option(600.0, "Seconds after which a mode that has not loaded is left out.", panel=DEVICE)
     load_at_once: int = option(
         0, "Modes that load at the same time.", shown="one for each core on a GPU, one on a CPU", panel=DEVICE
@@ -144,7 +147,8 @@ def _parts(given: str | None, settings: Settings) -> list[str]:
 
 def _plan(own: Any, settings: Settings, changed: Mapping[str, Any], output: Path) -> batches.BatchPlan:
     for name in ELSEWHERE:
-        if getattr(own, name):
+        given = getattr(own, name)
+        if given and given != (DEFAULT.backend,):  # which a config file always names
             flag = "--" + name.replace("_", "-")
             raise OutriderError(f"{flag} is not for whole calls of batches (--device cuda, --batches); leave it out")
     device = "cpu" if settings.device == "auto" else settings.device

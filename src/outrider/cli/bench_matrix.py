@@ -18,6 +18,7 @@ from outrider.cli.fields import command, fields
 from outrider.cli.options import DEFAULT
 from outrider.cli.screen import bar, note
 from outrider.core.option import option
+from outrider.settings import DEVICES, DTYPES
 
 WHERE = ("device", "dtype", "threads", "cache_memory")  # settings of every engine
 
@@ -41,8 +42,8 @@ class MatrixOptions(WorkloadOptions):
     batch: str | None = option(
         None, "Numbers of requests at once, separated by commas.", shown=FULL.batches, panel=WHAT
     )
-    device: str = option(DEFAULT.device, "As with generate.")
-    dtype: str = option(DEFAULT.dtype, "As with generate.")
+    device: str = option(DEFAULT.device, f"One of {', '.join(DEVICES)}.")
+    dtype: str = option(DEFAULT.dtype, f"One of {', '.join(DTYPES)}.")
     threads: int = option(0, "CPU threads; 0: one per core.")
     cache_memory: float = option(0.0, "GiB for keys and values of each engine; 0: a quarter of the free memory.")
     rounds: int | None = option(None, "How often each group of prompts is run.", shown=str(FULL.rounds))
@@ -50,7 +51,10 @@ class MatrixOptions(WorkloadOptions):
     control: bool = option(False, "Measure plain decoding twice: its ratio to itself shows what is noise.", panel=WHAT)
     seed: int = option(0, "Decides the order in which drafters take turns.")
     output: Path | None = option(
-        None, "Folder; a run that was stopped goes on in it.", flags=("--output", "-o"), shown="./outrider-matrix-DATE"
+        None,
+        "Folder for the report; a run that was stopped goes on in it.",
+        flags=("--output", "-o"),
+        shown="./outrider-matrix-DATE",
     )
     quick: bool = option(False, "One prompt of each kind, 48 tokens, one round, 1 and 4 at once.")
 

@@ -22,6 +22,7 @@ from outrider.cli.screen import bar, note
 from outrider.cli.serve import check_installed
 from outrider.core.errors import OutriderError
 from outrider.core.option import option
+from outrider.settings import DEVICES, DTYPES
 
 SERVER, WHAT = "Server", "What is measured"
 OWN = ("device", "dtype", "cache_memory")  # settings of a server of our own
@@ -57,24 +58,28 @@ class BenchServeOptions(WorkloadOptions):
     )
     api_key: str = option("", "For --url.", env="OUTRIDER_API_KEY", shown=False, panel=SERVER)
     threads: int = option(0, "CPU threads of our own server; 0: one per core.", panel=SERVER)
-    device: str = option(DEFAULT.device, "As with generate, for our own server.", panel=SERVER)
-    dtype: str = option(DEFAULT.dtype, "As with generate, for our own server.", panel=SERVER)
+    device: str = option(DEFAULT.device, f"Of our own server: one of {', '.join(DEVICES)}.", panel=SERVER)
+    dtype: str = option(DEFAULT.dtype, f"Of our own server: one of {', '.join(DTYPES)}.", panel=SERVER)
     cache_memory: float = option(
         DEFAULT.cache_memory, "GiB for keys and values of our own server.", shown="a share", panel=SERVER
     )
     library: bool = option(
-        False, "Also the same calls without a server, in turns: which share of that speed it keeps.", panel=WHAT
+        False,
+        "Also make the same calls without a server, and report the share of that speed that the server keeps.",
+        panel=WHAT,
     )
     streams: str = option("1,4,16,32", "Clients at once.", panel=WHAT)
     rounds: int = option(3, "How often all prompts are asked in each mode.")
     max_tokens: int = option(128, "Tokens of an answer.")
     temperature: float = option(0.0, "Above 0 each prompt has a seed of its own.")
-    seed: int = option(0, "Of the order of modes, and of the prompts' seeds.")
+    seed: int = option(0, "Seed for the order of modes and the prompts' seeds.")
     ignore_eos: bool = option(False, "Every answer has --max-tokens tokens.")
     warm_up: bool = option(False, "A first round of everything that does not count; prompts are then in the cache.")
-    seconds: float = option(0.0, "No round of a number of streams begins later, loading included; 0: all do.")
+    seconds: float = option(0.0, "Start no round after this many seconds, loading included; 0: no limit.")
     timeout: float = option(120.0, "Seconds of silence after which a request is lost.")
-    output: Path | None = option(None, "Folder.", flags=("--output", "-o"), shown="./outrider-bench-serve-DATE")
+    output: Path | None = option(
+        None, "Folder for the report.", flags=("--output", "-o"), shown="./outrider-bench-serve-DATE"
+    )
 
     def plan(self) -> serving.LoadPlan:
         same = ("url", "streams", "prompts", "limit", "rounds", "max_tokens", "temperature", "threads", "seed")

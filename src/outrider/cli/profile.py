@@ -256,7 +256,7 @@ def _write(found: Profile, folder: Path) -> None:
     try:
         draw(found, folder / "profile.png")
     except ModuleNotFoundError:
-        note("no profile.png: matplotlib is not installed (pip install 'outrider[plot]')")
+        note("no profile.png: matplotlib is not installed (pip install '.[plot]' in a checkout)")
     note(f"written to {folder}")
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 SERVER, RAY = "Server", "Ray"
 LOCAL = ("127.0.0.1", "localhost", "::1")  # listening there, only requests for these names are answered
-INSTALL_RAY, INSTALL_SERVER = "pip install 'outrider[ray]'", "pip install 'outrider[server]'"
+INSTALL_RAY, INSTALL_SERVER = "pip install '.[ray]' in a checkout", "pip install '.[server]' in a checkout"
 PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client")  # of the extra `server`
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -128,7 +128,7 @@ def serve(
     [dim]$[/] outrider serve --no-model --state models.json --allow-folder ~/models
     [dim]$[/] outrider serve --ray --replicas 2 --threads 1
     """
-    _check_ray(ray, launch, listen)  # first: outrider[ray] brings the server's packages too
+    _check_ray(ray, launch, listen)  # first: the extra ray brings the server's packages too
     check_installed()
     if launch.no_model and server.no_launch and listen.state is None:
         raise OutriderError("--no-model and --no-launch together serve nothing; leave out one of them, or add --state")

@@ -69,7 +69,7 @@ class TrainOptions:
         flags=("--eval",),
         shown="prompts of our own",
     )
-    whole: bool = option(True, "Write the head with the target's output rows, which vLLM needs and we do not.")
+    whole: bool = option(True, "Include the target's output rows: vLLM needs them, Outrider does not.")
 
 
 PLACE = options.settings(

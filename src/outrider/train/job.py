@@ -64,12 +64,15 @@ class TrainingJob:
         "Time for writing, learning, measuring and saving; measuring with --eval comes on top.",
         shown="10, if no --tokens",
     )
-    tokens: int = option(0, "Tokens that the target writes.", shown="by time", panel=DATA)  # 0: in 40 % of the time
+    tokens: int = option(0, "Tokens that the target writes.", shown="by time", panel=DATA)  # 0: as texts.py divides it
     writers: int = option(0, "Conversations written at once.", shown="2048, on a CPU 32", panel=DATA)
     epochs: float = option(0.0, "How often a text is learned from.", shown="by time, else 1", panel=LEARN)
     batch_tokens: int = option(8_192, "Tokens in one training step.", panel=LEARN)
     layers: int = option(
-        0, "Layers of the head or draft model; of medusa, blocks per head.", shown="1, block 3, draft 4", panel=LEARN
+        0,
+        "Layers of the head or draft model (medusa: blocks per head).",
+        shown="eagle and medusa 1, block 3, draft 4",
+        panel=LEARN,
     )
     inner: int = option(
         0,
@@ -99,7 +102,9 @@ class TrainingJob:
         panel=LEARN,
     )
     focus: bool = option(
-        False, "An EAGLE head learns most where drafts begin and from nodes that are reached.", panel=LEARN
+        False,
+        "Weight the loss of an EAGLE head towards the starts of drafts and the nodes that verification reaches.",
+        panel=LEARN,
     )
     block: int = option(8, "Tokens that one call of a block head guesses.", panel=LEARN)
     sequential: str = option(
@@ -107,7 +112,7 @@ class TrainingJob:
         "What a token of a block depends on: vanilla (the token before it), gated, rnn (all tokens before it).",
         panel=LEARN,
     )
-    public: bool = option(False, "Train a block head in the form that vLLM also supports (DSpark).", panel=LEARN)
+    public: bool = option(False, "Train a block head in the public form (DSpark); not loaded in vLLM yet.", panel=LEARN)
     draft_vocab: int = option(
         0,  # -1: all
         "Tokens a head can write: a number or all.",

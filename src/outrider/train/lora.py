@@ -28,7 +28,7 @@ from outrider.train.chats import Example
 from outrider.train.lora_job import LoraJob
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-INSTALL = "PEFT is not installed for this Python: pip install 'outrider[lora]'"
+INSTALL = "PEFT is not installed for this Python: pip install '.[lora]' in a checkout"
 HELD = 20  # one of this many chats is held out, to measure with
 MOST_HELD = 32  # the most that are: the loss of these takes seconds, of more minutes
 SAVE_SECONDS = 30.0  # between two checkpoints: a killed run loses at most these

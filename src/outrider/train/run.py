@@ -381,7 +381,7 @@ class _TrainingRun:
         try:
             from outrider.train.plot import draw
         except ImportError:
-            self._task.note("no training.png: matplotlib is not installed (pip install 'outrider[plot]')")
+            self._task.note("no training.png: matplotlib is not installed (pip install '.[plot]' in a checkout)")
             return
         draw(log.lines(), self._state.figures, self._out / "training.png", self._name)
 

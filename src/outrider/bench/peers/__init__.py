@@ -38,11 +38,11 @@ _REMEMBERS = "its store outlives a request, so from the second round on it has s
 TABLE = {
     peer.name: peer
     for peer in (
-        Peer(OURS, "outrider.py", "pip install outrider", "none", (), "any", True),
+        Peer(OURS, "outrider.py", "pip install . in a checkout", "none", (), "any", True),
         Peer(
             OURS_INT8,
             "outrider.py",
-            "pip install outrider",
+            "pip install . in a checkout",
             "none",
             (),
             "any",
