@@ -230,6 +230,27 @@ class TestPace:
         session.send()
         assert self.texts()[0] == "abcde"
 
+    def test_the_beginning_and_the_end_of_a_sample_do_not_wait(self, session, streams):
+        for stream in streams[1:]:
+            stream.put(Chunk("a", (Token(1),)))
+        session.send()
+        assert len(self.told("chunks")) == 99
+
+        def told(text, index, finish=None):
+            """The texts of its chunks that are sent now: the clock stands still."""
+            before = len(self.told("chunks"))
+            streams[0].put(Chunk(text, (Token(1),), index, finish))
+            session.send()
+            return [(id, text, finish) for id, (text, _, _, finish) in self.told("chunks")[before:]]
+
+        assert told("a", 0) == [(0, "a", None)]
+        assert told("b", 0) == []
+        assert told("x", 1) == [(0, "b", None), (0, "x", None)]  # it was waiting, and is told again
+        assert told("y", 1) == []
+        assert told("c", 0, "stop") == [(0, "y", None), (0, "c", "stop")]
+        assert told("z", 1) == []
+        assert told("", 1, "length") == [(0, "z", "length")]
+
     def test_few_streams_do_not_wait(self, session, streams):
         for text in "abc":
             for stream in streams[:4]:
