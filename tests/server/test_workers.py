@@ -230,6 +230,60 @@ class TestPace:
         session.send()
         assert self.texts()[0] == "abcde"
 
+    def test_each_sample_has_one_chunk_in_a_frame(self, session, streams):
+        """Samples take turns: a step puts in a chunk of each."""
+        four = streams[:20]
+
+        def step(text, finish=None):
+            for stream in four:
+                for index in range(4):
+                    stream.put(Chunk(text, (Token(1),), index, finish if index == 2 else None))
+
+        step("a")
+        session.send()
+        assert len(self.told("chunks")) == 80
+        for text in "bcd":
+            step(text)
+            session.send()
+        assert len(self.told("chunks")) == 80
+        step("e", finish="stop")
+        session.send()
+        found = {id: [chunk for other, chunk in self.told("chunks")[80:] if other == id] for id in range(20)}
+        ends = [None, None, "stop", None]
+        assert list(found.values()) == [[["bcde", [1] * 4, index, ends[index]] for index in range(4)]] * 20
+
+    def test_the_beginning_and_the_end_of_a_sample_do_not_wait(self, session, streams):
+        for stream in streams[1:]:
+            stream.put(Chunk("a", (Token(1),)))
+        session.send()
+        assert len(self.told("chunks")) == 99
+
+        def told(text, index, finish=None):
+            """The texts of its chunks that are sent now: the clock stands still."""
+            before = len(self.told("chunks"))
+            streams[0].put(Chunk(text, (Token(1),), index, finish))
+            session.send()
+            return [(id, text, finish) for id, (text, _, _, finish) in self.told("chunks")[before:]]
+
+        assert told("a", 0) == [(0, "a", None)]
+        assert told("b", 0) == []
+        assert told("x", 1) == [(0, "b", None), (0, "x", None)]  # it was waiting, and is told again
+        assert told("y", 1) == []
+        assert told("c", 0, "stop") == [(0, "y", None), (0, "c", "stop")]
+        assert told("z", 1) == []
+        assert told("", 1, "length") == [(0, "z", "length")]
+
+    def test_a_slow_reader_gets_one_chunk_of_each_sample(self):
+        async def heard():
+            stream = Worker(LaunchSpec(Settings()), WorkerLimits(), Metrics()).open_stream(2)
+            for text in "abc":
+                for index in range(2):
+                    stream.put(Chunk(text, (Token(1),), index, "stop" if text == "c" else None))
+            stream.finish(Result("abc", [1] * 3, "stop", None, Stats(), [1]))
+            return [(chunk.text, chunk.index, chunk.finish_reason) async for chunk in stream]
+
+        assert asyncio.run(heard()) == [("abc", 0, "stop"), ("abc", 1, "stop")]
+
     def test_few_streams_do_not_wait(self, session, streams):
         for text in "abc":
             for stream in streams[:4]:
@@ -252,10 +306,12 @@ class TestPace:
         assert 10 < max(waited) <= 51
 
     def test_none_waits_for_long(self, session, streams):
-        for stream in streams * 20:
+        for stream in streams * 2:
             stream.put(Chunk("x", (Token(1),)))
             session.send()
             self.now += 1e-6
+        for stream in streams * 18:  # all of them wait: there is no news, for which `send` would wait by the real clock
+            stream.put(Chunk("x", (Token(1),)))
         for stream in streams:
             stream.put(Chunk("y", (Token(1),)))
         self.now += 0.05

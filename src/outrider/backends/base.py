@@ -36,6 +36,8 @@ class Stream:
     def __init__(self, cancel: Callable[[], None], prompt_tokens: int) -> None:
         self._cancel, self.prompt_tokens = cancel, prompt_tokens
         self._chunks: deque[Chunk] = deque()
+        self._begun: set[int] = set()  # samples of which a chunk has come
+        self._urgent = False  # whether a sample begins or ends in the chunks that wait
         self._changed = threading.Condition()
         self._waker: Callable[[], object] | None = None
         self._result: Result | None = None
@@ -44,6 +46,9 @@ class Stream:
     def put(self, chunk: Chunk) -> None:
         with self._changed:
             self._chunks.append(chunk)
+            if chunk.index not in self._begun or chunk.finish_reason is not None:
+                self._begun.add(chunk.index)
+                self._urgent = True
         self._wake()
 
     def finish(self, outcome: Result | Exception) -> None:
@@ -62,6 +67,11 @@ class Stream:
     @property
     def done(self) -> bool:
         return self._result is not None or self._error is not None
+
+    @property
+    def urgent(self) -> bool:
+        """Whether its reader should not let it wait: it has ended, or a sample begins or ends in what was not taken."""
+        return self._urgent or self.done
 
     def result(self) -> Result:
         """Wait for the end. Chunks that nobody took are dropped."""
@@ -88,7 +98,9 @@ class Stream:
 
     def take(self) -> list[Chunk]:
         """The chunks that are here, without waiting."""
-        return [self._chunks.popleft() for _ in range(len(self._chunks))]
+        with self._changed:
+            self._urgent = False
+            return [self._chunks.popleft() for _ in range(len(self._chunks))]
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         loop, event = asyncio.get_running_loop(), asyncio.Event()

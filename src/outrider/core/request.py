@@ -54,22 +54,19 @@ class Chunk:
 
 
 def joined(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """The same text in as few chunks as there can be: neighbours of one sample become one."""
+    """The same text in as few chunks as there can be: one for each sample, in the order in which they begin here."""
     if len(chunks) < 2:
         return list(chunks)
-    found: list[list[Chunk]] = []
+    samples: dict[int, list[Chunk]] = {}
     for chunk in chunks:
-        if found and found[-1][-1].index == chunk.index:
-            found[-1].append(chunk)
-        else:
-            found.append([chunk])
-    return [_one(run) if len(run) > 1 else run[0] for run in found]
+        samples.setdefault(chunk.index, []).append(chunk)
+    return [_one(own) if len(own) > 1 else own[0] for own in samples.values()]
 
 
-def _one(run: Sequence[Chunk]) -> Chunk:
-    """Of neighbours only the last can have ended its sample."""
-    tokens = tuple(token for chunk in run for token in chunk.tokens)
-    return Chunk("".join(chunk.text for chunk in run), tokens, run[0].index, run[-1].finish_reason)
+def _one(chunks: Sequence[Chunk]) -> Chunk:
+    """Of chunks of one sample only the last can have ended it."""
+    tokens = tuple(token for chunk in chunks for token in chunk.tokens)
+    return Chunk("".join(chunk.text for chunk in chunks), tokens, chunks[0].index, chunks[-1].finish_reason)
 
 
 @dataclass(frozen=True)

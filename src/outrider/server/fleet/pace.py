@@ -2,7 +2,8 @@
 
 A chunk costs the server about as much whether it holds one token or ten. On a GPU 128 streams write 70,000 tokens a
 second, and a chunk for each of them would take five cores. So after a frame of many chunks the next ones wait, and
-become longer meanwhile. The first chunk of an answer and its end wait for nobody.
+become longer meanwhile. The first chunk of each sample and its end do not wait. Each worker has a pace of its own, and
+above 250 chunks a frame it sends faster than that pace, since nothing waits for longer than LONGEST_WAIT.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable
 
 CHUNK_SECONDS = 2e-4  # after each chunk sent: the server takes 75 to 115 us for one (docs/LOG.md), and has other work
-LONGEST_WAIT = 0.05  # seconds: a reader sees 20 pieces a second at the least
+LONGEST_WAIT = 0.05  # seconds: a reader sees 20 chunks a second at the least
 
 
 class Pace:

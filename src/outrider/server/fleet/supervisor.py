@@ -271,7 +271,7 @@ class Worker:
         self._streams: dict[int, ServerStream] = {}
         self._samples = 0  # of all requests under way
         self._next = 0
-        self._pace = 1.0  # seconds that a request takes, a moving average
+        self._request_seconds = 1.0  # that a request takes: a moving average
         self._supervisor: asyncio.Task[None] | None = None
         self._emptied = asyncio.Event()
         self._emptied.set()
@@ -347,7 +347,7 @@ class Worker:
     def refuse_when_full(self, samples: int) -> None:
         most = self._limits.queue + self._places
         if self._samples + samples > most:
-            wait = math.ceil(self._pace * max(1.0, self._samples / self._places) / 2)
+            wait = math.ceil(self._request_seconds * max(1.0, self._samples / self._places) / 2)
             raise Busy(
                 f"the queue of {self.uid} is full ({self._samples} of {most} sequences); try again later",
                 retry_after=min(max(wait, 1), 60),
@@ -478,7 +478,7 @@ class Worker:
         stream.finish(outcome)
         if isinstance(outcome, Result):
             seconds = time.perf_counter() - stream.begun
-            self._pace += 0.1 * (seconds - self._pace)
+            self._request_seconds += 0.1 * (seconds - self._request_seconds)
             self._record(stream, outcome, seconds)
 
     def _record(self, stream: ServerStream, result: Result, seconds: float) -> None:

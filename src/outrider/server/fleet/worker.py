@@ -82,7 +82,6 @@ class Session:
         self._coming: set[int] = set()  # requests that are being taken in
         self._cancelled: set[int] = set()  # those of them that nobody wants any more
         self._showing: set[int] = set()  # requests that want the text of every token
-        self._silent: set[int] = set()  # streams of which the server has no chunk yet
         self._woken: set[int] = set()  # streams that have something, as the sending thread knows or will hear
         self._takers = ThreadPoolExecutor(TAKERS, "outrider-taker")
         self._long_taker = ThreadPoolExecutor(1, "outrider-long-taker")
@@ -197,7 +196,6 @@ class Session:
     def _accept(self, id: int, stream: Stream, pieces: bool) -> None:
         with self._lock:
             self._streams[id] = stream
-            self._silent.add(id)
             if pieces:
                 self._showing.add(id)
         cancelled = self._came(id)
@@ -207,15 +205,15 @@ class Session:
             stream.cancel()
 
     def _wake(self, id: int, stream: Stream) -> None:
-        """It has something; called by the backend's thread. What waits anyway is told again at its end alone."""
-        if id not in self._woken or stream.done:
+        """It has something; called by the backend's thread. What waits anyway is told again only where it is urgent."""
+        if id not in self._woken or stream.urgent:
             self._woken.add(id)
             self._news.put(("woken", id, None))
 
     def _urgent(self, id: int) -> bool:
-        """Whether its chunks wait for nobody: it begins, or has ended."""
+        """Whether its chunks do not wait: one of its samples begins or ends, or it is over."""
         stream = self._streams.get(id)
-        return stream is None or stream.done or id in self._silent
+        return stream is None or stream.urgent
 
     def _came(self, id: int) -> bool:
         """The request is taken in, or refused; whether it was cancelled meanwhile."""
@@ -241,8 +239,6 @@ class Session:
             return
         ended = stream.done  # looked at first: what came before the end is in the chunks
         chunks = joined(stream.take())
-        if chunks:
-            self._silent.discard(id)
         if id in self._showing:
             self._show((token for chunk in chunks for token in chunk.tokens), frame)
         frame.setdefault("chunks", []).extend([id, wire.chunk_to_json(chunk)] for chunk in chunks)
@@ -264,7 +260,6 @@ class Session:
         with self._lock:
             del self._streams[id]
             self._showing.discard(id)
-            self._silent.discard(id)
 
     def _show(self, tokens: Any, frame: dict[str, Any]) -> None:
         """The bytes of tokens that the server has not seen yet: valid text as text, parts of characters as numbers."""
