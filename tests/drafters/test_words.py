@@ -17,12 +17,12 @@ pytestmark = pytest.mark.native
 SIZE, VOCAB, COMMON = 64, 400, 48
 
 
-def lexicon() -> tuple[Lexicon, torch.Tensor, list[int]]:
+def lexicon(bits: int = 8) -> tuple[Lexicon, torch.Tensor, list[int]]:
     torch.manual_seed(0)
     matrix = torch.randn(VOCAB, SIZE)
     ids = torch.randperm(VOCAB)  # by how often they are used
     learned = ids[:300]
-    made = Lexicon(pack(matrix[learned[:96]], 8), learned[:96], learned, COMMON, lambda some: matrix[some], 8)
+    made = Lexicon(pack(matrix[learned[:96]], 8), learned[:96], learned, COMMON, lambda some: matrix[some], bits)
     return made, matrix, ids.tolist()
 
 
@@ -78,16 +78,36 @@ def test_it_changes_only_when_something_new_comes() -> None:
     assert words.changed
 
 
+def logits(words: TextVocabulary, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a state makes of each row, and the token of each."""
+    joint, tokens = words.output()
+    y, work = torch.empty(1, joint.outputs), PackedWorkspace(1, SIZE)
+    library().outrider_linear(
+        ctypes.byref(joint), ctypes.c_void_p(x.data_ptr()), None, ctypes.c_float(0.0), ctypes.c_int64(1),
+        ctypes.c_void_p(y.data_ptr()), ctypes.byref(work.struct),
+    )  # fmt: skip
+    return y[0], tokens
+
+
 def test_rows_are_those_of_their_tokens() -> None:
     made, matrix, ids = lexicon()
     words = TextVocabulary(made)
     words.add(ids[100:180])  # of a prompt
     words.add([ids[200], ids[210]])  # and what came later
-    joint, tokens = words.output()
-    assert joint.count == 3
-    x, y, work = torch.randn(1, SIZE), torch.empty(1, joint.outputs), PackedWorkspace(1, SIZE)
-    library().outrider_linear(
-        ctypes.byref(joint), ctypes.c_void_p(x.data_ptr()), None, ctypes.c_float(0.0), ctypes.c_int64(1),
-        ctypes.c_void_p(y.data_ptr()), ctypes.byref(work.struct),
-    )  # fmt: skip
-    torch.testing.assert_close(y[0], matrix[tokens] @ x[0], atol=0.15, rtol=0.05)
+    assert words.output()[0].count == 3
+    x = torch.randn(1, SIZE)
+    found, tokens = logits(words, x)
+    torch.testing.assert_close(found, matrix[tokens] @ x[0], atol=0.15, rtol=0.05)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_tokens_that_come_one_by_one_have_the_same_rows(bits: int) -> None:
+    made, _, ids = lexicon(bits)
+    one_by_one, x = TextVocabulary(made), torch.randn(1, SIZE)
+    for count in range(1, FEW + 1):  # more than one tile, and more than one pair of them
+        rare = ids[COMMON : COMMON + count]
+        one_by_one.add(rare[-1:])
+        together = TextVocabulary(made)
+        together.add(rare)
+        for ours, expected in zip(logits(one_by_one, x), logits(together, x), strict=True):
+            assert torch.equal(ours, expected)

@@ -27,7 +27,7 @@ class Quantised:
     super_scales: Tensor | None = None  # [out, in / 256] float16
     super_minimums: Tensor | None = None
 
-    def rows(self, places: Tensor) -> Quantised:
+    def rows(self, places: Tensor | slice) -> Quantised:
         """Some of its rows."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         some: dict[str, Any] = {name: part[places] for name, part in parts.items() if isinstance(part, Tensor)}

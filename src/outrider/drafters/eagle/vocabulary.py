@@ -15,7 +15,7 @@ from outrider.models.native import structs
 from outrider.models.native.packed import TILE, Packed
 from outrider.models.quant import quantise
 
-FEW = 48  # rare tokens that came one by one; more join those of the prompt
+FEW = 48  # rare tokens that came one by one, a multiple of TILE; more join those of the prompt
 
 
 class Lexicon:
@@ -33,18 +33,17 @@ class Lexicon:
         self._quantised = quantise(rows(rare), bits)  # now, for there is no time for it while a text is written
         self.rare = {token: place for place, token in enumerate(rare.tolist())}
 
-    def joint(self, groups: Seq[Packed]) -> structs.JoinedMatrices:
-        """The output matrix of the common tokens and of these."""
-        first = structs.Matrix.from_buffer_copy(self._output.joint.parts[0])
-        first.outputs = self._common
+    def joint(self, groups: Seq[tuple[Packed, int]]) -> structs.JoinedMatrices:
+        """The output matrix of the common tokens and of so many rows of each of these."""
+        parts = [(self._output, self._common), *groups]
         joint = structs.JoinedMatrices(
-            count=1 + len(groups),
-            outputs=self._common + sum(group.outputs for group in groups),
+            count=len(parts),
+            outputs=sum(outputs for _, outputs in parts),
             activations=self._output.joint.activations,
         )
-        joint.parts[0] = first
-        for place, group in enumerate(groups, 1):
+        for place, (group, outputs) in enumerate(parts):
             joint.parts[place] = group.joint.parts[0]
+            joint.parts[place].outputs = outputs
         return joint
 
     def ids(self, groups: Seq[Seq[int]]) -> Tensor:
@@ -59,6 +58,11 @@ class Lexicon:
         finally:
             torch.set_num_threads(threads)
 
+    def put(self, packed: Packed, place: int, token: int) -> None:
+        """Rows from this one to the end of its tile become that of the token: to pack all anew takes 0.4 ms."""
+        row = self.rare[token]
+        packed.put(place, self._quantised.rows(slice(row, row + 1)))
+
 
 class TextVocabulary:
     """The tokens of one sequence's chains."""
@@ -66,8 +70,10 @@ class TextVocabulary:
     def __init__(self, lexicon: Lexicon) -> None:
         self._lexicon = lexicon
         self._seen: set[int] = set()
-        self._groups: list[list[int]] = [[], []]  # rare tokens: of long texts, and of single steps
-        self._packed: list[Packed | None] = [None, None]
+        self._many: list[int] = []  # rare tokens of long texts
+        self._few: list[int] = []  # those of single steps
+        self._packed: list[Packed | None] = [None, None]  # the rows of both
+        self._rows = 0  # of the few that are packed; the rest of FEW is anything
         self.changed = True  # since `output` was last asked for
 
     def add(self, tokens: Iterable[int]) -> None:
@@ -77,20 +83,29 @@ class TextVocabulary:
             return
         self._seen.update(fresh)
         self.changed = True
-        many, few = self._groups
-        if len(few) + len(fresh) <= FEW:
-            self._groups, self._packed[1] = [many, few + fresh], None
+        if len(self._few) + len(fresh) <= FEW:
+            self._few += fresh
         else:
-            self._groups, self._packed = [many + few + fresh, []], [None, None]
+            self._many, self._few, self._packed, self._rows = [*self._many, *self._few, *fresh], [], [None, None], 0
 
     def output(self) -> tuple[structs.JoinedMatrices, Tensor]:
         """The output matrix, and the token of each of its rows; it lives as long as this does, or until it changes."""
         self.changed = False
-        for place, group in enumerate(self._groups):
-            if group and self._packed[place] is None:
-                self._packed[place] = self._lexicon.pack(group)
-        packed = [matrix for matrix in self._packed if matrix is not None]
-        return self._lexicon.joint(packed), self._lexicon.ids([group for group in self._groups if group])
+        if self._many and self._packed[0] is None:
+            self._packed[0] = self._lexicon.pack(self._many)
+        if self._few:
+            self._pack_few()
+        groups = [group for group in (self._many, self._few) if group]
+        packed = [(matrix, len(_full(group))) for matrix, group in zip(filter(None, self._packed), groups, strict=True)]
+        return self._lexicon.joint(packed), self._lexicon.ids(groups)
+
+    def _pack_few(self) -> None:
+        if self._packed[1] is None:
+            filled = [*self._few, *self._few[-1:] * (FEW - len(self._few))]
+            self._packed[1], self._rows = self._lexicon.pack(filled), len(self._few)
+        for place in range(self._rows, len(self._few)):
+            self._lexicon.put(self._packed[1], place, self._few[place])
+        self._rows = len(self._few)
 
 
 def _full(tokens: Seq[int]) -> list[int]:

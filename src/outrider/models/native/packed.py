@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,6 +85,25 @@ class Packed:
         if written < ids.shape[0]:
             raise IndexError(f"row {int(ids[written])} of a matrix of {self.joint.parts[part].outputs}")
         return to
+
+    def put(self, place: int, row: Quantised) -> None:
+        """Outputs from this one to the end of its tile become a row [1, in] of the same kind. Of one part without
+        super-blocks, while no pass runs."""
+        numbers = [_lanes_of(row), *(each.unflatten(1, (self.inputs // BLOCK, -1)) for each in _groups(row))]
+        tile, lane = place // TILE, place % TILE
+        for lanes, each in zip(self._lanes, numbers, strict=True):
+            lanes[tile // 2, :, tile % 2, :, lane:] = each.numpy()[0][:, :, None]
+
+    @functools.cached_property
+    def _lanes(self) -> list[np.ndarray]:
+        """Of the first part: what a record has of an output, [pair of tiles, block, tile of the pair, vector or group,
+        lane, ...], views of the records."""
+        matrix, records = self.joint.parts[0], self._keep[0]["records"]
+        weights, groups = 2 * TILE * BLOCK * matrix.bits // 8, 2 * TILE * BLOCK // matrix.group * 2
+        sizes = [weights, *[groups] * (2 if matrix.minimums else 1)]
+        views = [part if place == 0 else part.view(torch.float16) for place, part in enumerate(records.split(sizes, 2))]
+        lanes = [views[0].unflatten(2, (2, -1, TILE, 4)), *(view.unflatten(2, (2, -1, TILE)) for view in views[1:])]
+        return [each.numpy() for each in lanes]
 
     @property
     def weight(self) -> Tensor:
@@ -170,15 +191,23 @@ def _kind(m: Quantised) -> tuple[int, int, int, bool, bool]:
 
 def _tiles(m: Quantised) -> dict[str, Tensor]:
     """The tensors of a matrix as the kernels read them, under the structure's names."""
-    outputs, inputs = m.q.shape
-    blocks = inputs // BLOCK
     # [tile, lane, block, vector, 4] -> [tile, block, vector, lane, 4]
-    q = m.q.view(outputs // TILE, TILE, blocks, 8, 4).permute(0, 2, 3, 1, 4)
-    q = (q[:, :, :4] | (q[:, :, 4:] << 4)) if m.bits == 4 else q
-    groups = [_lanes(each).unflatten(1, (blocks, -1)) for each in (m.scales, m.minimums) if each is not None]
+    q = _lanes_of(m).unflatten(0, (-1, TILE)).permute(0, 2, 3, 1, 4)
+    groups = [_by_tiles(each).unflatten(1, (m.q.shape[1] // BLOCK, -1)) for each in _groups(m)]
     supers = {"super_scales": m.super_scales, "super_minimums": m.super_minimums}
-    found = {name: _even(_lanes(each)) for name, each in supers.items() if each is not None}
+    found = {name: _even(_by_tiles(each)) for name, each in supers.items() if each is not None}
     return {"records": _records([_even(each) for each in (q, *groups)]), **found}
+
+
+def _lanes_of(m: Quantised) -> Tensor:
+    """Its integers as a record has them, [out, block, vector, 4]: at 4 bits vectors j and j + 4 share bytes."""
+    q = m.q.unflatten(1, (-1, 8, 4))
+    return q[:, :, :4] | (q[:, :, 4:] << 4) if m.bits == 4 else q
+
+
+def _groups(m: Quantised) -> list[Tensor]:
+    """What its groups have, [out, groups] each."""
+    return [each for each in (m.scales, m.minimums) if each is not None]
 
 
 def _even(tiles: Tensor) -> Tensor:
@@ -202,7 +231,7 @@ def _placed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return ARENA.copies(tensors) if sum(tensor.nbytes for tensor in tensors.values()) >= LARGE else tensors
 
 
-def _lanes(groups: Tensor) -> Tensor:
+def _by_tiles(groups: Tensor) -> Tensor:
     """[out, groups] -> [tile, groups, lane]"""
     return groups.view(groups.shape[0] // TILE, TILE, -1).transpose(1, 2).contiguous()
 
