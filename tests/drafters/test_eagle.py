@@ -36,7 +36,7 @@ from outrider.core.sampling import SamplingParams
 from outrider.core.sequence import Sequence, Token
 from outrider.core.verify import Verdict
 from outrider.drafters.base import BuildContext, Drafter, Step
-from outrider.drafters.eagle.drafter import Eagle, _EagleState
+from outrider.drafters.eagle.drafter import STOP, TREE_STOP, Eagle, _EagleState, thresholds
 from outrider.drafters.eagle.native_runner import PackedRunner
 from outrider.drafters.eagle.torch_runner import DenseRunner
 from outrider.drafters.heads.chooser import Chooser
@@ -388,6 +388,40 @@ def test_stop_ends_a_chain_that_is_unlikely_to_be_reached():
     assert lengths[0.0] == [6] * 8
     assert sum(lengths[0.9]) < sum(lengths[0.03]) < 48
     assert min(lengths[0.9]) >= 1
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("options", ["", ",tree=6"])
+def test_beside_a_packed_target_drafts_end_where_nodes_no_longer_pay(options):
+    """By what a row and a step of the head cost; a threshold that was asked for stays."""
+    torch.manual_seed(7)
+    own, sizes = {"own": eagle_head(packed_model()).requires_grad_(False)}, {}
+    for given, row, guess in (("", 0.0, 0.0), ("", 0.02, 0.02), ("", 0.5, 0.5), (",stop=0", 0.5, 0.5)):
+        drafter = drafters.build(
+            f"eagle:head=own,length=4{options}{given}", BuildContext(packed_model(), None, heads=own)
+        )
+        seqs = [Sequence(id, list(TEXTS[id % len(TEXTS)]), SamplingParams(max_tokens=40)) for id in range(3)]
+        engine = new_engine(packed_model(), InVain(drafter, asks=False))
+        for seq in seqs:
+            engine.add(seq)
+        for _ in range(6):
+            engine.step()
+        drafter.weigh(row, guess)
+        sizes[given, row] = sum(len(draft) for draft in drafter.propose(seqs, [8, 8, 8]))
+        for seq in seqs:
+            engine.cancel(seq.id)
+    assert sizes["", 0.0] >= sizes["", 0.02] > sizes["", 0.5]
+    assert sizes[",stop=0", 0.5] > sizes["", 0.5]
+
+
+def test_thresholds_are_those_that_were_found_by_trying():
+    """Zen 4: a row 0.25 and a step of the head 0.11 of a token; Zen 5: 0.11 and 0.08 (LOG, 2026-11-19)."""
+    assert thresholds(0.25, 0.11, tree=True)[0] == pytest.approx(TREE_STOP, abs=0.05)
+    assert thresholds(0.25, 0.11, tree=False)[0] == pytest.approx(STOP, abs=0.05)
+    assert thresholds(0.11, 0.08, tree=True)[0] == pytest.approx(0.27, abs=0.01)
+    for prices in ((0.0, 0.0), (9.0, 9.0)):  # odd measurements neither end all drafts nor none
+        stop, least = thresholds(*prices, tree=True)
+        assert 0.0 < least <= stop < 1.0
 
 
 def test_chances_of_drawn_tokens_do_not_depend_on_the_draw():

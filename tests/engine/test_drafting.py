@@ -247,6 +247,31 @@ def test_one_object_under_two_names_is_asked_once_and_has_one_record():
     assert len(policy._records) == 1, "the other name still has it"
 
 
+def test_a_drafter_is_told_what_nodes_cost_once_that_was_measured():
+    """And if it cannot take that, it costs its drafts alone."""
+
+    class Weighed(Failing):
+        told_prices = ()
+
+        def weigh(self, row, guess):
+            self.told_prices = [*self.told_prices, (row, guess, self.told["propose"])]
+            if len(self.told_prices) == self._number:
+                raise ZeroDivisionError("somebody's own mistake")
+
+    class Always(DraftingPolicy):
+        def wanted(self, drafter, seqs, budgets, *given):
+            return list(budgets)
+
+    for number in (0, 2):
+        model = Markov(seed=1)
+        weighed = Weighed("", number, model)
+        seqs = run(weighed, Drafter(Drafter.Options(), None), Always())
+        assert outputs(seqs) == outputs(plainly(Markov(seed=1), seq.tokens[: seq.prompt], PARAMS) for seq in seqs)
+        assert weighed.told_prices
+        assert all(row > 0.0 and guess > 0.0 and asked > 0 for row, guess, asked in weighed.told_prices)
+        assert (weighed.told["propose"] > 3) == (number == 0)
+
+
 def test_statistics_tell_who_was_asked_for_which_sequence():
     model = Markov(seed=1)
     good = Failing("propose", 10**9, model)

@@ -292,6 +292,17 @@ class TestWhoIsAsked:
         drafter = Silent()
         assert self.asked(self.lived(drafter, 1, 0.001), drafter) == 1
 
+    def test_what_nodes_cost_is_told_in_tokens(self):
+        """A plain pass of 5 ms, 1 ms a row; drafts of 3 nodes that are all kept, 1 ms each: 4 tokens in 9 ms."""
+        drafter = Head()
+        policy = self.lived(drafter, 3, 0.001, drafts=200)
+        row, guess = policy.prices(drafter, 1, ALONE)
+        assert row == pytest.approx(0.001 / (0.009 / 4), rel=0.1)
+        assert guess == pytest.approx(0.00025 / (0.009 / 4), rel=0.1)
+        assert policy.prices(drafter, 4, PassPlan(4.0, 0.008, 4))[0] > row  # nodes must be worth more in a batch
+        assert policy.prices(Head(), 1, ALONE) is None  # never asked
+        assert DraftingPolicy().prices(drafter, 1, ALONE) is None  # no pass was measured
+
     def test_one_of_several_guesses_is_enough(self):
         """Two siblings of which the second is always kept: at that depth the drafter is always right."""
         drafter, policy = Silent(), learned(0.004, 0.001)

@@ -19,6 +19,7 @@ from outrider.core.sequence import Sequence
 from outrider.drafters.base import BuildContext, Drafter
 from outrider.drafters.combined import Combined
 from outrider.drafters.confidence import StatedCalibration
+from outrider.drafters.eagle.drafter import thresholds
 from outrider.drafters.ngram import Ngram
 from outrider.engine.cost import PassCost
 from outrider.engine.engine import Engine
@@ -40,13 +41,22 @@ def seconds_of(rows):
     return (MS[left] + share * (MS[right] - MS[left])) / 1000
 
 
+# Other machines, seconds: rows as dear as passes, memory-bound passes of a faster processor, nearly free rows.
+OTHERS = {
+    "dear": lambda rows: 0.0022 * (0.4 + 0.6 * rows),
+    "cheap": lambda rows: 0.0022 + 0.00013 * (rows - 1) + 0.00024 * max(0, rows - 3),
+    "free": lambda rows: 0.0022 * (0.99 + 0.01 * rows),
+}
+
+
 class Recorded:
     """The target: it writes the recorded answers."""
 
     num_layers, context, capacity, vocab_size = 1, 1 << 30, 1 << 40, VOCAB
 
-    def __init__(self, clock, noise):
+    def __init__(self, clock, noise, cost):
         self._clock, self._lengths, self._noise, self._random = clock, {}, noise, random.Random(5)
+        self._cost = cost  # seconds of a pass by its rows
         self.disturbed = 0.0  # seconds that others took of the machine
 
     def length(self, id):
@@ -54,7 +64,7 @@ class Recorded:
 
     def forward(self, feeds, layers=()):
         rows = sum(len(feed.tokens) + len(feed.draft) for feed in feeds)
-        took = seconds_of(rows)
+        took = self._cost(rows)
         late = took * (abs(self._random.gauss(0, self._noise)) + 2 * (self._random.random() < self._noise / 10))
         self._clock.now += took + late + REST
         self.disturbed += late
@@ -74,7 +84,7 @@ class Recorded:
 
 
 class RecordedHead(Drafter):
-    name, reports_acceptance, stop = "eagle", True, 0.4
+    name, reports_acceptance, stop = "eagle", True, 0.4  # until it is told what nodes cost
 
     def __init__(self, clock):
         self._clock, self._calibration, self._last = clock, StatedCalibration(), {}
@@ -97,6 +107,14 @@ class RecordedHead(Drafter):
         length, tokens, stated = self._last.pop(step.seq.id, (0, [], []))
         for node, kept in judged_tree(tokens, range(-1, len(tokens) - 1), step.seq.tokens[length:] if tokens else []):
             self._calibration.learn(stated[node], kept)
+
+    def weigh(self, row, guess):
+        self.stop, _ = thresholds(row, guess, tree=False)
+
+
+class FixedHead(RecordedHead):
+    def weigh(self, row, guess):
+        pass
 
 
 class TimedLookup(Ngram):
@@ -125,13 +143,13 @@ MADE = {
 }  # fmt: skip
 
 
-def taken(monkeypatch, name, noise=0.0, at_once=1, together=False):
+def taken(monkeypatch, name, noise=0.0, at_once=1, together=False, machine=seconds_of):
     """Seconds of all answers, prompts in them, without what others took; the policy knows a cost as after loading.
     `together`: as many as run at once are handed in by one call, and the next ones when all of these are done."""
     clock = Clock(monkeypatch)
-    target, cost = Recorded(clock, noise), PassCost()
+    target, cost = Recorded(clock, noise, machine), PassCost()
     for rows in (1, 2, 3, 4, 6, 8) * 3:
-        cost.learn(rows, seconds_of(rows))
+        cost.learn(rows, machine(rows))
     engine = Engine(target, MADE[name](clock), Limits(batch=at_once, chunk=512), DraftingPolicy(cost))
     seqs = [
         Sequence(id, list(record["prompt"]), SamplingParams(max_tokens=len(record["output"])), call=id // at_once)
@@ -160,3 +178,12 @@ def test_where_rows_are_dear_nothing_is_slower_than_plain(at_once, together, mon
     plain = taken(monkeypatch, "none", at_once=at_once, together=together)
     for name in MADE:
         assert plain / taken(monkeypatch, name, at_once=at_once, together=together) > 0.985
+
+
+@pytest.mark.parametrize("machine", [seconds_of, *OTHERS.values()])
+def test_drafts_end_about_where_the_best_fixed_threshold_would_end_them(machine, monkeypatch):
+    fixed = []
+    for stop in (0.1, 0.2, 0.4, 0.6):
+        monkeypatch.setitem(MADE, "fixed", type("Fixed", (FixedHead,), {"stop": stop}))
+        fixed.append(taken(monkeypatch, "fixed", noise=0.05, machine=machine))
+    assert taken(monkeypatch, "eagle", noise=0.05, machine=machine) < 1.005 * min(fixed)

@@ -173,7 +173,7 @@ class DrafterPool:
             chances = [0.0 if each.drawn else policy.chance(member, each.seq, each.drafts) for each in own]
             worth = [each.worth for each in own]
             budgets = policy.wanted(member, [e.seq for e in own], [e.budget for e in own], chances, plan, worth)
-            self._ask(member, own, budgets, policy, chances)
+            self._ask(member, own, budgets, policy, chances, policy.prices(member, len(own), plan))
 
     def _ask(
         self,
@@ -182,8 +182,9 @@ class DrafterPool:
         budgets: Seq[int],
         policy: DraftingPolicy | None,
         chances: Seq[float] = (),
+        prices: tuple[float, float] | None = None,
     ) -> None:
-        """One drafter's drafts, none if it fails."""
+        """One drafter's drafts, none if it fails. `prices`: for `weigh`."""
         asked = [(each, budget) for each, budget in zip(own, budgets, strict=True) if budget > 0 or member.is_free]
         if not asked:
             return
@@ -192,6 +193,8 @@ class DrafterPool:
         needed = {id(each): chance for each, chance in zip(own, chances, strict=False)}
         try:
             unread = 0 if policy is None or member.is_free else sum(map(member.unread, seqs))
+            if prices is not None:
+                member.weigh(*prices)
             begin = self._now()
             drafts = self._checked(member.propose(seqs, budgets), seqs, budgets)
             seconds = self._now() - begin

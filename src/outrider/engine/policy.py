@@ -273,6 +273,17 @@ class DraftingPolicy:
             record.trial = any(asked)
         return asked
 
+    def prices(self, drafter: Drafter, seqs: int, plan: PassPlan) -> tuple[float, float] | None:
+        """What a row of the pass and a pass of the drafter's own cost for one of so many sequences, in tokens that are
+        written in the same time with its drafts; None: not measured. `plan`: the pass without them."""
+        record = self.record(drafter)
+        draft = record.seconds(seqs)
+        if draft is None or not self.cost.known:
+            return None
+        rows = self._rows(plan.rows, seqs, record.nodes)
+        token = (plan.seconds + seqs * (draft + rows)) / (plan.tokens + seqs * record.tokens)
+        return self._rows(plan.rows, seqs, 1.0) / token, draft / (1.0 + record.nodes) / token
+
     def considers(self, drafter: Drafter, seqs: int) -> bool:
         """Whether it is worked out for which of so many sequences the drafter is asked: not in every pass where it was
         not asked for long."""

@@ -68,7 +68,15 @@ SHARPNESS = 0.75
 # Beside a packed target: probability to be reached below which a step of the head costs more than it brings, in chains
 # and in trees, where the sharper law states more; and below which a node is worth no row of the target's, whatever its
 # parent is (LOG, 2026-11-17, a tree is one call on a CPU).
-STOP, TREE_STOP, LEAST_REACH = 0.4, 0.55, 0.15
+STOP, TREE_STOP, LEAST_REACH = 0.4, 0.55, 0.15  # until costs are measured, see `weigh`
+# How likely the next node is where its parent is kept (0.68 to 0.74 of the shipped head at depths 1 to 3): what a node
+# must be likely to be reached for a step of the head after it, and the row of what that brings, to pay.
+FOLLOWED = 0.7
+# How much lower than its probability the head states what a chain reaches: greedy targets take likely tokens more often
+# than they state (the ratio of the two stops that were found by trying).
+CHAIN_STATED = STOP / TREE_STOP
+# Bounds of what costs make of both thresholds: beyond them a few odd measurements would end all drafts or none.
+STOPS, LEASTS = (0.1, 0.8), (0.05, 0.4)
 NARROW = 8192  # vocabulary of a head beside a packed target: the output matrix is most of what a draft step reads
 # Vocabulary of a draft for one sequence there; the tokens of the text itself come with it (`vocabulary.py`).
 COMMON = 4096
@@ -213,6 +221,12 @@ class Eagle(Drafter):
         own = first.sources.count(self.name)  # its nodes come first
         for node, kept in judged_tree(first.tokens[:own], first.parents[:own], rounds.tokens[0]):
             calibration.learn(first.acceptance[node], kept)
+
+    def weigh(self, row: float, guess: float) -> None:
+        """Beside a packed target, where rows and steps of the head cost most, drafts end where one more no longer
+        pays."""
+        if isinstance(self._runner, PackedRunner) and self._options.stop < 0.0:
+            self._stop, self._least = thresholds(row, guess, bool(self._options.tree))
 
     def unread(self, seq: Sequence) -> int:
         state = self._states.get(seq.id)
@@ -548,6 +562,17 @@ class _EagleState:
             self.loose = 1
         self.taken, self.waiting = self.taken + self.waiting - keep, keep
         return taken
+
+
+def thresholds(row: float, guess: float, tree: bool) -> tuple[float, float]:
+    """The reach from which on the head goes on after a node, and that of nodes that are drafted at all, by the prices of
+    `weigh`."""
+    stop = _between((row + guess) / FOLLOWED, *STOPS) * (1.0 if tree else CHAIN_STATED)
+    return stop, min(stop, _between(row, *LEASTS))
+
+
+def _between(value: float, least: float, most: float) -> float:
+    return min(max(value, least), most)
 
 
 def _repays(waiting: int, seq: Sequence) -> bool:
