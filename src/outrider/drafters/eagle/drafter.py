@@ -565,8 +565,8 @@ class _EagleState:
 
 
 def thresholds(row: float, guess: float, tree: bool) -> tuple[float, float]:
-    """The reach from which on the head goes on after a node, and that of nodes that are drafted at all, by the prices of
-    `weigh`."""
+    """How likely a node must be reached for the head to go on after it, and to be drafted at all. `row`, `guess`: the
+    prices of `weigh`."""
     stop = _between((row + guess) / FOLLOWED, *STOPS) * (1.0 if tree else CHAIN_STATED)
     return stop, min(stop, _between(row, *LEASTS))
 
