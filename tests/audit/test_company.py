@@ -12,7 +12,7 @@ import tiny
 from outrider import LLM, OutriderError, build
 from outrider.audit import CompanyPlan, ReferenceStore, audit_company, write_references
 from outrider.audit.company import every_draft
-from outrider.audit.company_plan import Planner
+from outrider.audit.company_prompts import PromptPlanner
 from outrider.core.draft import EMPTY
 from outrider.drafters.ngram import Ngram
 from outrider.engine.scheduler import Limits
@@ -202,7 +202,7 @@ class Sized:
 
 
 def test_critical_lengths_come_from_the_model_and_the_engine():
-    planner = Planner(replace(SMALL, chunks=(128,), longest=None), Sized(), Limits(chunk=512), on_gpu=True)
+    planner = PromptPlanner(replace(SMALL, chunks=(128,), longest=None), Sized(), Limits(chunk=512), on_gpu=True)
     assert planner.boundaries == (32, 128, 256, 512)
     groups = {group.name: group for group in planner.groups(["a", "b"], [[1, 2, 3], [4, 5]])}
     lengths = [len(prompt) for prompt in groups["boundaries"].prompts]
@@ -214,11 +214,11 @@ def test_critical_lengths_come_from_the_model_and_the_engine():
 
 def test_on_a_cpu_long_sequences_are_asked_for():
     for given, longest in ((None, 1024), (0, 4096), (2000, 2000), (9000, 4096)):
-        assert Planner(replace(SMALL, longest=given), Sized(), Limits(), on_gpu=False).longest == longest
+        assert PromptPlanner(replace(SMALL, longest=given), Sized(), Limits(), on_gpu=False).longest == longest
 
 
 def test_batches_are_shuffled_and_filled():
-    planner = Planner(replace(SMALL, batches=(4, 64), groups=("prompts",)), Sized(), Limits(), on_gpu=True)
+    planner = PromptPlanner(replace(SMALL, batches=(4, 64), groups=("prompts",)), Sized(), Limits(), on_gpu=True)
     group = planner.groups([str(n) for n in range(10)], [[n + 1] for n in range(10)])[0]
     four, many = (next(layout for layout in group.layouts if layout.batch == size) for size in (4, 64))
     calls = group.calls(four, seed=0)
@@ -233,7 +233,7 @@ def test_batches_are_shuffled_and_filled():
 @pytest.mark.parametrize(("batch", "shorter"), [(1, False), (4, True)])
 def test_alone_other_chunks_are_for_prompts_that_they_divide_otherwise(batch, shorter):
     plan = replace(SMALL, batches=(batch,), chunks=(128, 512, 2048), groups=("prompts",), longest=None)
-    planner = Planner(plan, Sized(), Limits(chunk=512), on_gpu=True)
+    planner = PromptPlanner(plan, Sized(), Limits(chunk=512), on_gpu=True)
     (group,) = planner.groups(["a", "b", "c"], [[1] * 128, [1] * 129, [1] * 513])
     found = {
         layout.chunk: sorted({index for call in group.calls(layout, seed=0) for index in call})
@@ -270,7 +270,7 @@ def test_without_a_prompt_that_fits_it_says_so(opened):
 
 def test_shares_are_all_prompts_once_each_with_its_own_seed():
     def own(share):
-        planner = Planner(replace(SMALL, share=share), Sized(), Limits(), on_gpu=True)
+        planner = PromptPlanner(replace(SMALL, share=share), Sized(), Limits(), on_gpu=True)
         groups = {group.name: group for group in planner.groups(list("abcdefg"), [[n + 1] for n in range(7)])}
         rest = [group.prompts for name, group in groups.items() if name != "prompts"]
         group = groups["prompts"]

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from outrider.audit.checks import ALPHA, Check, DrafterReport, Report, audit, chi_square, default_drafts
     from outrider.audit.company import CompanyReport, Variant, audit_company, write_references
+    from outrider.audit.company_plan import CompanyPlan
     from outrider.audit.compare import Difference
-    from outrider.audit.plan import CompanyPlan
     from outrider.audit.references import ReferenceStore
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
 _HOMES = {
     **dict.fromkeys(("ALPHA", "Check", "DrafterReport", "Report", "audit", "chi_square", "default_drafts"), "checks"),
     **dict.fromkeys(("CompanyReport", "Variant", "audit_company", "write_references"), "company"),
-    "CompanyPlan": "plan",
+    "CompanyPlan": "company_plan",
     "Difference": "compare",
     "ReferenceStore": "references",
 }

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 from outrider import build, drafters, prompts as builtin
 from outrider.audit.checks import default_drafts
-from outrider.audit.company_plan import Layout, Planner, PromptGroup
+from outrider.audit.company_plan import GROUPS, PROMPTS, CompanyPlan
+from outrider.audit.company_prompts import Layout, PromptGroup, PromptPlanner
 from outrider.audit.compare import Difference, Progress, Subject, Ticker, Tokens, altered, parting
-from outrider.audit.plan import GROUPS, PROMPTS, CompanyPlan
 from outrider.audit.references import ReferenceStore
 from outrider.core.params import SamplingParams
 from outrider.core.stats import Stats
@@ -189,9 +189,9 @@ def write_references(
     _Company(subject, plan, groups, Ticker(None), store).write_references()
 
 
-def _planner(subject: Subject, plan: CompanyPlan) -> Planner:
+def _planner(subject: Subject, plan: CompanyPlan) -> PromptPlanner:
     on_gpu = build.device(subject.llm.settings.device).type != "cpu"
-    return Planner(plan, subject.engine.model, subject.engine.scheduler.limits, on_gpu)
+    return PromptPlanner(plan, subject.engine.model, subject.engine.scheduler.limits, on_gpu)
 
 
 class _CompanyCase(NamedTuple):
@@ -374,7 +374,7 @@ def _variants(name: str) -> list[str]:
 def _not_covered(
     llm: LLM,
     drafts: Sequence[str],
-    planner: Planner,
+    planner: PromptPlanner,
     groups: Sequence[PromptGroup],
     prompts: Sequence[Tokens],
     plan: CompanyPlan,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider import drafters, prompts as builtin
-from outrider.audit.plan import CompanyPlan
+from outrider.audit.company_plan import CompanyPlan
 from outrider.bench import machine, workloads
 from outrider.bench.workloads import BenchPrompt
 from outrider.cli import options
