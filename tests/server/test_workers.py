@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import httpx
@@ -26,7 +26,7 @@ from outrider.core.sequence import Token
 from outrider.core.stats import Stats, estimated_speedup
 from outrider.models.token_bytes import TokenBytes
 from outrider.server.errors import Busy, Failed, Gone
-from outrider.server.fleet import wire
+from outrider.server.fleet import supervisor, wire
 from outrider.server.fleet.limits import WorkerLimits
 from outrider.server.fleet.pace import Pace
 from outrider.server.fleet.spec import LaunchSpec, settings_as_dict
@@ -283,6 +283,26 @@ class TestPace:
             return [(chunk.text, chunk.index, chunk.finish_reason) async for chunk in stream]
 
         assert asyncio.run(heard()) == [("abc", 0, "stop"), ("abc", 1, "stop")]
+
+    def test_the_time_between_tokens_is_that_of_their_own_sample(self, monkeypatch):
+        """Chunks of several samples come together: no sample has waited for the chunk of another."""
+        metrics = Metrics()
+
+        async def heard():
+            worker = Worker(LaunchSpec(Settings(), "tiny"), WorkerLimits(), metrics)
+            worker.open_stream(3)
+            for now in (2.0, 3.0, 5.0):
+                monkeypatch.setattr(supervisor.time, "perf_counter", lambda now=now: now)
+                tokens = (Token(1), Token(2)) if now == 5 else (Token(1),)
+                chunks = [[0, wire.chunk_to_json(Chunk("a", tokens, index))] for index in range(3)]
+                worker._hear(over_the_wire({"load": asdict(BackendLoad()), "chunks": chunks}))
+
+        asyncio.run(heard())
+        (of_first,), (of_gaps,) = metrics.first_token.collect(), metrics.gap.collect()
+        told = {each.name: each.value for each in [*of_first.samples, *of_gaps.samples] if "le" not in each.labels}
+        assert told["outrider_time_to_first_token_seconds_count"] == 1
+        assert told["outrider_inter_token_latency_seconds_count"] == 6
+        assert told["outrider_inter_token_latency_seconds_sum"] == 6.0  # 1 s a token, each time
 
     def test_few_streams_do_not_wait(self, session, streams):
         for text in "abc":

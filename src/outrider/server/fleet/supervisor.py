@@ -51,7 +51,8 @@ class ServerStream:
         self._error: Exception | None = None
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.prompt_tokens = 0  # of its prompt, once it is accepted
-        self.begun, self.last = time.perf_counter(), 0.0  # when it came in, and when it was last heard of
+        self.begun = time.perf_counter()
+        self.last: dict[int, float] = {}  # when each of its samples was last heard of
 
     @property
     def done(self) -> bool:
@@ -463,9 +464,9 @@ class Worker:
         now = time.perf_counter()
         if not stream.last:
             self._metrics.first_token.labels(self.uid).observe(now - stream.begun)
-        elif chunk.tokens:
-            self._gap.observe((now - stream.last) / len(chunk.tokens))
-        stream.last = now
+        elif chunk.tokens and chunk.index in stream.last:
+            self._gap.observe((now - stream.last[chunk.index]) / len(chunk.tokens))
+        stream.last[chunk.index] = now
         stream.put(chunk)
 
     def _finish(self, id: int, outcome: Result | Exception) -> None:
