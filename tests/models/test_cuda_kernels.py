@@ -1,11 +1,13 @@
 """The kernels of a GPU, interpreted on a CPU, against plain torch. What is equal bit by bit is tested on a device."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from outrider.core.draft import Draft
+from outrider.core.errors import OutriderError
 from outrider.models.base import Feed
 from outrider.models.cuda import attention, product
 from outrider.models.cuda.attention import Attention, PartSums
@@ -196,6 +198,20 @@ def test_a_model_of_these_kernels_equals_plain_torch(vocab, norms, d):
         model.crop(1, 67, (0, 3, 4))
         model.crop(2, 4, (0,))
     run([Feed(1, text(1)), Feed(2, text(2))])
+
+
+def test_no_sequence_grows_past_the_context():
+    config, rest = weights()
+    model = CudaLlama(replace(config, context=40), rest, 1 << 20)
+    text, more = list(range(40)), Draft((1, 2, 3), (-1, -1, 0))  # two levels
+    model.forward([Feed(7, text[:-3])])
+    for feed in (Feed(8, [*text, 1]), Feed(8, text * 5), Feed(7, text[:4]), Feed(7, text[:2], more)):
+        with pytest.raises(OutriderError, match=rf"sequence {feed.id} would have \d+ tokens.*context is 40"):
+            model.forward([Feed(9, text[:2]), feed])
+        assert (model.length(7), model.length(8), model.length(9)) == (37, 0, 0)
+    model.forward([Feed(7, text[:1], more)])
+    model.free(7)
+    assert model.free_pages == model.capacity // model.page
 
 
 def test_the_page_table_has_a_row_for_every_sequence_that_runs_or_is_paused():

@@ -21,7 +21,7 @@ from outrider.core.errors import OutriderError
 from outrider.core.params import SamplingParams
 from outrider.core.sequence import Scope
 from outrider.models.adapters.adapter import Adapter
-from outrider.models.base import Feed, Output, Outputs, WrittenTokens, one_part
+from outrider.models.base import Feed, Output, Outputs, WrittenTokens, check_context, one_part
 from outrider.models.cuda import kernels, rejection
 from outrider.models.cuda.adapters import AdapterPool
 from outrider.models.cuda.attention import chunk_keys
@@ -264,6 +264,7 @@ class CudaLlama(ReadableWeights):
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], layers: Sequence[int] = ()) -> Sequence[Output]:
+        check_context(self, feeds)
         self._move()
         batch = Batch(feeds, self._pages, self.config.num_heads // self.config.num_kv_heads)
         adapters = [feed.adapter for feed in feeds]
