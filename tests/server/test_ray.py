@@ -248,6 +248,24 @@ def test_options_that_do_not_belong_together(args, says):
     assert says in refusal(*args)
 
 
+def test_a_head_is_not_read_here_for_replicas_elsewhere(monkeypatch, tmp_path):
+    def unprepared(address):
+        raise OutriderError("it goes on")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: name)
+    monkeypatch.setattr("outrider.cli.serve._prepare_ray", unprepared)
+    monkeypatch.setattr("outrider.server.log.configure", lambda level: None)
+    there = "--ray", "--ray-address", "auto", "--adapter-id"
+    said = refusal(*there, "/only/there")
+    assert "--adapter-id reads a head on this machine" in said
+    assert "--draft eagle:head=FOLDER" in said
+    assert "it goes on" in refusal("/only/there/model", *there, "eagle")  # the one that comes with the model
+    assert "has no config.json" in refusal("--ray", "--adapter-id", tmp_path)  # a Ray of our own reads what lies here
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert "--adapter-id reads a head on this machine" in refusal("--ray", "--adapter-id", tmp_path)
+
+
 def in_a_process(*command):
     """What it prints: Ray is not imported here, for its imports warn."""
     done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=180)

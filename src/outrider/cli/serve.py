@@ -200,7 +200,7 @@ def _spec(model: str, launch: LaunchOptions, given: Given, known: Registry, else
     settings = replace(
         config.settings,
         model=choice.source,
-        draft=_draft(config.settings.draft, launch, Access((Path("/"),), known.sources(), hub=True)),
+        draft=_draft(config.settings.draft, launch, Access((Path("/"),), known.sources(), hub=True), elsewhere),
         quantize=config.settings.quantize if choice.quantize == "none" else choice.quantize,
     )
     refusals.check(settings)
@@ -242,14 +242,19 @@ def _only_one(**given: object) -> object:
     return given[names[0]] if names else None
 
 
-def _draft(own: str, launch: LaunchOptions, access: Access) -> str:
+def _draft(own: str, launch: LaunchOptions, access: Access, elsewhere: bool = False) -> str:
     """The default drafter: the drafter that was named, prompt lookup of a number of tokens, a head, or none."""
     if launch.speculative_tokens == 0:
         return drafters.PLAIN
     if launch.speculative_tokens:
         return f"{drafters.LOOKUP}:length={launch.speculative_tokens}"
     if launch.adapter_id:
-        from outrider.server.faces.adapters import draft_of
+        from outrider.server.faces.adapters import BASE, OWN, draft_of
 
+        if elsewhere and launch.adapter_id not in (*BASE, *OWN):
+            raise OutriderError(
+                "--adapter-id reads a head on this machine, and the replicas may run on others; name its kind and its "
+                "folder there: --draft eagle:head=FOLDER (or block, or medusa)"
+            )
         return asyncio.run(draft_of(launch.adapter_id, access))
     return own
