@@ -555,6 +555,39 @@ class TestPassesThatRunApart:
         assert within == ["result"], "of the short one, while the step goes on"
         assert events.count("let go") == 3
 
+    def test_what_uses_a_drafter_until_the_step_is_over_is_waited_for(self, monkeypatch):
+        """Not refused: who has got the answer of the last request with it may name another."""
+
+        class Heavy(Drafter):
+            @property
+            def has_weights(self):
+                if threading.current_thread() is not local._thread:
+                    looked.set()
+                return True
+
+        def meanwhile():  # the step goes on until the other thread has seen what is in use
+            usual()
+            if short.done:
+                assert looked.wait(20)
+
+        monkeypatch.setattr("outrider.backends.local.MOST_WITH_WEIGHTS", 1)
+        engine = Engine(SimulatedDevice(DeviceClock()), Drafter(Drafter.Options(), None), Limits(batch=8))
+        local, looked = Local(engine, lambda spec: Heavy(Drafter.Options(), None)), threading.Event()
+        usual, engine.meanwhile = engine.meanwhile, meanwhile
+        asked = [
+            Request([1, 2], params=SamplingParams(4), draft="draft_model:model=a"),
+            Request([2, 3], params=SamplingParams(60)),
+        ]
+        short, long = local.submit_all(asked)
+        looked.clear()
+        assert short.result().finish_reason == "length"
+        local.prepare("draft_model:model=b")
+        assert long.result().finish_reason == "length"
+        held = local.submit(Request([1, 2], params=SamplingParams(4), draft="draft_model:model=b"))
+        assert held.result().finish_reason == "length"
+        local.close()
+        assert set(engine.drafters) == {"", "draft_model:model=b"}
+
     def test_streams_carry_the_same_tokens_and_text(self):
         local = backend(model=Apart())
         streams = [local.submit(Request(prompt, params=SamplingParams(30), stream=True)) for prompt in ("abc", "fa")]

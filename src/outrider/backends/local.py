@@ -95,6 +95,7 @@ class Local(Reader):
         self._adapters = AdapterLoader(adapters or AdapterStore(engine.model, 0))
         self._unused: list[_LocalJob] = []  # requests that ended in a pass, which may still use what they hold
         self._lock, self._building, self._counting = threading.Lock(), threading.Lock(), threading.Lock()
+        self._freed = threading.Condition(self._counting)  # told when a drafter has one use less
         self._gate = StepGate()
         self._opening = threading.Lock()  # of the thread, or closing it: never taken by the thread, which is waited for
 
@@ -343,18 +344,27 @@ class Local(Reader):
             return
         if not heavy_ones:
             return
-        with self._counting:
-            own, there = self.engine.drafters[""], self.engine.drafters
-            heavy = [spec for spec in self._users if there[spec].has_weights and there[spec] is not own]
-            idle = [spec for spec in heavy if not self._users[spec]]
-            if len(heavy) < MOST_WITH_WEIGHTS:
-                return
-            if not idle:
-                raise BackendBusy(
-                    f"{len(heavy)} other drafters with weights of their own are in use, and no more may be at once; "
-                    "try again later, or name another drafter"
-                )
-            self._drop(idle[0])
+        with self._freed:
+            while len(heavy := self._with_weights()) >= MOST_WITH_WEIGHTS:
+                if idle := [spec for spec in heavy if not self._users[spec]]:
+                    self._drop(idle[0])
+                    return
+                if not self._ending(heavy):
+                    raise BackendBusy(
+                        f"{len(heavy)} other drafters with weights of their own are in use, and no more may be at "
+                        "once; try again later, or name another drafter"
+                    )
+                self._freed.wait()
+
+    def _with_weights(self) -> list[str]:
+        """Those with weights beside the backend's own drafter, the last used last."""
+        own, there = self.engine.drafters[""], self.engine.drafters
+        return [spec for spec in self._users if there[spec].has_weights and there[spec] is not own]
+
+    def _ending(self, specs: Seq[str]) -> bool:
+        """Whether one of them is used only by requests that have ended, until the step at hand is over."""
+        ended = [job.request.draft for job in list(self._unused)]
+        return any(spec in ended and self._users[spec] <= ended.count(spec) for spec in specs)
 
     def _use(self, draft: str) -> Drafter | None:
         with self._counting:
@@ -363,24 +373,27 @@ class Local(Reader):
                 self._users[draft] = self._users.pop(draft, 0) + 1
             return found
 
-    def _let_go(self, draft: str) -> None:
-        """One use less. Of the drafters that no request uses, the last used are kept, and always the backend's own."""
+    def _let_go(self, draft: str, job: _LocalJob | None = None) -> None:
+        """One use less, of a job if there is one. Of the drafters that no request uses, the last used are kept, and always the backend's own."""
         with self._counting:
             self._users[draft] -= 1
+            if job in self._unused:
+                self._unused.remove(job)
+            self._freed.notify_all()
             dropped = [self._drop(spec) for spec in self._too_many()]
         if any(dropped):
             return_heap()
 
     def _let_go_of(self, job: _LocalJob) -> None:
         """Of the drafter and the adapter that it holds."""
-        self._let_go(job.request.draft)
+        self._let_go(job.request.draft, job)
         if job.adapter is not None:
             self._adapters.store.release(job.adapter)
 
     def _let_go_unused(self) -> None:
         """After a pass, when the sequences that have ended in it are taken off."""
         while self._unused:
-            self._let_go_of(self._unused.pop())
+            self._let_go_of(self._unused[0])
 
     def _too_many(self) -> list[str]:
         """The idle drafters beyond those that are kept, the longest unused first."""
