@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 from tiny import Markov, new_engine
 
@@ -32,7 +33,8 @@ def backend(spec="ngram:min_n=1,length=4", tokenizer=True, model=None, ends=froz
     def drafter(spec):
         return drafters.build(spec, BuildContext(model, lambda name, quantize: Markov(seed=3)))
 
-    return Local(new_engine(model, drafter(spec), Limits(**limits)), drafter, Letters() if tokenizer else None, ends)
+    engine = new_engine(model, drafter(spec), Limits(**limits))
+    return Local(engine, lambda spec: partial(drafter, spec), Letters() if tokenizer else None, ends)
 
 
 class Slow(Markov):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 
 import pytest
 import torch
-from tiny import eagle_head
+from tiny import block_head, eagle_head, medusa_head
 
 from outrider import LLM, SamplingParams, Settings, audit, build, drafters, prompts
 from outrider.backends.base import BackendBusy
@@ -47,6 +48,52 @@ def head_folder(packable_folder, tmp_path_factory):
         folder = tmp_path_factory.mktemp("heads") / "eagle"
         files.write(eagle_head(llm.engine.model), folder, llm.engine.model)
     return folder
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "eagle:head={eagle}",
+        "medusa:head={medusa}",
+        "block:head={block}",
+        "draft_model:model={draft}",
+        "draft_model:model={draft},tokenizer={draft}",
+        "auto:head={block},model={draft}",
+        "eagle:head={eagle}+draft_model:model={draft}+ngram",
+    ],
+)
+def test_the_files_of_a_drafter_that_a_request_names_are_read_before_it_is_built(
+    tiny_folder, tiny_draft, tmp_path, spec
+):
+    """On a device running streams wait for what is left."""
+    with LLM(str(tiny_folder), draft="none", pace=False, threads=1, cache_memory=0.05) as llm:
+        target, places = llm.engine.model, {}
+        for kind, made in (("eagle", eagle_head), ("medusa", medusa_head), ("block", block_head)):
+            places[kind] = tmp_path / kind
+            files.write(made(target), places[kind], target)
+        places["draft"] = shutil.copytree(tiny_draft, tmp_path / "draft")
+        named = spec.format(**places)
+        read = llm.backend._drafter(named)
+        for place in places.values():
+            shutil.rmtree(place)
+        with pytest.raises(OutriderError, match=r"no (folder|such file)"):
+            llm.backend.prepare(named)
+        built, params = read(), SamplingParams(max_tokens=20, ignore_eos=True)
+        plain = llm.generate(PROMPTS, params)
+        llm.engine.drafters[named] = built
+        drafted = llm.generate(PROMPTS, params, draft=named)
+        assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
+        assert sum(each.stats.drafted for each in drafted) > 0
+
+
+def test_a_drafter_that_the_target_has_no_head_for_is_found_out_once(tiny_folder, monkeypatch):
+    looked, find = [], files.find
+    monkeypatch.setattr(files, "find", lambda kind, *given: looked.append(kind) or find(kind, *given))
+    with LLM(str(tiny_folder), draft="none", pace=False, threads=1, cache_memory=0.05) as llm:
+        llm.backend.prepare("auto")
+        assert looked == ["eagle", "block"]
+        with pytest.raises(OutriderError, match="no head for eagle is shipped"):
+            llm.backend.prepare("eagle")
 
 
 class TestMemoryOfHeads:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -30,7 +32,7 @@ from outrider.models.adapters.store import AdapterStore
 from outrider.models.base import Model, Paged
 from outrider.models.export import as_folder
 from outrider.models.llama import PackedLlama
-from outrider.models.load import Loaded, load, read_tokenizer, words_of
+from outrider.models.load import Loaded, fetch, load, read_tokenizer, words_of
 from outrider.models.memory import available_memory
 from outrider.models.native.packed import WORDS
 from outrider.models.paged_cache import FLOATS
@@ -90,18 +92,22 @@ def local(settings: Settings, draft: DrafterSpec | None = None) -> Local:
     draft_models = DraftModels(settings.model, loaded, replace(where, memory=beside))
     histories = open_histories(settings, loaded)
 
-    def built(spec: DrafterSpec, memory: int) -> Drafter:
-        context = BuildContext(loaded.model, draft_models.load, settings.model, histories=histories)
-        return drafters.build(spec, replace(context, cache_bytes=memory) if memory else context)
+    def context(memory: int) -> BuildContext:
+        parts = loaded.model, draft_models.load, settings.model
+        made = BuildContext(*parts, histories=histories, fetch=draft_models.fetch)
+        return replace(made, cache_bytes=memory) if memory else made
 
-    def named(text: str) -> Drafter:
-        """What a request names: keys and values of all of these together take no more than one share."""
+    def named(text: str) -> Callable[[], Drafter]:
+        """What a request names: keys and values of all of these together take no more than one share. Files are read
+        now, what this returns does the rest."""
         spec = drafters.parse(text)
-        return built(spec, int(where.memory * _cache_share(spec, settings.model) / MOST_WITH_WEIGHTS))
+        parts = context(int(where.memory * _cache_share(spec, settings.model) / MOST_WITH_WEIGHTS))
+        drafters.fetch(spec, parts)
+        return partial(drafters.build, spec, parts)
 
     with contextlib.ExitStack() as failed:
         failed.callback(histories.close)
-        own = built(spec, own_share)
+        own = drafters.build(spec, context(own_share))
         prefixes = open_prefixes(settings, loaded, own)
         failed.pop_all()
     engine = Engine(
@@ -198,17 +204,38 @@ class DraftModels:
     def load(self, name: str, quantize: str, tokenizer: str = "") -> Model | RetokenizedModel:
         """`name`: as for a target. `tokenizer`: the folder of its tokenizer, if it has none of its own."""
         key = name, quantize, tokenizer
-        model = self._models.get(key)
-        if model is None:
-            model = self._models[key] = self._read(*key)
+        if (there := self._models.get(key)) is not None:
+            return self._fitted(there)
+        return self._placed(key, load(name, self._options(quantize)), self._words(tokenizer))
+
+    def fetch(self, name: str, quantize: str, tokenizer: str = "") -> Callable[[], Model | RetokenizedModel]:
+        """As `load`, but only what takes no device; what it returns does the rest."""
+        key = name, quantize, tokenizer
+        if (there := self._models.get(key)) is not None:
+            return partial(self._fitted, there)
+        made, words = fetch(name, self._options(quantize)), self._words(tokenizer)
+        return lambda: self._placed(key, made(), words)
+
+    def _options(self, quantize: str) -> LoadOptions:
+        return replace(self._where, bits=BITS[quantize], kv_bits=FLOATS, activations=WORDS)
+
+    @staticmethod
+    def _words(tokenizer: str) -> Tokenizer | None:
+        return read_tokenizer(tokenizer) if tokenizer else None
+
+    def _fitted(self, model: Model) -> Model | RetokenizedModel:
+        """As a drafter takes it."""
         if model in self._tokenizers and self._target.tokenizer is not None:
             return RetokenizedModel(model, self._tokenizers[model], self._target.tokenizer)
         return model
 
-    def _read(self, name: str, quantize: str, tokenizer: str) -> Model:
-        other = load(name, replace(self._where, bits=BITS[quantize], kv_bits=FLOATS, activations=WORDS))
-        if tokenizer:
-            other = replace(other, tokenizer=read_tokenizer(tokenizer))
+    def _placed(
+        self, key: tuple[str, str, str], other: Loaded, tokenizer: Tokenizer | None
+    ) -> Model | RetokenizedModel:
+        """Checked beside the target, and kept."""
+        name, _, _ = key
+        if tokenizer is not None:
+            other = replace(other, tokenizer=tokenizer)
         if other.tokenizer is not None and differing(self._target, other):
             self._tokenizers[other.model] = other.tokenizer
             self.notes.append(f"{name} has another vocabulary than {self._name}: it guesses through text")
@@ -216,7 +243,8 @@ class DraftModels:
             check_vocabularies(self._target, other, name)
         if isinstance(other.model, Paged):
             other.model.prepare(rows=READ_AT_ONCE)
-        return other.model
+        self._models[key] = other.model
+        return self._fitted(other.model)
 
 
 def load_options(settings: Settings) -> LoadOptions:

@@ -7,6 +7,7 @@ import threading
 import time
 import tracemalloc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -410,7 +411,7 @@ class TestDraftersThatRequestsName:
 
         local = backend()
         build = local._drafter
-        local._drafter = lambda spec: Heavy(spec) if spec.startswith("heavy") else build(spec)
+        local._drafter = lambda spec: partial(Heavy, spec) if spec.startswith("heavy") else build(spec)
         for length in range(1, 21):
             for spec in (f"heavy:length={length}", f"ngram:length={length}"):
                 local.submit(Request("ab", params=SamplingParams(max_tokens=2), draft=spec)).result()
@@ -530,7 +531,7 @@ class TestPassesThatRunApart:
     def test_what_a_request_holds_is_let_go_after_the_step_in_which_it_ended(self, monkeypatch):
         """A step goes on with the rows of a text that has ended: kernels still read its adapter."""
         engine = Engine(SimulatedDevice(DeviceClock()), Drafter(Drafter.Options(), None), Limits(batch=8))
-        local, events = Local(engine, lambda spec: Drafter(Drafter.Options(), None)), []
+        local, events = Local(engine, lambda spec: lambda: Drafter(Drafter.Options(), None)), []
 
         def noted(own, before, after=None):
             def call(*given):
@@ -572,7 +573,7 @@ class TestPassesThatRunApart:
 
         monkeypatch.setattr("outrider.backends.local.MOST_WITH_WEIGHTS", 1)
         engine = Engine(SimulatedDevice(DeviceClock()), Drafter(Drafter.Options(), None), Limits(batch=8))
-        local, looked = Local(engine, lambda spec: Heavy(Drafter.Options(), None)), threading.Event()
+        local, looked = Local(engine, lambda spec: lambda: Heavy(Drafter.Options(), None)), threading.Event()
         usual, engine.meanwhile = engine.meanwhile, meanwhile
         asked = [
             Request([1, 2], params=SamplingParams(4), draft="draft_model:model=a"),
@@ -724,6 +725,31 @@ def test_a_drafter_that_is_renewed_has_learned_nothing():
     local.close()
 
 
+def test_no_step_waits_for_the_files_of_a_drafter_that_a_request_names():
+    """A download may take minutes, or hang."""
+    asked, there, waited = threading.Event(), threading.Event(), []
+
+    def plainly_decoding():
+        return Drafter(Drafter.Options(), None)
+
+    def drafter(spec):
+        asked.set()
+        waited.append(there.wait(5))
+        return plainly_decoding
+
+    engine = Engine(SimulatedDevice(DeviceClock()), plainly_decoding(), Limits(batch=8))
+    local = Local(engine, drafter)
+    naming = threading.Thread(target=local.prepare, args=["ngram:length=3"])
+    naming.start()
+    assert asked.wait(20)
+    assert len(local.submit(Request([1, 2], params=SamplingParams(60))).result().token_ids) == 60
+    there.set()
+    naming.join(20)
+    assert waited == [True], "the step waited for it"
+    assert set(engine.drafters) == {"", "ngram:length=3"}
+    local.close()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled: tests/gpu")
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning")
 def test_on_a_device_a_drafter_that_a_request_names_is_built_between_two_steps():
@@ -747,7 +773,7 @@ def test_on_a_device_a_drafter_that_a_request_names_is_built_between_two_steps()
             stepping.clear()
 
     engine.step = watched
-    local = Local(engine, drafter)
+    local = Local(engine, lambda spec: partial(drafter, spec))
     [seq] = sequences([params])
     stream = local.submit(Request(list(seq.tokens), params=params))
     assert stepping.wait(20)

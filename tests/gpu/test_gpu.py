@@ -262,7 +262,7 @@ def test_streams_carry_every_token_and_one_that_fails_or_is_cancelled_leaves_the
         alone.add(seq)
     while alone.busy:
         alone.step()
-    backend = Local(engine("ngram", model), lambda spec: None, Broken())
+    backend = Local(engine("ngram", model), lambda spec: lambda: None, Broken())
     streams = [backend.submit(Request(prompt, params=SamplingParams(60), stream=True)) for prompt in prompts]
     streams[5].cancel()
     for seq, stream in zip(plain[:5], streams, strict=False):

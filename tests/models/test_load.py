@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ggufs import write_llama
 from safetensors.torch import load_file, save_file
 from tiny import CPU, OWN, reference
 
 from outrider.core.errors import OutriderError
 from outrider.models.base import Feed
 from outrider.models.llama import Llama
-from outrider.models.load import LoadOptions, _model, load
+from outrider.models.load import LoadOptions, _model, _opened, fetch, load
 from outrider.models.transformers import TransformersModel
+from outrider.models.weights import FolderStore
 
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 
@@ -98,6 +100,34 @@ def test_the_ends_are_those_of_both_configs(folder):
     assert load(str(folder), CPU).ends == {3}
     change(folder / "generation_config.json", eos_token_id=[5, 7])
     assert load(str(folder), CPU).ends == {3, 5, 7}
+
+
+class TestReadAhead:
+    """For a device the weights are in memory before it is needed: what becomes of the file then counts no more."""
+
+    def check(self, path, name):
+        usual = logits(load(name, CPU).model)
+        ahead, later = _opened(name, CPU, ahead=True), fetch(name, CPU)
+        with path.open("r+b") as file:  # in place: the file is mapped
+            file.seek(-1000, 2)
+            file.write(bytes(1000))
+        assert torch.equal(logits(ahead().model), usual)
+        assert not torch.equal(logits(later().model), usual), "on a CPU it would take the memory twice"
+
+    def test_of_a_folder(self, folder):
+        self.check(folder / "model.safetensors", str(folder))
+
+    def test_of_a_gguf_file(self, tmp_path):
+        path = write_llama(tmp_path / "model.gguf")
+        self.check(path, str(path))
+
+    def test_only_what_is_fetched_for_a_device(self, folder, monkeypatch):
+        read, elsewhere = [], replace(CPU, device=torch.device("meta"))
+        monkeypatch.setattr(FolderStore, "read_ahead", lambda store: read.append(store))
+        load(str(folder), elsewhere)
+        assert not read
+        fetch(str(folder), elsewhere)
+        assert len(read) == 1
 
 
 def test_no_config(folder):

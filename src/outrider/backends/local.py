@@ -64,7 +64,7 @@ class Local(Reader):
     def __init__(
         self,
         engine: Engine,
-        drafter: Callable[[str], Drafter],
+        drafter: Callable[[str], Callable[[], Drafter]],
         tokenizer: Tokenizer | None = None,
         ends: frozenset[int] = frozenset(),
         rule: Rule = "rejection",
@@ -74,10 +74,11 @@ class Local(Reader):
         prefixes: PrefixFile | None = None,
         near: Callable[[str, str], str] = lambda draft, adapter: draft,
     ) -> None:
-        """`drafter` builds the one that a request names. `ends`: the tokens that end a sequence. `rule`: for requests
-        without a seed. `notes`: what a user should know about how the model was loaded. `histories`: what drafters
-        keep of texts; `prefixes`: the file of shared prefixes; both are closed with the backend. `adapters`: those
-        that requests may name. `near`: a drafter's spec -> the same with the heads beside an adapter's path."""
+        """`drafter` reads the files of the one that a request names, and returns what builds it. `ends`: the tokens
+        that end a sequence. `rule`: for requests without a seed. `notes`: what a user should know about how the model
+        was loaded. `histories`: what drafters keep of texts; `prefixes`: the file of shared prefixes; both are closed
+        with the backend. `adapters`: those that requests may name. `near`: a drafter's spec -> the same with the heads
+        beside an adapter's path."""
         self.engine, self.tokenizer, self.notes = engine, tokenizer, tuple(notes)
         self.vocab_size = engine.model.vocab_size
         self._drafter, self._ends, self._rule, self._near = drafter, ends, rule, near
@@ -332,9 +333,11 @@ class Local(Reader):
         return built
 
     def _build(self, draft: str) -> Drafter:
-        """On a device no step runs meanwhile: passes are prepared there in the memory that steps use."""
+        """Files are downloaded and read while steps run. On a device none runs during the rest: passes are prepared
+        there in the memory that steps use."""
+        built = self._drafter(draft)
         with self._gate.between_steps() if self.engine.overlaps else contextlib.nullcontext():
-            return self._drafter(draft)
+            return built()
 
     def _make_place(self, draft: str) -> None:
         """Before a drafter with weights of its own is built: drop the longest unused one where there are too many."""
@@ -374,7 +377,8 @@ class Local(Reader):
             return found
 
     def _let_go(self, draft: str, job: _LocalJob | None = None) -> None:
-        """One use less, of a job if there is one. Of the drafters that no request uses, the last used are kept, and always the backend's own."""
+        """One use less, of a job if there is one. Of the drafters that no request uses, the last used are kept, and
+        always the backend's own."""
         with self._counting:
             self._users[draft] -= 1
             if job in self._unused:

@@ -87,6 +87,12 @@ class CombinedOptions:
     members: tuple[DrafterSpec, ...]
 
 
+def fetch(spec: DrafterSpec, context: BuildContext) -> None:
+    """What building its drafters in this context takes from files and the network."""
+    for name, options in spec.members:
+        find(name).fetch(options, context)
+
+
 def build(spec: str | DrafterSpec, context: BuildContext) -> Drafter:
     """The drafter that a spec asks for, parsed or not."""
     spec = parse(spec) if isinstance(spec, str) else spec

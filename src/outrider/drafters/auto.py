@@ -12,7 +12,7 @@ from typing import Any
 
 from outrider import drafters
 from outrider.core.errors import OutriderError
-from outrider.drafters import AUTO, DRAFT_MODEL, GRAMMAR, HISTORY, LOOKUP, PREDICTION
+from outrider.drafters import AUTO, DRAFT_MODEL, GRAMMAR, HISTORY, LOOKUP, PREDICTION, DrafterSpec
 from outrider.drafters.base import BuildContext, Drafter
 from outrider.drafters.combined import Combined
 from outrider.drafters.heads import files
@@ -41,6 +41,18 @@ class Auto(Combined):
         head: str = ""
         model: str = ""  # a draft model: name, folder, hub id or GGUF file; "": none
         length: int = 0  # of a path of the draft, at most; 0: as each drafter has it
+
+    @classmethod
+    def fetch(cls, options: Options, context: BuildContext) -> None:
+        for kind in _kinds(options, context):
+            try:
+                drafters.fetch(_spec(kind, {"head": options.head}), context)
+                break
+            except OutriderError:
+                if options.head:
+                    raise
+        if options.model:
+            drafters.fetch(_spec(DRAFT_MODEL, {"model": options.model}), context)
 
     def __init__(self, options: Options, context: BuildContext) -> None:
         if options.length < 0:
@@ -73,10 +85,12 @@ def _head(options: Auto.Options, given: dict[str, Any], context: BuildContext) -
 
 def _kinds(options: Auto.Options, context: BuildContext) -> list[str]:
     """The kinds of head to try, in order: the kind of the given head, or all kinds, with the one that has a head
-    first."""
+    first; as `fetch` has found them."""
+    order, found = ON_GPU if isinstance(context.target, Paged) else ON_CPU, context.fetched_heads(options.head)
     if options.head:
-        return [files.kind_in(options.head, context.heads.get(options.head))]
-    order = ON_GPU if isinstance(context.target, Paged) else ON_CPU
+        return found or [files.kind_in(options.head, context.heads.get(options.head))]
+    if found:
+        return [*found, *(kind for kind in order if kind not in found)]
     return sorted(order, key=lambda kind: kind != _there(order, context.name))
 
 
@@ -88,6 +102,10 @@ def _there(kinds: Seq[str], target: str) -> str | None:
 
 
 def _member(name: str, values: dict[str, Any], context: BuildContext) -> Drafter:
-    kind = drafters.find(name)
-    known = {field.name for field in dataclasses.fields(kind.Options)}
-    return kind(drafters.from_values(name, {key: values[key] for key in values if key in known}).options, context)
+    return drafters.find(name)(_spec(name, values).options, context)
+
+
+def _spec(name: str, values: dict[str, Any]) -> DrafterSpec:
+    """With those of the values that the drafter has as options."""
+    known = {field.name for field in dataclasses.fields(drafters.find(name).Options)}
+    return drafters.from_values(name, {key: values[key] for key in values if key in known})

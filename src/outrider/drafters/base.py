@@ -49,6 +49,9 @@ class BuildContext:
     heads: Mapping[str, Any] = field(default_factory=dict)  # heads in memory, by name; all others lie in folders
     histories: HistoryStore = field(default_factory=HistoryStore)  # of the target's texts; all its drafters share them
     cache_bytes: int = 1 << 27  # for the drafter's own keys and values, if it has a `cache_share`
+    # As `load`, but only what takes no device; what it returns does the rest. None: `load` does all of it.
+    fetch: Callable[..., Callable[[], Model | RetokenizedModel]] | None = None
+    fetched: dict[tuple[str | bool, ...], Any] = field(default_factory=dict)  # by what was asked for, until it is taken
 
     def readable(self, what: str) -> Readable:
         """The target, if heads can be built beside it. `what`: the kind of head, for the message."""
@@ -60,10 +63,38 @@ class BuildContext:
 
     def head(self, kind: str, name: str, allow_pickle: bool) -> Any:
         """A head of that kind: from memory, from a folder, or the head that is shipped for the target."""
+        found = self.fetched.pop((kind, name, allow_pickle), None)
+        if isinstance(found, OutriderError):
+            raise found
+        if found is not None:
+            return found
         target = self.readable(f"a head for {kind}")
         if name in self.heads:
             return deepcopy(self.heads[name])
         return files.find(kind, name, target, self.name, allow_pickle)
+
+    def model(self, *named: str) -> Model | RetokenizedModel:
+        """A draft model; `named`: as for `load`."""
+        found = self.fetched.pop(named, None)
+        return self.load(*named) if found is None else found()
+
+    def fetch_head(self, kind: str, name: str, allow_pickle: bool) -> None:
+        """Read it now; where it cannot be had, `head` says so again without another look."""
+        key = kind, name, allow_pickle
+        try:
+            self.fetched[key] = self.head(*key)
+        except OutriderError as error:
+            self.fetched[key] = error
+            raise
+
+    def fetched_heads(self, name: str) -> list[str]:
+        """The kinds that were looked for under that name, in this order: only the last one may be there."""
+        return [str(kind) for kind, *named in self.fetched if named == [name, False]]
+
+    def fetch_model(self, *named: str) -> None:
+        """Read it now, as far as no device is needed; `model` then does the rest."""
+        if self.fetch is not None:
+            self.fetched[named] = self.fetch(*named)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +145,11 @@ class Drafter:
     def share(cls, options: Any, target: str) -> float:
         """Its `cache_share` with these options, beside the target of that name."""
         return cls.cache_share
+
+    @classmethod
+    def fetch(cls, options: Any, context: BuildContext) -> None:
+        """Before it is built: what takes no device, such as to download and read files, into the context. Steps go on
+        meanwhile; while a drafter is built on a device they wait. Reading is all that the target may be used for."""
 
     @classmethod
     def build(cls, options: Any, context: BuildContext) -> Drafter:

@@ -169,8 +169,12 @@ class DraftModel(ModelDrafter):
         quantize: Literal["none", "int8", "int4"] = "none"  # dense weights, rounded on loading
         tokenizer: str = ""  # folder or file to take its tokenizer from; "": its own
 
+    @classmethod
+    def fetch(cls, options: Options, context: BuildContext) -> None:
+        context.fetch_model(*_named(options))
+
     def __init__(self, options: Options, context: BuildContext) -> None:
-        model = context.load(options.model, options.quantize, *filter(None, [options.tokenizer]))
+        model = context.model(*_named(options))
         self._translation: Translation | None = None
         if isinstance(model, RetokenizedModel):
             self._translation = Translation(model.target, model.tokenizer)
@@ -217,6 +221,11 @@ class DraftModel(ModelDrafter):
         super().forget(id)
         if self._translation is not None:
             self._translation.forget(id)
+
+
+def _named(options: DraftModel.Options) -> tuple[str, ...]:
+    """As it is loaded."""
+    return (options.model, options.quantize, *filter(None, [options.tokenizer]))
 
 
 def _on_device(drafter: ModelDrafter, model: Model, vocab_size: int, length: int) -> RoundGuesser | None:

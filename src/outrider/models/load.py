@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,9 @@ from outrider.models.weights import FolderStore, GGUFStore, LoadOptions, assembl
 OWN = ("llama", "mistral", "qwen2", "qwen3")  # families that models/llama.py runs; all others go through transformers
 
 
+_Made = Callable[[], tuple[Model, tuple[str, ...]]]  # a model, and its notes
+
+
 @dataclass(frozen=True, eq=False)
 class Loaded:
     model: Model
@@ -33,12 +38,29 @@ class Loaded:
 
 
 def load(name: str, where: LoadOptions) -> Loaded:
-    path = sources.resolve(name)
-    try:
-        loaded = _load_gguf(path, where) if path.is_file() else _load_folder(path, where)
-    except torch.OutOfMemoryError as error:
-        raise OutriderError(f"{name} does not fit into the memory of {where.device}; use a smaller model") from error
+    loaded = _opened(name, where, ahead=False)()
     return_heap()
+    return loaded
+
+
+def fetch(name: str, where: LoadOptions) -> Callable[[], Loaded]:
+    """What takes no device: the files, downloaded if need be, and opened; for a device that is not the CPU its weights
+    are read into memory, too. What it returns does the rest."""
+    return _opened(name, where, ahead=where.device.type != "cpu")
+
+
+def _opened(name: str, where: LoadOptions, ahead: bool) -> Callable[[], Loaded]:
+    path = sources.resolve(name)
+    made = _open_gguf(path, where, ahead) if path.is_file() else _open_folder(path, where, ahead)
+
+    def loaded() -> Loaded:
+        try:
+            return made()
+        except torch.OutOfMemoryError as error:
+            raise OutriderError(
+                f"{name} does not fit into the memory of {where.device}; use a smaller model"
+            ) from error
+
     return loaded
 
 
@@ -55,7 +77,7 @@ def _model(config: LlamaConfig, weights: Weights, where: LoadOptions, notes: lis
     return CudaLlama(config, weights, where.memory)
 
 
-def _load_gguf(path: Path, where: LoadOptions) -> Loaded:
+def _open_gguf(path: Path, where: LoadOptions, ahead: bool) -> Callable[[], Loaded]:
     file = GGUFFile(path)
     metadata = file.config()
     config = LlamaConfig(
@@ -76,10 +98,17 @@ def _load_gguf(path: Path, where: LoadOptions) -> Loaded:
         return rope(config.head_dim, metadata["rope_theta"], config.context, metadata["rope_scaling"], factors)
 
     store = GGUFStore(dict(file.tensors()), where)
-    weights = assemble(store, config, make_rope, metadata["tie_embeddings"], _packs(store, where), where.activations)
+    packs = _packs(store, where)
     tokenizer = tokenizers.from_gguf(file.metadata)
     ends = tokenizers.end_ids(tokenizer, file.metadata)
-    return Loaded(_model(config, weights, where, store.notes), tokenizer, ends, tuple(store.notes))
+    if ahead:
+        store.read_ahead()
+
+    def made() -> Loaded:
+        weights = assemble(store, config, make_rope, metadata["tie_embeddings"], packs, where.activations)
+        return Loaded(_model(config, weights, where, store.notes), tokenizer, ends, tuple(store.notes))
+
+    return made
 
 
 def _packs(store: GGUFStore | FolderStore, where: LoadOptions) -> bool:
@@ -92,17 +121,21 @@ def _packs(store: GGUFStore | FolderStore, where: LoadOptions) -> bool:
     return packed
 
 
-def _load_folder(folder: Path, where: LoadOptions) -> Loaded:
+def _open_folder(folder: Path, where: LoadOptions, ahead: bool) -> Callable[[], Loaded]:
     content = _read_json(folder / "config.json")
     if content is None:
         raise OutriderError(f"{folder} has no config.json, so it is not a model folder")
     if not any(folder.glob("*.safetensors")):
         raise OutriderError(f"{folder} has no .safetensors weights; pickled weights are not loaded: convert them first")
     config = plain_llama(content) or _read_config(folder)
-    own = _is_own(config)
-    model, notes = _load_own(folder, config, where) if own else _load_foreign(folder, config, where)
-    tokenizer, ends = words_of(folder)
-    return Loaded(model, tokenizer, ends, notes)
+    open_one = _open_own if _is_own(config) else _open_foreign
+    made, words = open_one(folder, config, where, ahead), words_of(folder)
+
+    def loaded() -> Loaded:
+        model, notes = made()
+        return Loaded(model, *words, notes)
+
+    return loaded
 
 
 def words_of(folder: Path) -> tuple[Tokenizer | None, frozenset[int]]:
@@ -146,7 +179,7 @@ def _is_own(config: Any) -> bool:
     )
 
 
-def _load_own(folder: Path, config: Any, where: LoadOptions) -> tuple[Model, tuple[str, ...]]:
+def _open_own(folder: Path, config: Any, where: LoadOptions, ahead: bool) -> _Made:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     own = LlamaConfig(
         hidden_size=config.hidden_size,
@@ -167,8 +200,15 @@ def _load_own(folder: Path, config: Any, where: LoadOptions) -> tuple[Model, tup
     def make_rope() -> Rope:
         return rope(head_dim, scaling.get("rope_theta", 10_000.0), own.context, scaling)
 
-    weights = assemble(store, own, make_rope, config.tie_word_embeddings, _packs(store, where), where.activations)
-    return _model(own, weights, where, store.notes), tuple(store.notes)
+    packs = _packs(store, where)
+    if ahead:
+        store.read_ahead()
+
+    def made() -> tuple[Model, tuple[str, ...]]:
+        weights = assemble(store, own, make_rope, config.tie_word_embeddings, packs, where.activations)
+        return _model(own, weights, where, store.notes), tuple(store.notes)
+
+    return made
 
 
 def _check_sizes(path: Path, config: LlamaConfig) -> None:
@@ -186,7 +226,8 @@ def _check_sizes(path: Path, config: LlamaConfig) -> None:
         )
 
 
-def _load_foreign(folder: Path, config: Any, where: LoadOptions) -> tuple[Model, tuple[str, ...]]:
+def _open_foreign(folder: Path, config: Any, where: LoadOptions, ahead: bool) -> _Made:
+    """transformers reads all weights at once, so that they always come ahead."""
     if where.bits:
         raise OutriderError("--quantize works for llama-like models, not for models that transformers runs")
     if where.only_packed:
@@ -199,11 +240,23 @@ def _load_foreign(folder: Path, config: Any, where: LoadOptions) -> tuple[Model,
 
     from outrider.models.transformers import TransformersModel
 
-    try:
+    with _by_transformers(folder):
         model = AutoModelForCausalLM.from_pretrained(
             folder.resolve(), dtype=where.dense, use_safetensors=True, local_files_only=True, trust_remote_code=False
         )
-        return TransformersModel(model.to(where.device), where.memory), ()
+
+    def made() -> tuple[Model, tuple[str, ...]]:
+        with _by_transformers(folder):
+            return TransformersModel(model.to(where.device), where.memory), ()
+
+    return made
+
+
+@contextmanager
+def _by_transformers(folder: Path) -> Iterator[None]:
+    """What goes wrong there, in a line."""
+    try:
+        yield
     except (OutriderError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever transformers raises for a model it cannot build, or the model for a pass

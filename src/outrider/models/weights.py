@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -161,10 +161,37 @@ def _can_pack(where: LoadOptions, shapes: Iterable[tuple[int, ...]], notes: list
     return True
 
 
-class GGUFStore:
-    def __init__(self, tensors: dict[str, GGUFTensor], where: LoadOptions) -> None:
-        self._tensors, self._where = tensors, where
+class _FileStore:
+    """What stores of files share."""
+
+    def __init__(self, where: LoadOptions) -> None:
+        self._where = where
         self.notes: list[str] = []
+        self._ahead: dict[str, Tensor] = {}  # tensors that were read before they are asked for
+
+    def __iter__(self) -> Iterator[str]:
+        raise NotImplementedError
+
+    def _read(self, name: str) -> Tensor:
+        """On the host; it may lie in the file still, and be read when it is used."""
+        raise NotImplementedError
+
+    def dense(self, name: str) -> Tensor:
+        tensor = self._ahead.pop(name, None)
+        return (self._read(name) if tensor is None else tensor).to(self._where.device, self._where.dense)
+
+    def read_ahead(self) -> None:
+        """Every tensor into the host's memory: then only what the device does is left."""
+        self._ahead = {name: self._read(name).to(self._where.dense, copy=True) for name in self}
+
+
+class GGUFStore(_FileStore):
+    def __init__(self, tensors: dict[str, GGUFTensor], where: LoadOptions) -> None:
+        super().__init__(where)
+        self._tensors = tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -172,8 +199,8 @@ class GGUFStore:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name].shape
 
-    def dense(self, name: str) -> Tensor:
-        return self._tensors[name].dequantize(self._where.dense).to(self._where.device)
+    def _read(self, name: str) -> Tensor:
+        return self._tensors[name].dequantize(self._where.dense)
 
     def quantised(self, name: str) -> Quantised:
         tensor = self._tensors[name]
@@ -196,15 +223,14 @@ class GGUFStore:
         return _can_pack(self._where, (tensor.shape for tensor in self._tensors.values()), self.notes)
 
 
-class FolderStore:
+class FolderStore(_FileStore):
     """Safetensors files of one folder, opened once and read tensor by tensor."""
 
     def __init__(self, folder: Path, where: LoadOptions) -> None:
         from safetensors import SafetensorError, safe_open
 
-        self._where = where
-        self._files = {}
-        self.notes: list[str] = []
+        super().__init__(where)
+        self._files: dict[str, Any] = {}
         for path in sorted(folder.glob("*.safetensors")):
             try:
                 file = safe_open(str(path), framework="pt")
@@ -215,14 +241,18 @@ class FolderStore:
     def __len__(self) -> int:
         return len(self._files)
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file(name).get_slice(name).get_shape())
 
-    def dense(self, name: str) -> Tensor:
-        return self._file(name).get_tensor(name).to(self._where.device, self._where.dense)
+    def _read(self, name: str) -> Tensor:
+        tensor: Tensor = self._file(name).get_tensor(name)
+        return tensor
 
     def quantised(self, name: str) -> Quantised:
         return quant.quantise(self.dense(name), self._where.bits)

@@ -70,6 +70,10 @@ class BlockDrafter(Eagle):
         self._guessing, self._drawing = StatedCalibration(), StatedCalibration()
 
     @classmethod
+    def fetch(cls, options: Options, context: BuildContext) -> None:  # type: ignore[override]
+        context.fetch_head(cls.name, options.head, False)
+
+    @classmethod
     def build(cls, options: Options, context: BuildContext) -> BlockDrafter:  # type: ignore[override]
         return cls(options, context)
 

@@ -128,6 +128,10 @@ class Eagle(Drafter):
         self._guessing, self._drawing = StatedCalibration(), StatedCalibration()
 
     @classmethod
+    def fetch(cls, options: Options, context: BuildContext) -> None:
+        context.fetch_head(cls.name, options.head, options.allow_pickle)
+
+    @classmethod
     def build(cls, options: Options, context: BuildContext) -> Drafter:
         """With `lookup` it is two drafters together."""
         _check(options)

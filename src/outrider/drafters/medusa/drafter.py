@@ -62,6 +62,10 @@ class Medusa(Drafter):
         quantize: Literal["auto", "none", "int8", "int4"] = "auto"  # auto: int4 beside a packed target
         allow_pickle: bool = False
 
+    @classmethod
+    def fetch(cls, options: Options, context: BuildContext) -> None:
+        context.fetch_head(cls.name, options.head, options.allow_pickle)
+
     def __init__(self, options: Options, context: BuildContext) -> None:
         _check(options)
         head = context.head("medusa", options.head, options.allow_pickle)
