@@ -100,12 +100,13 @@ class TextVocabulary:
         return self._lexicon.joint(packed), self._lexicon.ids(groups)
 
     def _pack_few(self) -> None:
-        if self._packed[1] is None:
+        packed = self._packed[1]
+        if packed is None:
             filled = [*self._few, *self._few[-1:] * (FEW - len(self._few))]
-            self._packed[1], self._rows = self._lexicon.pack(filled), len(self._few)
+            packed, self._rows = self._lexicon.pack(filled), len(self._few)
         for place in range(self._rows, len(self._few)):
-            self._lexicon.put(self._packed[1], place, self._few[place])
-        self._rows = len(self._few)
+            self._lexicon.put(packed, place, self._few[place])
+        self._packed[1], self._rows = packed, len(self._few)
 
 
 def _full(tokens: Seq[int]) -> list[int]:
