@@ -7,9 +7,10 @@
 // of weights with x0, 16 places later, is x1: so weights need no other layout.
 
 // Vectors [from, to) of a block of T tiles times the activations of R rows. `start`: where the sums begin, of BlockSums::cross; -1:
-// with 0.
-template <int BITS, int T, int R>
-ALWAYS_INLINE void byte_dots(const uint8_t* const (&q)[T], const int8_t* x, const BlockSums* sums, int start, int from, int to, __m512i (&dots)[T][R]) {
+// with 0. between(j): called before each.
+template <int BITS, int T, int R, class Between>
+ALWAYS_INLINE void byte_dots(const uint8_t* const (&q)[T], const int8_t* x, const BlockSums* sums, int start, int from, int to, __m512i (&dots)[T][R],
+                             const Between& between) {
     constexpr int CHAINS = T * R <= 2 ? 2 : 1;  // few rows: two sums for each
     __m512i chains[T][R][CHAINS];
     for (int t = 0; t < T; t++)
@@ -19,6 +20,7 @@ ALWAYS_INLINE void byte_dots(const uint8_t* const (&q)[T], const int8_t* x, cons
         }
 #pragma GCC unroll 8
     for (int j = from; j < to; j++) {
+        between(j);
         __m512i v[T];
         for (int t = 0; t < T; t++) v[t] = vector<BITS>(q[t], j);
         for (int r = 0; r < R; r++) {

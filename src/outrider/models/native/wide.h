@@ -1,9 +1,9 @@
 // Products in registers of 512 bits: some rows times the two tiles of a record. A part of kernels.cpp, in its namespace.
 //
 // An activation is broadcast from memory into all lanes, and a processor does that twice a cycle, as often as it multiplies on Zen 5: so
-// two tiles share each of them (LOG, 2026-11-18, two tiles at a time). The sums of 8 rows and 2 tiles stay in registers.
+// two tiles share each of them (LOG, 2026-11-19, two tiles). The sums of 8 rows and 2 tiles stay in registers.
 
-constexpr int AHEAD = 8;  // records that are asked for before they are used: 5 to 9 KB
+constexpr int64_t AHEAD = 6 << 10;  // bytes that are asked for before they are used, in whole records; 10 KB: 0 to 3 % slower
 
 ALWAYS_INLINE __m512 halves(const uint16_t* values) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values)));
@@ -48,9 +48,13 @@ ALWAYS_INLINE __m512i four(const int8_t* x) {
 }
 
 #if VNNI
-// Vectors [from, to) of a block of T tiles times the activations of R rows: 256 * high parts + low parts.
-template <int BITS, int T, int R>
-ALWAYS_INLINE void block_dots(const uint8_t* const (&q)[T], const int8_t* x, int from, int to, __m512i (&dots)[T][R]) {
+struct Nothing {
+    void operator()(int) const {}
+};
+
+// Vectors [from, to) of a block of T tiles times the activations of R rows: 256 * high parts + low parts. between(j): called before each.
+template <int BITS, int T, int R, class Between = Nothing>
+ALWAYS_INLINE void block_dots(const uint8_t* const (&q)[T], const int8_t* x, int from, int to, __m512i (&dots)[T][R], const Between& between = {}) {
     constexpr bool FEW = T * R <= 8;  // sums of low parts of their own: so the next product need not wait for the last
     __m512i low[T][R];
     const auto add_part = [&](const int8_t* part, int j, __m512i (&sums)[T][R]) __attribute__((always_inline)) {
@@ -65,6 +69,7 @@ ALWAYS_INLINE void block_dots(const uint8_t* const (&q)[T], const int8_t* x, int
         for (int r = 0; r < R; r++) dots[t][r] = low[t][r] = _mm512_setzero_si512();
 #pragma GCC unroll 8
     for (int j = from; j < to; j++) {
+        between(j);
         add_part(x, j, dots);
         if (FEW) add_part(x + BLOCK, j, low);
     }
@@ -187,10 +192,11 @@ ALWAYS_INLINE void add_group(const __m512i (&dots)[T][R], const __m512 (&scale)[
     }
 }
 
-// Ask memory for a record that is used AHEAD records later.
+// Ask memory for the record that lies AHEAD of this one: for parts [part, end) of eight.
 template <int64_t SIZE>
-ALWAYS_INLINE void ask_ahead(const uint8_t* record) {
-    for (int64_t at = 0; at < SIZE; at += LINE) _mm_prefetch(reinterpret_cast<const char*>(record) + AHEAD * SIZE + at, _MM_HINT_T0);
+ALWAYS_INLINE void ask_ahead(const uint8_t* record, int part = 0, int end = 8) {
+    const char* at = reinterpret_cast<const char*>(record) + AHEAD / SIZE * SIZE;
+    for (int64_t line = part * SIZE / LINE / 8; line < end * SIZE / LINE / 8; line++) _mm_prefetch(at + line * LINE, _MM_HINT_T0);
 }
 
 // R rows times the two tiles of `tile`'s records.
@@ -204,7 +210,10 @@ void tile_rows(const Matrix& w, int64_t tile, const Activations& x, int64_t row,
     for (int t = 0; t < T; t++)
         for (int r = 0; r < R; r++) sums[t][r] = _mm512_setzero_ps();
     for (int64_t b = 0; b < blocks; b++, record += AT.size) {
-        ask_ahead<AT.size>(record);
+        // where little else is done, not all at once: a processor forgets prefetches that it has no place for (LOG, 2026-11-19)
+        constexpr bool SPREAD = VNNI && (BYTES ? !(BITS == 4 && BYTE_PAIRS && R >= LEAST_BYTE_PAIRED) : !(PAIRED && R >= LEAST_PAIRED));
+        if (!SPREAD) ask_ahead<AT.size>(record);
+        [[maybe_unused]] const auto ask_part = [&](int j) __attribute__((always_inline)) { ask_ahead<AT.size>(record, j, j + 1); };
         const uint8_t* const q[T] = {record, record + AT.weights};
         const int64_t first = row * blocks + b * R;
         const int8_t* xq = x.q + first * 2 * BLOCK;
@@ -218,9 +227,9 @@ void tile_rows(const Matrix& w, int64_t tile, const Activations& x, int64_t row,
             [[maybe_unused]] const int start = start_of(BYTES, BITS, GROUP, MINIMUM, part);
 #if VNNI
             if constexpr (BYTES && BITS == 4 && BYTE_PAIRS && R >= LEAST_BYTE_PAIRED) paired_nibble_dots<MINIMUM>(q, xq, block_sums, dots);
-            else if constexpr (BYTES) byte_dots<BITS>(q, xq, block_sums, start, from, end, dots);
+            else if constexpr (BYTES) byte_dots<BITS>(q, xq, block_sums, start, from, end, dots, ask_part);
             else if constexpr (PAIRED && R >= LEAST_PAIRED) paired_dots<BITS>(q, xq, block_sums, GROUP == 32 ? 2 : part, from, end, dots);
-            else block_dots<BITS>(q, xq, from, end, dots);
+            else block_dots<BITS>(q, xq, from, end, dots, ask_part);
 #else
             paired_dots<BITS>(q, xq, block_sums, start, from, end, dots);
 #endif
