@@ -94,7 +94,7 @@ class Eagle(Drafter):
         length: int = 0  # of a chain, or how deep a tree may be; 0: 5 and 16
         tree: int = 0  # nodes; 0: a chain
         width: int = 6  # nodes of a tree that are followed at each depth
-        stop: float = -1.0  # end below nodes less likely to be reached; -1: beside a packed target 0.4 (tree 0.55)
+        stop: float = -1.0  # end below nodes less likely to be reached; -1: beside a packed target by what nodes cost
         vocab: int = 0  # write only the first tokens of its vocabulary, and on a CPU those of the text; 0: what suits
         lookup: int = 0  # copy from the text where at least this many tokens match; 0: never
         greedy: bool = False  # guess the likeliest token even where the request samples
