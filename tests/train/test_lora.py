@@ -90,7 +90,7 @@ def test_a_run_is_not_written_over(trained, tiny_folder, chat_file):
 
 def test_without_peft(tiny_folder, chat_file, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(OutriderError, match=r"outrider\[lora\]"):
+    with pytest.raises(OutriderError, match=r"pip install '\.\[lora\]'"):
         lora.train(task(tiny_folder, chat_file, tmp_path / "b"))
     assert not (tmp_path / "b").exists()
 

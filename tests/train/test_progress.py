@@ -206,12 +206,15 @@ def test_a_run_by_time_writes_more_text_and_says_how_it_goes(calm_folder, tmp_pa
     state = json.loads(_metadata(out / FOLDER / "checkpoint.safetensors")["state"])
     assert len(state["segments"]) > 1
     assert state["segments"][-1][1] == data["waves"] > state["segments"][0][1]
-    assert said[HISTORY][-1][0] == state["step"]
     assert said["advice"]
     assert (out / "training.png").stat().st_size > 1000
     shown = capsys.readouterr().err
     assert shown.count("the target wrote") == len(state["segments"])
-    assert "would help" in shown or "nothing was held out" in shown
+    if HISTORY in said:
+        assert said[HISTORY][-1][0] == state["step"]
+        assert "would help" in shown
+    else:  # on a busy machine the first texts are too few
+        assert "nothing was held out" in shown
 
 
 def _metadata(path):
