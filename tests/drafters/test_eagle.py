@@ -390,6 +390,16 @@ def test_stop_ends_a_chain_that_is_unlikely_to_be_reached():
     assert min(lengths[0.9]) >= 1
 
 
+def written_in_vain(drafter, seqs):
+    """An engine that has made six steps of a packed model, whose states the drafter was shown without being asked."""
+    engine = new_engine(packed_model(), InVain(drafter, asks=False))
+    for seq in seqs:
+        engine.add(seq)
+    for _ in range(6):
+        engine.step()
+    return engine
+
+
 @pytest.mark.native
 @pytest.mark.parametrize("options", ["", ",tree=6"])
 def test_beside_a_packed_target_drafts_end_where_nodes_no_longer_pay(options):
@@ -401,11 +411,7 @@ def test_beside_a_packed_target_drafts_end_where_nodes_no_longer_pay(options):
             f"eagle:head=own,length=4{options}{given}", BuildContext(packed_model(), None, heads=own)
         )
         seqs = [Sequence(id, list(TEXTS[id % len(TEXTS)]), SamplingParams(max_tokens=40)) for id in range(3)]
-        engine = new_engine(packed_model(), InVain(drafter, asks=False))
-        for seq in seqs:
-            engine.add(seq)
-        for _ in range(6):
-            engine.step()
+        engine = written_in_vain(drafter, seqs)
         drafter.weigh(row, guess)
         sizes[given, row] = sum(len(draft) for draft in drafter.propose(seqs, [8, 8, 8]))
         for seq in seqs:
@@ -590,11 +596,7 @@ def test_few_sequences_have_a_call_for_each_chain(monkeypatch):
         drafter = drafters.build("eagle:head=own,length=4,stop=0", BuildContext(packed_model(), None, heads=own))
         calls.clear()  # it tried itself on loading
         seqs = [Sequence(id, list(TEXTS[id % len(TEXTS)]), SamplingParams(max_tokens=40)) for id in range(3)]
-        engine = new_engine(packed_model(), InVain(drafter, asks=False))
-        for seq in seqs:
-            engine.add(seq)
-        for _ in range(6):
-            engine.step()
+        engine = written_in_vain(drafter, seqs)
         drafts.append(drafter.propose(seqs, [4, 4, 4]))
         assert calls == ([0, 1, 2] if few == 3 else [])
         for seq in seqs:
