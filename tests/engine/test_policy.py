@@ -301,6 +301,8 @@ class TestWhoIsAsked:
         assert guess == pytest.approx(0.00025 / (0.009 / 4), rel=0.1)
         assert policy.prices(drafter, 4, PassPlan(4.0, 0.008, 4))[0] > row  # nodes must be worth more in a batch
         assert policy.prices(Head(), 1, ALONE) is None  # never asked
+        silent = Silent()  # it is asked for a length, and its seconds are those of a node
+        assert self.lived(silent, 3, 0.001).prices(silent, 1, ALONE) is None
         assert DraftingPolicy().prices(drafter, 1, ALONE) is None  # no pass was measured
 
     def test_one_of_several_guesses_is_enough(self):

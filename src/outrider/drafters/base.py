@@ -204,7 +204,8 @@ class Drafter:
 
     def weigh(self, row: float, guess: float) -> None:
         """What a node costs, in tokens that could be written in the same time: its row of the target's pass, and a pass
-        of the drafter's own. Called before `propose` once both were measured; a drafter may end its drafts by it."""
+        of the drafter's own. Where a drafter `reports_acceptance`, called before `propose` once both were measured; it
+        may end its drafts by it."""
 
     def unread(self, seq: Sequence) -> int:
         """How many tokens of a sequence it has to read before it can draft: a draft model's whole prompt, at first."""

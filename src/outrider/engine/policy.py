@@ -275,9 +275,10 @@ class DraftingPolicy:
 
     def prices(self, drafter: Drafter, seqs: int, plan: PassPlan) -> tuple[float, float] | None:
         """What a row of the pass and a pass of the drafter's own cost for one of so many sequences, in tokens that are
-        written in the same time with its drafts; None: not measured. `plan`: the pass without them."""
+        written in the same time with its drafts; None: not measured, or it does not end its drafts by itself. `plan`:
+        the pass without them."""
         record = self.record(drafter)
-        draft = record.seconds(seqs)
+        draft = record.seconds(seqs) if drafter.reports_acceptance else None  # of others the seconds are of a node
         if draft is None or not self.cost.known:
             return None
         rows = self._rows(plan.rows, seqs, record.nodes)
