@@ -90,6 +90,10 @@ class TestDividingTheTime:
         usual, gap, none = (writing_seconds(100.0, 9000.0, 9000.0, 50_000.0, 50_000.0, g) for g in (0.06, 0.09, 0.03))
         assert none < usual < gap
 
+    def test_a_wide_gap_does_not_leave_too_few_steps(self):
+        seconds = writing_seconds(100.0, 4000.0, 5000.0, 0.0, 0.0, 9.0)
+        assert 5000 * (100 - seconds) / (4000 * seconds) == pytest.approx(texts.FEWEST_REPEATS)
+
     def test_it_is_never_negative_nor_nearly_everything(self):
         assert writing_seconds(100.0, 1000.0, 10.0, 1e9, 0.0, 0.5) == 0.0
         assert writing_seconds(100.0, 1.0, 1e9, 0.0, 0.0, 0.5) == texts.LARGEST_SHARE * 100

@@ -298,9 +298,9 @@ class _TrainingRun:
             progress.look(student, log, self._budget.spent)
             if warning := progress.warning():
                 self._task.note(warning)
-        every = max(1, (state.planned or 10 * WARM_UP) // LOOKS)
+        every = max(1, state.planned // LOOKS)  # 0: there is no plan yet, and the run is young
         affordable = self._looked < LOOKING_SHARE * self._budget.spent
-        if state.step - self._looked_at >= every and state.step != state.planned and affordable:
+        if state.planned and state.step - self._looked_at >= every and state.step != state.planned and affordable:
             log.flush()
             self._look(student)
             self._task.note(progress.line(log))
