@@ -142,11 +142,29 @@ void attend(const Query& query, const PagedRows& keys, const PagedRows& values, 
     mix(query.scores, values, query.places, query.seen, total, query.to);
 }
 
+constexpr int64_t LEAST_ASKING = 6;  // queries between whose work what is read next is asked for: with fewer it is asked for too fast
+
+// Rows that are read next, asked of memory a few lines at a time between other work (see LOG, 2026-11-20, keys and values asked for).
+class RowsAhead {
+  public:
+    RowsAhead(const float* begin, int64_t floats, int64_t times)
+        : at_(reinterpret_cast<const char*>(begin)), end_(at_ + (begin ? floats * sizeof(float) : 0)), step_((end_ - at_ + times - 1) / times) {}
+
+    void ask() {
+        const char* to = at_ + step_ < end_ ? at_ + step_ : end_;
+        for (; at_ < to; at_ += LINE) soon(at_);
+    }
+
+  private:
+    const char *at_, *end_;
+    int64_t step_;  // bytes
+};
+
 constexpr int MIXED = WIDE ? 4 : 1;  // vectors of a head that are mixed at a time: the sums of 6 queries stay in registers
 
 // sums += score * value for `some` keys of one page from `begin` on and up to 6 queries, 16 * MIXED of the head's numbers
 template <int N, bool BYTES>
-inline void mix_some(const Query* queries, const PagedRows& values, int64_t begin, int64_t some, int64_t d) {
+inline void mix_some(const Query* queries, const PagedRows& values, int64_t begin, int64_t some, int64_t d, RowsAhead ahead) {
     Lanes sums[N][MIXED];
     for (int n = 0; n < N; n++)
         for (int j = 0; j < MIXED; j++) sums[n][j] = load(queries[n].to + d + 16 * j);
@@ -155,6 +173,7 @@ inline void mix_some(const Query* queries, const PagedRows& values, int64_t begi
     const int8_t* bytes = BYTES ? values.numbers(begin) + PagedRows::within(begin) * stride + d : nullptr;
     const float* scales = BYTES ? values.scales(begin) + PagedRows::within(begin) * groups + d / SCALED : nullptr;
     for (int64_t i = 0; i < some; i++) {
+        ahead.ask();
         Lanes value[MIXED];
         for (int j = 0; j < MIXED; j++) {
             if (BYTES) value[j] = mul(load_bytes(bytes + i * stride + 16 * j), all_lanes(scales[i * groups + 16 * j / SCALED]));
@@ -170,14 +189,14 @@ inline void mix_some(const Query* queries, const PagedRows& values, int64_t begi
 }
 
 template <bool BYTES>
-void mix_page(const Query* queries, int64_t count, const PagedRows& values, int64_t begin, int64_t some, int64_t d) {
+void mix_page(const Query* queries, int64_t count, const PagedRows& values, int64_t begin, int64_t some, int64_t d, const RowsAhead& ahead) {
     switch (count) {
-        case 1: return mix_some<1, BYTES>(queries, values, begin, some, d);
-        case 2: return mix_some<2, BYTES>(queries, values, begin, some, d);
-        case 3: return mix_some<3, BYTES>(queries, values, begin, some, d);
-        case 4: return mix_some<4, BYTES>(queries, values, begin, some, d);
-        case 5: return mix_some<5, BYTES>(queries, values, begin, some, d);
-        default: return mix_some<6, BYTES>(queries, values, begin, some, d);
+        case 1: return mix_some<1, BYTES>(queries, values, begin, some, d, ahead);
+        case 2: return mix_some<2, BYTES>(queries, values, begin, some, d, ahead);
+        case 3: return mix_some<3, BYTES>(queries, values, begin, some, d, ahead);
+        case 4: return mix_some<4, BYTES>(queries, values, begin, some, d, ahead);
+        case 5: return mix_some<5, BYTES>(queries, values, begin, some, d, ahead);
+        default: return mix_some<6, BYTES>(queries, values, begin, some, d, ahead);
     }
 }
 
@@ -236,15 +255,17 @@ int64_t longest_run(const Query* queries, int64_t count) {
 #endif
 
 // Scores of queries for keys that are floats, as far as their runs go.
-void run_dots(const Query* queries, int64_t count, const PagedRows& keys, float factor) {
+void run_dots(const Query* queries, int64_t count, const PagedRows& keys, const PagedRows& values, float factor) {
     const int64_t size = keys.size, longest = longest_run(queries, count);
 #if WIDE
     const auto two = size == 64 ? dots8_of_two<64> : size == 128 ? dots8_of_two<128> : dots8_of_two<0>;
 #endif
     for (int64_t i = 0; i < longest; i += 16) {
         const float* first = keys.row(i);  // the 16 lie in one page
+        RowsAhead ahead(count < LEAST_ASKING ? nullptr : i + 16 < longest ? keys.row(i + 16) : values.row(0), 16 * size, (count + 1) / 2);
         for (int64_t n = 0; n < count; n++) {
             const int64_t some = queries[n].run - i;
+            ahead.ask();
 #if WIDE
             if (n + 1 < count && some >= 16 && queries[n + 1].run - i >= 16) {
                 for (int64_t k = 0; k < 16; k += 8) two(queries[n], queries[n + 1], first + k * size, size, factor, i + k);
@@ -260,7 +281,7 @@ void run_dots(const Query* queries, int64_t count, const PagedRows& keys, float 
 }
 
 // The same; `turning`: a number of the job where many queries have these keys, else 0.
-void float_scores(const Query* queries, int64_t count, const PagedRows& keys, float factor, int64_t turning) {
+void float_scores(const Query* queries, int64_t count, const PagedRows& keys, const PagedRows& values, float factor, int64_t turning) {
 #if WIDE
     const int64_t longest = longest_run(queries, count);
     if (turning && longest <= MOST_TURNED && (keys.size == 64 || keys.size == 128)) {
@@ -270,7 +291,7 @@ void float_scores(const Query* queries, int64_t count, const PagedRows& keys, fl
 #else
     static_cast<void>(turning);
 #endif
-    run_dots(queries, count, keys, factor);
+    run_dots(queries, count, keys, values, factor);
 }
 
 // Queries that see runs of the first keys: each piece of these keys, and of the values that all of them see, is read once.
@@ -282,7 +303,7 @@ void attend_together(const Query* queries, int64_t count, const PagedRows& keys,
     for (int64_t n = 1; n < count; n++) shared = queries[n].run < shared ? queries[n].run : shared;
     for (int64_t n = 0; keys.bytes && n < count; n += ASKED)
         byte_scores(queries + n, count - n < ASKED ? count - n : ASKED, keys, asked, factor);
-    if (!keys.bytes) float_scores(queries, count, keys, factor, turning);
+    if (!keys.bytes) float_scores(queries, count, keys, values, factor, turning);
     float totals[TOGETHER];
     for (int64_t n = 0; n < count; n++) {
         const Query& query = queries[n];
@@ -290,11 +311,15 @@ void attend_together(const Query* queries, int64_t count, const PagedRows& keys,
         totals[n] = exponentials(query.scores, query.seen, largest(query.scores, query.seen));
         std::memset(query.to, 0, size * sizeof(float));
     }
+    const bool asks = !values.bytes && !turning && count >= LEAST_ASKING;
     for (int64_t begin = 0; begin < shared; begin += PAGE) {
         const int64_t some = shared - begin < PAGE ? shared - begin : PAGE;
+        const float* next = asks && begin + PAGE < shared ? values.row(begin + PAGE) : nullptr;
+        const int64_t calls = (count + ASKED - 1) / ASKED * (size / (16 * MIXED)), floats = PAGE * size / calls;
         for (int64_t n = 0; n < count; n += ASKED)
-            for (int64_t d = 0; d < size; d += 16 * MIXED)
-                (values.bytes ? mix_page<true> : mix_page<false>)(queries + n, count - n < ASKED ? count - n : ASKED, values, begin, some, d);
+            for (int64_t d = 0; d < size; d += 16 * MIXED, next += next ? floats : 0)
+                (values.bytes ? mix_page<true> : mix_page<false>)(queries + n, count - n < ASKED ? count - n : ASKED, values, begin, some, d,
+                                                                  {next, floats, some});
     }
     for (int64_t n = 0; n < count; n++) {
         const Query& query = queries[n];
