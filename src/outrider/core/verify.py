@@ -7,7 +7,7 @@ that node in the node's own context, and only there: laws off the path are never
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,12 +33,13 @@ def decision(seq: Sequence) -> Decision:
     return "greedy" if seq.params.greedy else seq.rule
 
 
-def verify(seq: Sequence, draft: Draft, logits: Tensor) -> Verdict:
-    """What the sequence's own rules make of the draft, given the target's logits [1 + nodes, vocab]."""
+def verify(seq: Sequence, draft: Draft, logits: Tensor, best: list[int] | None = None) -> Verdict:
+    """What the sequence's own rules make of the draft, given the target's logits [1 + nodes, vocab]. `best`: the
+    likeliest token of each row, if the pass has them."""
     if decision(seq) == "greedy":
         if not seq.params.adjusts:
-            best = sampling.likeliest(logits)
-            return coupled(draft, lambda node, depth: best[node + 1])
+            best = sampling.likeliest(logits) if best is None else best
+            return followed(draft, best)
         return coupled(draft, lambda node, depth: seq.best(logits[node + 1], guessed_tokens(draft, node)))
 
     def law(node: int) -> Tensor:
@@ -50,14 +51,14 @@ def verify(seq: Sequence, draft: Draft, logits: Tensor) -> Verdict:
     return rejection(draft, law, seq.dice, position)
 
 
-def verify_each(cases: Iterable[tuple[Sequence, Draft, Tensor]]) -> list[Verdict | Exception]:
+def verify_each(cases: Iterable[tuple[Sequence, Draft, Tensor, list[int] | None]]) -> list[Verdict | Exception]:
     """`verify` for one after the other; an exception is of one of the caller's own processors."""
     return [_verdict(*case) for case in cases]
 
 
-def _verdict(seq: Sequence, draft: Draft, logits: Tensor) -> Verdict | Exception:
+def _verdict(seq: Sequence, draft: Draft, logits: Tensor, best: list[int] | None) -> Verdict | Exception:
     try:
-        return verify(seq, draft, logits)
+        return verify(seq, draft, logits, best)
     except Exception as error:
         return error
 
@@ -77,6 +78,13 @@ def coupled(draft: Draft, choose: Callable[[int, int], int]) -> Verdict:
             return Verdict(tuple(path), token)
         path.append(child)
         node = child
+
+
+def followed(draft: Draft, chosen: Seq[int], start: int = 0) -> Verdict:
+    """The same where the target's tokens are known: `chosen` has those of the root and of each node from `start` on."""
+    if not draft.tokens:
+        return Verdict((), chosen[start])
+    return coupled(draft, lambda node, depth: chosen[start + 1 + node])
 
 
 def rejection(draft: Draft, law: Law, dice: Dice, position: int) -> Verdict:

@@ -27,7 +27,8 @@ def verdicts(plans: Seq[FeedPlan], drafts: Seq[Draft], outputs: Seq[Output]) -> 
         cases = [Case(plans[place].seq, drafts[place], outputs.starts[place]) for place in last]
         judged = verify_batch(cases, outputs.logits, outputs.best, outputs.choose or choose) if cases else []
     else:
-        judged = verify_each((plans[place].seq, drafts[place], outputs[place].logits) for place in last)
+        own = ((plans[place].seq, drafts[place], outputs[place]) for place in last)
+        judged = verify_each((seq, draft, output.logits, output.best) for seq, draft, output in own)
     found: list[Verdict | Exception | None] = [None] * len(plans)
     for place, verdict in zip(last, judged, strict=True):
         found[place] = verdict

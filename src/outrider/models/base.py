@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, repeat
 from typing import Protocol, runtime_checkable
 
@@ -30,10 +30,13 @@ class Feed:
     adapter: ReadyAdapter | None = None  # of all its rows; the same in every pass of a sequence
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Output:
     logits: Tensor  # [1 + len(draft), vocab] after the last committed token, then after each node
     hidden: Tensor | None = None  # [len(tokens) + len(draft), layers, hidden] residuals after the layers asked for
+    # The likeliest token of each row, the first of equals, if the pass has them. Not in what `replace` makes of it: other
+    # logits have others.
+    best: list[int] | None = field(default=None, init=False)
 
 
 class Outputs(Sequence[Output]):
@@ -95,16 +98,21 @@ class Model(Protocol):
         ...
 
 
-def check_context(model: Model, feeds: Sequence[Feed]) -> None:
-    """Refuse feeds that would make a sequence longer than the model's context, before the cache has changed."""
+def check_context(model: Model, feeds: Sequence[Feed]) -> int:
+    """Refuse feeds that would make a sequence longer than the model's context, before the cache has changed. Returns
+    the length up to which positions are needed, or more."""
+    longest = 0
     for feed in feeds:
-        end = model.length(feed.id) + len(feed.tokens)
-        if end + len(feed.draft) > model.context:  # a tree has fewer levels than nodes
-            end += max(feed.draft.depths(), default=0)
+        seen = model.length(feed.id) + len(feed.tokens)
+        end = seen + len(feed.draft.tokens)
+        if end > model.context:  # a tree has fewer levels than nodes
+            end = seen + max(feed.draft.depths(), default=0)
             if end > model.context:
                 raise OutriderError(
                     f"sequence {feed.id} would have {end} tokens, but the model's context is {model.context}"
                 )
+        longest = max(longest, end)
+    return longest
 
 
 @runtime_checkable

@@ -89,7 +89,7 @@ class NativeHead(NativeStack):
         work = self.workspace(rows, 0)
         use_torch_threads()
         self._states(
-            ctypes.byref(self._shape),
+            ctypes.byref(self.shape),
             ctypes.byref(self._head),
             _places([(hidden, range(rows))]),
             ctypes.c_int64(rows),
@@ -100,7 +100,7 @@ class NativeHead(NativeStack):
 
     def normed(self, x: Tensor) -> Tensor:
         """The last norm of x [rows, hidden], which is overwritten."""
-        self._normed(ctypes.byref(self._shape), ctypes.byref(self._head), ctypes.c_int64(len(x)), pointer(x))
+        self._normed(ctypes.byref(self.shape), ctypes.byref(self._head), ctypes.c_int64(len(x)), pointer(x))
         return x
 
     def writing(self, output: structs.JoinedMatrices, ids: Tensor) -> structs.HeadStruct:
@@ -130,7 +130,7 @@ class NativeHead(NativeStack):
         written, stated = (ctypes.c_int64 * length)(), (ctypes.c_float * length)()
         use_torch_threads()
         count = self._chain(
-            ctypes.byref(self._shape),
+            ctypes.byref(self.shape),
             self.structs,
             ctypes.byref(self._head if head is None else head),
             ctypes.byref(span),
@@ -170,7 +170,7 @@ class NativeHead(NativeStack):
         stated, counts = (ctypes.c_float * (len(spans) * most))(), (ctypes.c_int64 * len(spans))()
         use_torch_threads()
         failed = self._trees(
-            ctypes.byref(self._shape),
+            ctypes.byref(self.shape),
             self.structs,
             ctypes.byref(self._head if head is None else head),
             (structs.SpanStruct * len(spans))(*places),

@@ -1,0 +1,127 @@
+"""A packed model whose passes are one call of the kernels each: from tokens to logits and the likeliest tokens.
+
+Every pass empties the processor's caches, so what is done between two of them takes many times as long as in a loop
+(LOG, 2026-11-20). Hence no tensors here but those that are given away, and few calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.core.adapter import ReadyAdapter
+from outrider.models.base import Feed, Output
+from outrider.models.native import structs
+from outrider.models.native.library import library
+from outrider.models.native.packed import Packed
+from outrider.models.native.stack import NativeStack
+from outrider.models.paged_cache import PagedCache
+from outrider.models.stack import places
+
+BYTES = 8  # of a number of `array("q")`
+
+
+class NativeModel:
+    def __init__(self, stack: NativeStack, embedding: Packed, output: Packed, norm: Tensor) -> None:
+        """`norm`: before the output matrix."""
+        self._stack, self._output, self._keep = stack, output, (embedding, norm)
+        self._pass = structs.PassStruct(
+            shape=ctypes.addressof(stack.shape),
+            layers=ctypes.addressof(stack.structs),
+            embedding=ctypes.addressof(embedding.joint.parts[0]),
+            output=ctypes.addressof(output.joint),
+            norm=norm.data_ptr(),
+        )
+        self._address = ctypes.c_void_p(ctypes.addressof(self._pass))
+        self._run = library().outrider_pass
+        self._x = torch.empty(0)  # of the rows of a pass
+        self._best = (ctypes.c_int64 * 0)()
+        self._turns: tuple[Tensor, Tensor] | None = None  # the tables that the structure points into
+
+    def forward(
+        self, feeds: Sequence[Feed], cache: PagedCache, turns: tuple[Tensor, Tensor], wanted: Sequence[int]
+    ) -> list[Output]:
+        """`turns`: cos and sin of all positions."""
+        stack, call = self._stack, self._pass
+        tokens: list[int] = []
+        spans: list[int] = []
+        judged: list[int] = []
+        adapted: list[tuple[ReadyAdapter, slice]] = []
+        longest, chains = 0, True
+        for feed in feeds:
+            first, nodes = len(tokens), feed.draft.tokens
+            tokens += feed.tokens
+            if nodes:
+                tokens += nodes
+                chains = chains and feed.draft.is_chain
+            rows = len(tokens) - first
+            slot = cache.extend(feed.id, rows)
+            spans += stack.numbers_of(slot, slot.length - rows, first, rows)
+            judged.append(1 + len(nodes))
+            longest = max(longest, slot.length)
+            if feed.adapter is not None:
+                adapted.append((feed.adapter, slice(first, first + rows)))
+        rows, count = len(tokens), sum(judged)
+        self._prepare(rows, count, longest, turns)
+        numbers, order = array("q", [*tokens, *judged, *spans]), None if chains else _places(feeds, cache)
+        at = numbers.buffer_info()[0]
+        call.rows, call.tokens, call.judged = rows, at, at + BYTES * rows
+        call.span_count, call.spans = len(judged), at + BYTES * (rows + len(judged))
+        call.positions = call.parents = None
+        if order is not None:
+            call.positions, call.parents = order[0].buffer_info()[0], order[1].buffer_info()[0]
+        adapters = stack.adapters(adapted, rows)
+        call.adapters = None if adapters is None else ctypes.addressof(adapters)
+        hidden, layers = None, array("i", wanted)
+        call.wanted_count = len(wanted)
+        if wanted:
+            assert 0 <= min(wanted) <= max(wanted) < len(stack.layers)
+            hidden = torch.empty(rows, len(wanted), stack.config.hidden_size)
+            call.wanted, call.kept = layers.buffer_info()[0], hidden.data_ptr()
+        logits = torch.empty(count, self._output.outputs)
+        call.logits = logits.data_ptr()
+        if (there := self._run(self._address)) < rows:
+            raise IndexError(f"token {tokens[there]} of a vocabulary of {self._output.outputs}")
+        return _split(feeds, judged, Output(logits, hidden), self._best[:count])
+
+    def _prepare(self, rows: int, count: int, longest: int, turns: tuple[Tensor, Tensor]) -> None:
+        """Buffers that are large enough, and where they are."""
+        call, threads = self._pass, torch.get_num_threads()
+        call.threads, call.work = threads, ctypes.addressof(self._stack.workspace(rows, longest, threads).struct)
+        if self._turns is not turns:
+            self._turns, call.cos, call.sin = turns, turns[0].data_ptr(), turns[1].data_ptr()
+        if len(self._x) < rows:
+            self._x = torch.empty(rows, self._stack.config.hidden_size)
+            call.x = self._x.data_ptr()
+        if len(self._best) < count:
+            self._best = (ctypes.c_int64 * count)()
+            call.best = ctypes.addressof(self._best)
+
+
+def _places(feeds: Sequence[Feed], cache: PagedCache) -> tuple[array[int], array[int]]:
+    """Positions and parents of all rows, which the cache has counted already."""
+    positions, parents = array("i"), array("i")
+    for feed in feeds:
+        own, above = places(feed, cache.length(feed.id) - len(feed.tokens) - len(feed.draft))
+        positions.extend(own)
+        parents.extend(above)
+    return positions, parents
+
+
+def _split(feeds: Sequence[Feed], judged: Sequence[int], whole: Output, best: list[int]) -> list[Output]:
+    """Each feed's part of what a pass gave."""
+    outputs, row, judged_row = [], 0, 0
+    for feed, count in zip(feeds, judged, strict=True):
+        end, judged_end = row + len(feed.tokens) + count - 1, judged_row + count
+        output = whole
+        if len(feeds) > 1:
+            hidden = None if whole.hidden is None else whole.hidden[row:end]
+            output = Output(whole.logits[judged_row:judged_end], hidden)
+        output.best = best[judged_row:judged_end]
+        outputs.append(output)
+        row, judged_row = end, judged_end
+    return outputs
