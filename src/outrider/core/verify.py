@@ -7,7 +7,7 @@ that node in the node's own context, and only there: laws off the path are never
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,13 +33,11 @@ def decision(seq: Sequence) -> Decision:
     return "greedy" if seq.params.greedy else seq.rule
 
 
-def verify(seq: Sequence, draft: Draft, logits: Tensor, best: list[int] | None = None) -> Verdict:
-    """What the sequence's own rules make of the draft, given the target's logits [1 + nodes, vocab]. `best`: the
-    likeliest token of each row, if the pass has them."""
+def verify(seq: Sequence, draft: Draft, logits: Tensor) -> Verdict:
+    """What the sequence's own rules make of the draft, given the target's logits [1 + nodes, vocab]."""
     if decision(seq) == "greedy":
-        if not seq.params.adjusts:
-            best = sampling.likeliest(logits) if best is None else best
-            return followed(draft, best)
+        if seq.takes_best:
+            return followed(draft, sampling.likeliest(logits))
         return coupled(draft, lambda node, depth: seq.best(logits[node + 1], guessed_tokens(draft, node)))
 
     def law(node: int) -> Tensor:
@@ -49,18 +47,6 @@ def verify(seq: Sequence, draft: Draft, logits: Tensor, best: list[int] | None =
     if decision(seq) == "coupled":
         return coupled(draft, lambda node, depth: seq.dice.choose(law(node), position + depth))
     return rejection(draft, law, seq.dice, position)
-
-
-def verify_each(cases: Iterable[tuple[Sequence, Draft, Tensor, list[int] | None]]) -> list[Verdict | Exception]:
-    """`verify` for one after the other; an exception is of one of the caller's own processors."""
-    return [_verdict(*case) for case in cases]
-
-
-def _verdict(seq: Sequence, draft: Draft, logits: Tensor, best: list[int] | None) -> Verdict | Exception:
-    try:
-        return verify(seq, draft, logits, best)
-    except Exception as error:
-        return error
 
 
 def coupled(draft: Draft, choose: Callable[[int, int], int]) -> Verdict:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from outrider.core.verify_batch import Best, Chooser
 from outrider.models.adapters.adapter import Adapter, AdapterBase
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # not frozen: to make one would take three times as long
 class Feed:
     """What one sequence brings to a pass."""
 
@@ -30,13 +30,20 @@ class Feed:
     adapter: ReadyAdapter | None = None  # of all its rows; the same in every pass of a sequence
 
 
-@dataclass(eq=False)
 class Output:
-    logits: Tensor  # [1 + len(draft), vocab] after the last committed token, then after each node
-    hidden: Tensor | None = None  # [len(tokens) + len(draft), layers, hidden] residuals after the layers asked for
-    # The likeliest token of each row, the first of equals, if the pass has them. Not in what `replace` makes of it: other
-    # logits have others.
-    best: list[int] | None = field(default=None, init=False)
+    """What a pass gives for one feed."""
+
+    # The likeliest token of each row of the logits, the first of equals, if the pass has them
+    best: list[int] | None = None
+
+    def __init__(self, logits: Tensor, hidden: Tensor | None = None) -> None:
+        self._logits = logits
+        self.hidden = hidden  # [len(tokens) + len(draft), layers, hidden] residuals after the layers asked for
+
+    @property
+    def logits(self) -> Tensor:
+        """[1 + len(draft), vocab] after the last committed token, then after each node."""
+        return self._logits
 
 
 class Outputs(Sequence[Output]):
@@ -69,6 +76,11 @@ class Outputs(Sequence[Output]):
     def states(self, feed: int) -> Tensor | None:
         """One feed's part of `hidden`."""
         return None if self.hidden is None else self.hidden[self.rows[feed] : self.rows[feed + 1]]
+
+
+def batched(outputs: Sequence[Output]) -> TypeGuard[Outputs]:
+    """Whether a pass gave them all in one tensor. To ask a list for an abstract class takes 10 us between two passes."""
+    return type(outputs) is not list and isinstance(outputs, Outputs)
 
 
 class Model(Protocol):

@@ -7,9 +7,13 @@ Every pass empties the processor's caches, so what is done between two of them t
 from __future__ import annotations
 
 import ctypes
+import functools
+import sys
 from array import array
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,11 +22,23 @@ from outrider.models.base import Feed, Output
 from outrider.models.native import structs
 from outrider.models.native.library import library
 from outrider.models.native.packed import Packed
-from outrider.models.native.stack import NativeStack
+from outrider.models.native.stack import BYTES, NativeStack
 from outrider.models.paged_cache import PagedCache
 from outrider.models.stack import places
 
-BYTES = 8  # of a number of `array("q")`
+# Rows of the memory for logits that is used again and again; that of a pass with more goes after the next pass
+KEPT = 16
+
+
+class NativeOutput(Output):
+    """Logits as the kernels wrote them, which are a tensor only when somebody asks for it."""
+
+    def __init__(self, logits: npt.NDArray[np.float32], rows: slice, hidden: Tensor | None, best: list[int]) -> None:
+        self._numbers, self._rows, self.hidden, self.best = logits, rows, hidden, best
+
+    @functools.cached_property
+    def logits(self) -> Tensor:
+        return torch.from_numpy(self._numbers[self._rows])
 
 
 class NativeModel:
@@ -40,6 +56,8 @@ class NativeModel:
         self._run = library().outrider_pass
         self._x = torch.empty(0)  # of the rows of a pass
         self._best = (ctypes.c_int64 * 0)()
+        self._logits = self._new_logits(KEPT)
+        self._own = self._holders()  # the number of references to it where nobody else has it
         self._turns: tuple[Tensor, Tensor] | None = None  # the tables that the structure points into
 
     def forward(
@@ -82,11 +100,29 @@ class NativeModel:
             assert 0 <= min(wanted) <= max(wanted) < len(stack.layers)
             hidden = torch.empty(rows, len(wanted), stack.config.hidden_size)
             call.wanted, call.kept = layers.buffer_info()[0], hidden.data_ptr()
-        logits = torch.empty(count, self._output.outputs)
-        call.logits = logits.data_ptr()
+        logits = self._logits_of(count)
         if (there := self._run(self._address)) < rows:
             raise IndexError(f"token {tokens[there]} of a vocabulary of {self._output.outputs}")
-        return _split(feeds, judged, Output(logits, hidden), self._best[:count])
+        best = self._best[:count]
+        if len(feeds) == 1:
+            return [NativeOutput(logits, slice(count), hidden, best)]
+        return _split(feeds, judged, logits, hidden, best)
+
+    def _logits_of(self, count: int) -> npt.NDArray[np.float32]:
+        """Memory for so many rows: that of the pass before, unless somebody still has logits of it."""
+        if count > KEPT:
+            self._logits = self._new_logits(count)
+        elif len(self._logits) > KEPT or self._holders() > self._own:
+            self._logits = self._new_logits(KEPT)
+        return self._logits
+
+    def _holders(self) -> int:
+        return sys.getrefcount(self._logits)
+
+    def _new_logits(self, rows: int) -> npt.NDArray[np.float32]:
+        made = np.empty((rows, self._output.outputs), np.float32)
+        self._pass.logits = made.ctypes.data
+        return made
 
     def _prepare(self, rows: int, count: int, longest: int, turns: tuple[Tensor, Tensor]) -> None:
         """Buffers that are large enough, and where they are."""
@@ -112,16 +148,19 @@ def _places(feeds: Sequence[Feed], cache: PagedCache) -> tuple[array[int], array
     return positions, parents
 
 
-def _split(feeds: Sequence[Feed], judged: Sequence[int], whole: Output, best: list[int]) -> list[Output]:
+def _split(
+    feeds: Sequence[Feed],
+    judged: Sequence[int],
+    logits: npt.NDArray[np.float32],
+    hidden: Tensor | None,
+    best: Sequence[int],
+) -> list[Output]:
     """Each feed's part of what a pass gave."""
-    outputs, row, judged_row = [], 0, 0
+    outputs: list[Output] = []
+    row = judged_row = 0
     for feed, count in zip(feeds, judged, strict=True):
         end, judged_end = row + len(feed.tokens) + count - 1, judged_row + count
-        output = whole
-        if len(feeds) > 1:
-            hidden = None if whole.hidden is None else whole.hidden[row:end]
-            output = Output(whole.logits[judged_row:judged_end], hidden)
-        output.best = best[judged_row:judged_end]
-        outputs.append(output)
+        states = None if hidden is None else hidden[row:end]
+        outputs.append(NativeOutput(logits, slice(judged_row, judged_end), states, [*best[judged_row:judged_end]]))
         row, judged_row = end, judged_end
     return outputs

@@ -17,6 +17,7 @@ from outrider.models.native.packed import BLOCK, Packed, PackedWorkspace, activa
 from outrider.models.paged_cache import FLOATS, SCALED, PagedSlot
 from outrider.models.stack import Layer, Pass, StackConfig
 
+BYTES = 8  # of a number of `array("q")`, which is how addresses and sizes go to the kernels
 KEYS = 16  # keys whose scores are taken together; the same number as in kernels.cpp
 TOGETHER = 12  # queries that share one reading of keys and values; the same number as in kernels.cpp
 ASKED = 6  # queries in 16 bits that are multiplied together with keys of 8; the same number as in attention.h
