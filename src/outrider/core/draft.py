@@ -134,9 +134,7 @@ class Draft:
 EMPTY = Draft()
 
 
-def judged_tree(
-    tokens: Sequence[int], parents: Sequence[int], written: Sequence[int]
-) -> Sequence[tuple[int, bool]]:
+def judged_tree(tokens: Sequence[int], parents: Sequence[int], written: Sequence[int]) -> Sequence[tuple[int, bool]]:
     """The nodes of a tree that what was written has judged: those after each token of it, and whether each held."""
     node: int | None = ROOT
     judged: list[tuple[int, bool]] = []

@@ -111,8 +111,8 @@ class DrafterPool:
             return drafts
         self._asked = {each.seq.id: each for each in asking}
         begin = self._now()
-        size = PassSize(sum(len(plan.tokens) for plan in plans), sum(plan.last for plan in plans))
-        if policy is not None and together:
+        size = PassSize(sum([len(plan.tokens) for plan in plans]), sum([plan.last for plan in plans]))
+        if policy is not None and len(plans) > 1:
             for plan, worth in zip(plans, policy.worth([plan.seq for plan in plans], together), strict=True):
                 if plan.seq.id in self._asked:
                     self._asked[plan.seq.id].worth = worth
@@ -137,11 +137,18 @@ class DrafterPool:
                     counts[member] = counts.get(member, 0) + count
         if policy is None:
             return set(map(id, counts))
-        free = any(member.is_free for member in counts) and (
-            policy.asks_free(len(seqs)) or any(seq.prediction or seq.matcher is not None for seq in seqs)
-        )
-        asked = (free if member.is_free else policy.considers(member, count) for member, count in counts.items())
-        return {id(member) for member, each in zip(counts, asked, strict=True) if each}
+        chosen, free = set(), None
+        for member, count in counts.items():
+            if member.is_free:
+                if free is None:
+                    told = any(seq.prediction or seq.matcher is not None for seq in seqs)
+                    free = policy.asks_free(len(seqs)) or told
+                asked = free
+            else:
+                asked = policy.considers(member, count)
+            if asked:
+                chosen.add(id(member))
+        return chosen
 
     def _asking(self, plans: Seq[FeedPlan], chosen: set[int]) -> list[_Asking]:
         """The sequences that have something to judge, each with those of the chosen drafters that serve it."""

@@ -99,9 +99,9 @@ class Engine:
         running = self.scheduler.running
         if self._prefixes is not None:
             self._take_prefixes(self._prefixes, running)
-        if self._paged is None:  # nothing runs without the host
-            return self._pass(self._plan(), drafting=True)
         writer = self._pool.writer(running, self.scheduler.widest) if self._rounds else None
+        if writer is None and self._paged is None:  # nothing runs without the host
+            return self._pass(self._plan(), drafting=True)
         if writer is not None and (unread := bulk.unread(running, self.model.length)):
             return self._read(unread)
         able = writer is not None and self._pool.writes(writer, running)
@@ -255,10 +255,11 @@ class Engine:
 
     def _charge(self, plans: Seq[FeedPlan], drafts: Seq[Draft], seconds: float) -> None:
         """What drafted nodes added to a pass that took so long, to the sequences that they were for."""
-        if not any(drafts):
+        rows = nodes = 0
+        for plan, draft in zip(plans, drafts, strict=True):
+            rows, nodes = rows + len(plan.tokens), nodes + len(draft.tokens)
+        if not nodes:
             return
-        nodes = sum(map(len, drafts))
-        rows = sum(len(plan.tokens) for plan in plans)
         share = 0.0 if self.policy is None else self.policy.cost.added(rows, nodes) / nodes
         for plan, draft in zip(plans, drafts, strict=True):
             stats = plan.seq.stats
@@ -297,11 +298,14 @@ class Engine:
         are those that the thread worked: what others take of the machine is no cost of a row."""
         if self.policy is None or (batched(outputs) and outputs.first):
             return
-        rows = sum(len(plan.tokens) + len(draft) for plan, draft in zip(plans, drafts, strict=True))
-        if all(len(plan.tokens) == 1 for plan in plans):
-            self.policy.cost.learn(rows, seconds)
-        else:
+        rows, prompts = 0, False
+        for plan, draft in zip(plans, drafts, strict=True):
+            rows += len(plan.tokens) + len(draft.tokens)
+            prompts = prompts or len(plan.tokens) > 1
+        if prompts:
             self.policy.learn_prompt(rows, seconds)
+        else:
+            self.policy.cost.learn(rows, seconds)
 
     def _wait(self) -> None:
         """A pass runs: what else there is to do is done now."""

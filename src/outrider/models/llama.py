@@ -173,8 +173,11 @@ class PackedLlama(Llama):
 
     def forward(self, feeds: Sequence[Feed], layers: Sequence[int] = ()) -> list[Output]:
         """In one call, where torch adds nothing before the layers or after them."""
-        if self._native is None or not feeds or any(map(_adapts_ends, feeds)):
+        if self._native is None or not feeds:
             return super().forward(feeds, layers)
+        for feed in feeds:
+            if feed.adapter is not None and feed.adapter.weights.ends.nbytes:
+                return super().forward(feeds, layers)
         longest = check_context(self, feeds)
         return self._native.forward(feeds, self._pages, self._tables(longest), layers)
 
@@ -211,14 +214,6 @@ class PackedLlama(Llama):
 def on_cpu(config: LlamaConfig, weights: Weights, memory: int) -> Llama:
     """The model whose cache is laid out as its layers read it."""
     return (PackedLlama if isinstance(weights.stack, NativeStack) else Llama)(config, weights, memory)
-
-
-def _adapts_ends(feed: Feed) -> bool:
-    """Whether its adapter changes the embedding or the output matrix."""
-    if feed.adapter is None:
-        return False
-    ends = feed.adapter.weights.ends
-    return ends.embedding is not None or ends.output is not None
 
 
 def _split(batch: Pass, logits: Tensor, hidden: Tensor | None) -> list[Output]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -119,10 +120,6 @@ class Eagle(Drafter):
         common = options.vocab or (COMMON if target.packed else 0)
         self._places = _places(head, target, options.quantize, shape, context.cache_bytes)
         self._runner = start(head, target, options.quantize, common, self._places, shape)
-        # The same, if it can do that: to ask for a protocol takes 10 us between two passes
-        self._packed = self._runner if isinstance(self._runner, PackedRunner) else None
-        self._keeps = self._runner if isinstance(self._runner, KeepsPrefixes) else None
-        self._writes = self._runner if isinstance(self._runner, WritesDrafts) else None
         if self._packed is not None:
             self._packed.warm(len(self.layers))
         self._guesser = in_rounds(self, self._runner)
@@ -130,6 +127,20 @@ class Eagle(Drafter):
         self._ids, self._vocab = head.draft_ids.to(target.device), target.vocab_size
         self._states: dict[int, _EagleState] = {}
         self._guessing, self._drawing = StatedCalibration(), StatedCalibration()
+
+    # The runner, if it can do that: to ask for a protocol takes 10 us between two passes.
+
+    @functools.cached_property
+    def _packed(self) -> PackedRunner | None:
+        return self._runner if isinstance(self._runner, PackedRunner) else None
+
+    @functools.cached_property
+    def _keeps(self) -> KeepsPrefixes | None:
+        return self._runner if isinstance(self._runner, KeepsPrefixes) else None
+
+    @functools.cached_property
+    def _writes(self) -> WritesDrafts | None:
+        return self._runner if isinstance(self._runner, WritesDrafts) else None
 
     @classmethod
     def fetch(cls, options: Options, context: BuildContext) -> None:

@@ -74,6 +74,8 @@ class NativeHead(NativeStack):
         places, number = ctypes.c_void_p, ctypes.c_int64
         self._chain.argtypes = [*[places] * 8, number, ctypes.c_double, *[places] * 3]
         self._addresses = tuple(map(ctypes.addressof, (self.shape, self.structs, self._head)))
+        self._turns: tuple[Tensor, Tensor] | None = None  # of the last chain
+        self._turned = 0, 0  # where they are
         self._most, self._written, self._stated = 0, (ctypes.c_int64 * 0)(), (ctypes.c_float * 0)()
 
     @property
@@ -135,7 +137,10 @@ class NativeHead(NativeStack):
         work = self.workspace(rows, end, threads)
         if length > self._most:
             self._most, self._written, self._stated = length, (ctypes.c_int64 * length)(), (ctypes.c_float * length)()
-        places = _places([(hidden.float(), chosen) for hidden, chosen in shown])
+        if self._turns is not turns:
+            self._turns, self._turned = turns, (turns[0].data_ptr(), turns[1].data_ptr())
+        shown = [(hidden if hidden.dtype == torch.float32 else hidden.float(), chosen) for hidden, chosen in shown]
+        places = _places(shown)
         numbers = array("q", [*tokens, *places, *self.numbers_of(slot, start, 0, rows)])
         at = numbers.buffer_info()[0]
         after = at + BYTES * (rows + len(places))
@@ -147,8 +152,7 @@ class NativeHead(NativeStack):
             after,
             at,
             at + BYTES * rows,
-            turns[0].data_ptr(),
-            turns[1].data_ptr(),
+            *self._turned,
             length,
             stop,
             self._written,

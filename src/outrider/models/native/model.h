@@ -51,8 +51,22 @@ int64_t first_largest(const float* x, int64_t size) {
     return found;
 }
 
-// The same of each row, all threads together: mostly each looks at the outputs that it has just computed.
-void likeliest_rows(const float* logits, int64_t rows, int64_t size, int64_t* best) {
+// cos or sin of each row: where positions follow one another they are there already.
+const float* turns_of(const float* all, const std::vector<int32_t>& positions, int64_t size, std::vector<float>& own) {
+    const int64_t rows = static_cast<int64_t>(positions.size());
+    int64_t r = 1;
+    while (r < rows && positions[r] == positions[0] + r) r++;
+    if (r == rows) return all + positions[0] * size;
+    for (int32_t position : positions) own.insert(own.end(), all + position * size, all + (position + 1) * size);
+    return own.data();
+}
+
+}  // namespace
+
+extern "C" {
+
+// The place of the largest logit of each row, see first_largest. Mostly each thread looks at the outputs that it has just computed.
+void outrider_likeliest(const float* logits, int64_t rows, int64_t size, int64_t* best) {
     const int64_t parts = pool().size(), each = (size / parts + SCANNED) / SCANNED * SCANNED;
     std::vector<int64_t> found(parts * rows);
     pool().run(parts * rows, 1, [&](int64_t begin, int64_t end, int64_t) {
@@ -71,20 +85,6 @@ void likeliest_rows(const float* logits, int64_t rows, int64_t size, int64_t* be
         }
     }
 }
-
-// cos or sin of each row: where positions follow one another they are there already.
-const float* turns_of(const float* all, const std::vector<int32_t>& positions, int64_t size, std::vector<float>& own) {
-    const int64_t rows = static_cast<int64_t>(positions.size());
-    int64_t r = 1;
-    while (r < rows && positions[r] == positions[0] + r) r++;
-    if (r == rows) return all + positions[0] * size;
-    for (int32_t position : positions) own.insert(own.end(), all + position * size, all + (position + 1) * size);
-    return own.data();
-}
-
-}  // namespace
-
-extern "C" {
 
 // Returns the rows whose tokens the embedding has before one that it has not; where that is not all, nothing was run.
 int64_t outrider_pass(const Pass* pass) {
@@ -113,7 +113,7 @@ int64_t outrider_pass(const Pass* pass) {
             if (row != count) std::memcpy(pass->x + count * size, pass->x + row * size, size * sizeof(float));
         }
     outrider_linear(pass->output, pass->x, pass->norm, s.eps, count, pass->logits, pass->work);
-    likeliest_rows(pass->logits, count, pass->output->outputs, pass->best);
+    outrider_likeliest(pass->logits, count, pass->output->outputs, pass->best);
     return rows;
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 import sys
 from array import array
 from collections.abc import Sequence
@@ -26,6 +27,9 @@ from outrider.models.native.stack import BYTES, NativeStack
 from outrider.models.paged_cache import PagedCache
 from outrider.models.stack import places
 
+# The part of a PassStruct that changes from pass to pass, and where it begins: written in one call, for each field that
+# is set by itself is looked up in its class.
+VARYING, FIXED = struct.Struct("18q"), structs.PassStruct.spans.offset
 # Rows of the memory for logits that is used again and again; that of a pass with more goes after the next pass
 KEPT = 16
 
@@ -58,13 +62,15 @@ class NativeModel:
         self._best = (ctypes.c_int64 * 0)()
         self._logits = self._new_logits(KEPT)
         self._own = self._holders()  # the number of references to it where nobody else has it
-        self._turns: tuple[Tensor, Tensor] | None = None  # the tables that the structure points into
+        self._turns: tuple[Tensor, Tensor] | None = None  # the tables of the last pass
+        self._turned = 0, 0  # where they are
+        self._places = 0, 0, 0  # of the states of all rows, the logits and the likeliest tokens
 
     def forward(
         self, feeds: Sequence[Feed], cache: PagedCache, turns: tuple[Tensor, Tensor], wanted: Sequence[int]
     ) -> list[Output]:
         """`turns`: cos and sin of all positions."""
-        stack, call = self._stack, self._pass
+        stack = self._stack
         tokens: list[int] = []
         spans: list[int] = []
         judged: list[int] = []
@@ -84,23 +90,37 @@ class NativeModel:
             if feed.adapter is not None:
                 adapted.append((feed.adapter, slice(first, first + rows)))
         rows, count = len(tokens), sum(judged)
-        self._prepare(rows, count, longest, turns)
+        threads = torch.get_num_threads()
+        work = stack.workspace(rows, longest, threads)
         numbers, order = array("q", [*tokens, *judged, *spans]), None if chains else _places(feeds, cache)
-        at = numbers.buffer_info()[0]
-        call.rows, call.tokens, call.judged = rows, at, at + BYTES * rows
-        call.span_count, call.spans = len(judged), at + BYTES * (rows + len(judged))
-        call.positions = call.parents = None
-        if order is not None:
-            call.positions, call.parents = order[0].buffer_info()[0], order[1].buffer_info()[0]
-        adapters = stack.adapters(adapted, rows)
-        call.adapters = None if adapters is None else ctypes.addressof(adapters)
-        hidden, layers = None, array("i", wanted)
-        call.wanted_count = len(wanted)
+        at, layers = numbers.buffer_info()[0], array("i", wanted)
+        hidden = None
         if wanted:
             assert 0 <= min(wanted) <= max(wanted) < len(stack.layers)
             hidden = torch.empty(rows, len(wanted), stack.config.hidden_size)
-            call.wanted, call.kept = layers.buffer_info()[0], hidden.data_ptr()
+        adapters = stack.adapters(adapted, rows)
+        if self._turns is not turns or len(self._x) < rows or len(self._best) < count:
+            self._grow(turns, rows, count)
         logits = self._logits_of(count)
+        VARYING.pack_into(
+            self._pass,
+            FIXED,
+            at + BYTES * (rows + len(judged)),
+            len(judged),
+            rows,
+            at,
+            *self._turned,
+            0 if order is None else order[0].buffer_info()[0],
+            0 if order is None else order[1].buffer_info()[0],
+            layers.buffer_info()[0],
+            len(wanted),
+            0 if hidden is None else hidden.data_ptr(),
+            at + BYTES * rows,
+            *self._places,
+            ctypes.addressof(work.struct),
+            0 if adapters is None else ctypes.addressof(adapters),
+            threads,
+        )
         if (there := self._run(self._address)) < rows:
             raise IndexError(f"token {tokens[there]} of a vocabulary of {self._output.outputs}")
         best = self._best[:count]
@@ -110,32 +130,28 @@ class NativeModel:
 
     def _logits_of(self, count: int) -> npt.NDArray[np.float32]:
         """Memory for so many rows: that of the pass before, unless somebody still has logits of it."""
-        if count > KEPT:
-            self._logits = self._new_logits(count)
-        elif len(self._logits) > KEPT or self._holders() > self._own:
-            self._logits = self._new_logits(KEPT)
+        if count > KEPT or len(self._logits) > KEPT or self._holders() > self._own:
+            self._logits = self._new_logits(max(count, KEPT))
+            self._place()
         return self._logits
 
     def _holders(self) -> int:
         return sys.getrefcount(self._logits)
 
     def _new_logits(self, rows: int) -> npt.NDArray[np.float32]:
-        made = np.empty((rows, self._output.outputs), np.float32)
-        self._pass.logits = made.ctypes.data
-        return made
+        return np.empty((rows, self._output.outputs), np.float32)
 
-    def _prepare(self, rows: int, count: int, longest: int, turns: tuple[Tensor, Tensor]) -> None:
+    def _grow(self, turns: tuple[Tensor, Tensor], rows: int, count: int) -> None:
         """Buffers that are large enough, and where they are."""
-        call, threads = self._pass, torch.get_num_threads()
-        call.threads, call.work = threads, ctypes.addressof(self._stack.workspace(rows, longest, threads).struct)
-        if self._turns is not turns:
-            self._turns, call.cos, call.sin = turns, turns[0].data_ptr(), turns[1].data_ptr()
+        self._turns, self._turned = turns, (turns[0].data_ptr(), turns[1].data_ptr())
         if len(self._x) < rows:
             self._x = torch.empty(rows, self._stack.config.hidden_size)
-            call.x = self._x.data_ptr()
         if len(self._best) < count:
             self._best = (ctypes.c_int64 * count)()
-            call.best = ctypes.addressof(self._best)
+        self._place()
+
+    def _place(self) -> None:
+        self._places = self._x.data_ptr(), self._logits.ctypes.data, ctypes.addressof(self._best)
 
 
 def _places(feeds: Sequence[Feed], cache: PagedCache) -> tuple[array[int], array[int]]:
