@@ -8,7 +8,7 @@ import torch
 
 from outrider.core.dice import RESIDUAL
 from outrider.core.sampling import SamplingParams, warp
-from outrider.models.base import Feed, WrittenTokens
+from outrider.models.base import Feed, Output, WrittenTokens
 
 NEAR = 0.45  # logits: gaps below it flip, so that the margin of every flip is below 0.5
 
@@ -36,7 +36,7 @@ class Wrapped:
     def forward(self, feeds, layers=()):
         outputs = self.model.forward([self.fed(feed) for feed in feeds], layers)
         return [
-            replace(output, logits=flipped(output.logits)) if self.wrong(feed, feeds) else output
+            Output(flipped(output.logits), output.hidden) if self.wrong(feed, feeds) else output
             for feed, output in zip(feeds, outputs, strict=True)
         ]
 

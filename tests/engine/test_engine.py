@@ -59,7 +59,7 @@ def test_any_limits_give_the_same_tokens(shapes, batch, piece, room):
 def test_passes_of_long_sequences_are_no_measure_for_short_ones():
     model, policy = Watched(), DraftingPolicy()
     model.context = 512
-    engine = Engine(model, plain_drafter(), Limits(1, 512), policy)
+    engine = Engine(model, Scripted(None, 6, nodes=0), Limits(1, 512), policy)
     known = []
     for id, length in enumerate((5, 300)):
         engine.add(Sequence(id, [1] * length, SamplingParams(max_tokens=8, ignore_eos=True)))

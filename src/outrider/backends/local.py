@@ -437,8 +437,7 @@ class Local(Reader):
             if not self._take_in():
                 return False
             if self.engine.busy:
-                with self._gate.step(self._wait_for_a_build):
-                    ended = self.engine.step()
+                ended = self._step()
                 self._faults.succeeded()
                 # where passes overlap with what we do here, readers of the others wake up during the next one:
                 # now they would take the interpreter from the thread that has to start it
@@ -449,6 +448,12 @@ class Local(Reader):
         self._let_go_unused()
         self._clock.tick()
         return not self._fault
+
+    def _step(self) -> list[Sequence]:
+        if not self.engine.overlaps:  # nobody builds between steps
+            return self.engine.step()
+        with self._gate.step(self._wait_for_a_build):
+            return self.engine.step()
 
     def _wait_for_a_build(self) -> None:
         """No step may run now: readers get what the last one wrote, which they would have during the next."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 ROOT = -1  # the last committed token, seen as a node
 
 
+@functools.lru_cache(256)
 def _chain(length: int) -> tuple[int, ...]:
-    """The parents of a chain."""
+    """The parents of a chain: the same object every time, so that chains are soon known to be some."""
     return tuple(range(ROOT, length - 1))
 
 
@@ -57,9 +59,14 @@ class Draft:
         """The drafter of each node, by name; `drafter` was asked."""
         return tuple(source or drafter for source in self.sources) if self.sources else (drafter,) * len(self)
 
+    def count(self, drafter: str) -> int:
+        """How many nodes are of this drafter, if it was asked."""
+        return sum(source in ("", drafter) for source in self.sources) if self.sources else len(self.tokens)
+
     @property
     def is_chain(self) -> bool:
-        return self.parents == _chain(len(self.parents))
+        chain = _chain(len(self.parents))
+        return self.parents is chain or self.parents == chain
 
     def depths(self) -> list[int]:
         """How far below the last committed token each node hangs; its children have depth 1."""
@@ -82,8 +89,9 @@ class Draft:
 
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` that guesses `token`."""
-        for i in range(node + 1, len(self.tokens)):
-            if self.parents[i] == node and self.tokens[i] == token:
+        tokens, parents = self.tokens, self.parents
+        for i in range(node + 1, len(tokens)):
+            if parents[i] == node and tokens[i] == token:
                 return i
         return None
 
@@ -126,12 +134,25 @@ class Draft:
 EMPTY = Draft()
 
 
-def judged_tree(tokens: Sequence[int], parents: Sequence[int], written: Sequence[int]) -> Iterator[tuple[int, bool]]:
+def judged_tree(tokens: Sequence[int], parents: Sequence[int], written: Sequence[int]) -> Sequence[tuple[int, bool]]:
     """The nodes of a tree that what was written has judged: those after each token of it, and whether each held."""
     node: int | None = ROOT
+    judged: list[tuple[int, bool]] = []
     for token in written:
         if node is None:
-            return
+            break
         below = [i for i in range(node + 1, len(tokens)) if parents[i] == node]
-        yield from ((i, tokens[i] == token) for i in below)
+        judged += [(i, tokens[i] == token) for i in below]
         node = next((i for i in below if tokens[i] == token), None)
+    return judged
+
+
+def followed_nodes(draft: Draft, written: Sequence[int]) -> int:
+    """How many of the tokens that were written stand in the draft, one after the other."""
+    node, count = ROOT, 0
+    for token in written:
+        child = draft.child(node, token)
+        if child is None:
+            break
+        node, count = child, count + 1
+    return count

@@ -113,6 +113,11 @@ class Sequence:
         device needs to choose them without the host, and the host looks at nothing else of the logits."""
         return not self.params.adjusts and self.params.logprobs is None
 
+    @functools.cached_property
+    def takes_best(self) -> bool:
+        """Whether its next token is the likeliest of the target's own logits."""
+        return self.params.greedy and not self.params.adjusts
+
     def fail(self, reason: str) -> None:
         self.finish, self.error = "error", reason
 

@@ -39,17 +39,26 @@ class Stats:
         """One step: the draft, the kept nodes that were committed, and the tokens written in all."""
         self.steps += 1
         self.tokens += written
-        if not draft:
+        nodes = len(draft.tokens)
+        if not nodes:
             return
-        depths, sources = draft.depths(), draft.named(drafter)
+        depths = draft.depths()
         self.drafts += 1
-        self.drafted += len(draft)
+        self.drafted += nodes
         self.accepted += len(path)
-        for depth, source in zip(depths, sources, strict=True):
+        for depth in depths:
             self.drafted_by_depth[depth] += 1
-            self.drafted_by_drafter[source] += 1
         for node in path:
             self.accepted_by_depth[depths[node]] += 1
+        if not draft.sources:
+            self.drafted_by_drafter[drafter] += nodes
+            if path:
+                self.accepted_by_drafter[drafter] += len(path)
+            return
+        sources = draft.named(drafter)
+        for source in sources:
+            self.drafted_by_drafter[source] += 1
+        for node in path:
             self.accepted_by_drafter[sources[node]] += 1
 
     def record_steps(

@@ -7,7 +7,7 @@ that node in the node's own context, and only there: laws off the path are never
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,9 +36,8 @@ def decision(seq: Sequence) -> Decision:
 def verify(seq: Sequence, draft: Draft, logits: Tensor) -> Verdict:
     """What the sequence's own rules make of the draft, given the target's logits [1 + nodes, vocab]."""
     if decision(seq) == "greedy":
-        if not seq.params.adjusts:
-            best = sampling.likeliest(logits)
-            return coupled(draft, lambda node, depth: best[node + 1])
+        if seq.takes_best:
+            return followed(draft, sampling.likeliest(logits))
         return coupled(draft, lambda node, depth: seq.best(logits[node + 1], guessed_tokens(draft, node)))
 
     def law(node: int) -> Tensor:
@@ -48,18 +47,6 @@ def verify(seq: Sequence, draft: Draft, logits: Tensor) -> Verdict:
     if decision(seq) == "coupled":
         return coupled(draft, lambda node, depth: seq.dice.choose(law(node), position + depth))
     return rejection(draft, law, seq.dice, position)
-
-
-def verify_each(cases: Iterable[tuple[Sequence, Draft, Tensor]]) -> list[Verdict | Exception]:
-    """`verify` for one after the other; an exception is of one of the caller's own processors."""
-    return [_verdict(*case) for case in cases]
-
-
-def _verdict(seq: Sequence, draft: Draft, logits: Tensor) -> Verdict | Exception:
-    try:
-        return verify(seq, draft, logits)
-    except Exception as error:
-        return error
 
 
 def coupled(draft: Draft, choose: Callable[[int, int], int]) -> Verdict:
@@ -77,6 +64,13 @@ def coupled(draft: Draft, choose: Callable[[int, int], int]) -> Verdict:
             return Verdict(tuple(path), token)
         path.append(child)
         node = child
+
+
+def followed(draft: Draft, chosen: Seq[int], start: int = 0) -> Verdict:
+    """The same where the target's tokens are known: `chosen` has those of the root and of each node from `start` on."""
+    if not draft.tokens:
+        return Verdict((), chosen[start])
+    return coupled(draft, lambda node, depth: chosen[start + 1 + node])
 
 
 def rejection(draft: Draft, law: Law, dice: Dice, position: int) -> Verdict:

@@ -17,7 +17,7 @@ from outrider.core.dice import ACCEPT, RESIDUAL, Dice, noise
 from outrider.core.draft import ROOT, Draft
 from outrider.core.params import SamplingParams
 from outrider.core.sequence import Sequence, guessed_tokens
-from outrider.core.verify import Decision, Verdict, coupled, decision
+from outrider.core.verify import Decision, Verdict, decision, followed
 
 Best = Callable[[], list[int]]  # argmax of all logits, on the host
 # (logits [n, vocab], parameters, dice and position of each row) -> [n] tokens, as Dice.choose would
@@ -86,10 +86,10 @@ def _decide(cases: Seq[Case], logits: Tensor, best: Best | None, chooser: Choose
     place = 0
     if by["greedy"]:
         chosen = best() if best is not None else numbers
-        verdicts.update((id(case), _walk(case.draft, chosen, case.start)) for case in by["greedy"])
+        verdicts.update((id(case), followed(case.draft, chosen, case.start)) for case in by["greedy"])
         place = 0 if best is not None else logits.shape[0]
     for case in by["coupled"]:
-        verdicts[id(case)] = _walk(case.draft, numbers, place)
+        verdicts[id(case)] = followed(case.draft, numbers, place)
         place += 1 + len(case.draft)
     verdicts.update(_followed(by["rejection"], numbers[place:]))
     return [verdicts[id(case)] for case in cases]
@@ -104,12 +104,6 @@ def _followed(cases: Seq[Case], numbers: list[int]) -> dict[int, Verdict]:
         verdicts[id(case)] = _follow(kept, drawn, place)
         place += 1 + len(case.draft)
     return verdicts
-
-
-def _walk(draft: Draft, chosen: list[int], start: int) -> Verdict:
-    if not draft.tokens:
-        return Verdict((), chosen[start])
-    return coupled(draft, lambda node, depth: chosen[start + 1 + node])
 
 
 def _follow(kept: list[int], drawn: list[int], start: int) -> Verdict:

@@ -97,7 +97,7 @@ class BuildContext:
             self.fetched[named] = self.fetch(*named)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Step:
     """What happened to one sequence in one pass of the target."""
 

@@ -84,7 +84,9 @@ class StatedCalibration(Calibration):
 
     def probability(self, stated: float) -> float:
         """The head's own probability, corrected by the error of similar ones so far."""
-        return min(max(stated + self.correction(_bin(stated)), LEAST), MOST)
+        kind = _bin(stated)
+        corrected = stated + (self._kept[kind] - self._stated[kind]) / (self._tries[kind] + self._weight)
+        return MOST if corrected > MOST else LEAST if corrected < LEAST else corrected
 
     def learn(self, stated: float, kept: bool) -> None:
         self.count(_bin(stated), kept, stated)

@@ -109,9 +109,12 @@ class PassCost:
         return 1.0 - self._recent.get(rows, 0.0)
 
     def _follow(self, rows: int) -> None:
-        faded = {other: share * (1.0 - PACE) for other, share in self._recent.items()}
-        self._recent = {other: share for other, share in faded.items() if share > LATELY}
-        self._recent[rows] = self._recent.get(rows, 0.0) + PACE
+        recent = self._recent
+        for other in list(recent):
+            recent[other] *= 1.0 - PACE
+            if recent[other] <= LATELY:
+                del recent[other]
+        recent[rows] = recent.get(rows, 0.0) + PACE
 
     @property
     def known(self) -> bool:

@@ -70,7 +70,7 @@ class DrafterPool:
 
     def of(self, seq: Sequence) -> Drafter:
         """The drafter that the sequence names; one that never drafts where all its members have failed."""
-        return self.drafters[seq.draft] if self.members(seq) else self._plain
+        return self.drafters[seq.draft] if seq.id not in self._left_out or self.members(seq) else self._plain
 
     def members(self, seq: Sequence) -> Seq[Drafter]:
         """The drafters that are asked for it."""
@@ -81,11 +81,17 @@ class DrafterPool:
     def drafts(self, seq: Sequence) -> bool:
         return any(member.drafts for member in self.members(seq))
 
+    def plain(self, seqs: Seq[Sequence]) -> bool:
+        """Whether none of them has a drafter: then there is nobody to ask or to tell, and no cost to be known."""
+        return all(type(self.drafters[seq.draft]) is Drafter for seq in seqs)
+
     def layers(self, seqs: Seq[Sequence]) -> list[int]:
         """The hidden layers that any of their drafters wants."""
-        return sorted(
-            {layer for members, _ in self._by_drafters(seqs) for member in members for layer in member.layers}
-        )
+        wanted: set[int] = set()
+        for members, _ in self._by_drafters(seqs):
+            for member in members:
+                wanted.update(member.layers)
+        return sorted(wanted)
 
     def remove(self, name: str) -> list[int]:
         """Forget a drafter; the keys of its records, of those that are still there under no other name."""
@@ -105,13 +111,13 @@ class DrafterPool:
             return drafts
         self._asked = {each.seq.id: each for each in asking}
         begin = self._now()
-        size = PassSize(sum(len(plan.tokens) for plan in plans), sum(plan.last for plan in plans))
-        if policy is not None:
+        size = PassSize(sum([len(plan.tokens) for plan in plans]), sum([plan.last for plan in plans]))
+        if policy is not None and len(plans) > 1:
             for plan, worth in zip(plans, policy.worth([plan.seq for plan in plans], together), strict=True):
                 if plan.seq.id in self._asked:
                     self._asked[plan.seq.id].worth = worth
         free = self._ask_all(asking, size, policy)
-        drafted = self._now()
+        drafted = 0.0 if free is None else self._now()
         merged = [self._merged(each) for each in asking]
         if policy is not None:
             merged = policy.trim(merged, size, self._now() - begin, [each.worth for each in asking])
@@ -131,11 +137,18 @@ class DrafterPool:
                     counts[member] = counts.get(member, 0) + count
         if policy is None:
             return set(map(id, counts))
-        free = any(member.is_free for member in counts) and (
-            policy.asks_free(len(seqs)) or any(seq.prediction or seq.matcher is not None for seq in seqs)
-        )
-        asked = (free if member.is_free else policy.considers(member, count) for member, count in counts.items())
-        return {id(member) for member, each in zip(counts, asked, strict=True) if each}
+        chosen, free = set(), None
+        for member, count in counts.items():
+            if member.is_free:
+                if free is None:
+                    told = any(seq.prediction or seq.matcher is not None for seq in seqs)
+                    free = policy.asks_free(len(seqs)) or told
+                asked = free
+            else:
+                asked = policy.considers(member, count)
+            if asked:
+                chosen.add(id(member))
+        return chosen
 
     def _asking(self, plans: Seq[FeedPlan], chosen: set[int]) -> list[_Asking]:
         """The sequences that have something to judge, each with those of the chosen drafters that serve it."""
@@ -155,10 +168,12 @@ class DrafterPool:
     def _ask_all(self, asking: Seq[_Asking], size: PassSize, policy: DraftingPolicy | None) -> _FreeAsked | None:
         """The drafters that run no model first: what they found tells whether others pay. What became of asking these,
         where they were."""
-        begin, members = self._now(), _by_member(asking, free=True)
-        for member, own in members:
-            self._ask(member, own, [each.budget for each in own], policy)
-        spent, costly = self._now() - begin, _by_member(asking, free=False)
+        members, costly, spent = _by_member(asking, free=True), _by_member(asking, free=False), 0.0
+        if members:
+            begin = self._now()
+            for member, own in members:
+                self._ask(member, own, [each.budget for each in own], policy)
+            spent = self._now() - begin
         if policy is None:
             for member, own in costly:
                 self._ask(member, own, [0 if each.drawn else each.budget for each in own], None)
@@ -169,7 +184,9 @@ class DrafterPool:
 
     def _ask_costly(self, costly: Seq[tuple[Drafter, list[_Asking]]], plan: PassPlan, policy: DraftingPolicy) -> None:
         """The drafters whose drafts cost something, each for the sequences for which that pays."""
-        for member, own in sorted(costly, key=lambda item: -policy.record(item[0]).tokens):
+        if len(costly) > 1:
+            costly = sorted(costly, key=lambda item: -policy.record(item[0]).tokens)
+        for member, own in costly:
             chances = [0.0 if each.drawn else policy.chance(member, each.seq, each.drafts) for each in own]
             worth = [each.worth for each in own]
             budgets = policy.wanted(member, [e.seq for e in own], [e.budget for e in own], chances, plan, worth)
@@ -237,16 +254,17 @@ class DrafterPool:
 
     def _checked(self, drafts: Seq[Draft], seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         """What the target can run and the grammar of the sequence does not forbid."""
-        whole = [_checked(draft, self._vocab).cut(budget) for draft, budget in zip(drafts, budgets, strict=True)]
-        return [_fitting(draft, seq) for draft, seq in zip(whole, seqs, strict=True)]
+        return [
+            _fitting(_checked(draft, self._vocab).cut(budget), seq)
+            for draft, seq, budget in zip(drafts, seqs, budgets, strict=True)
+        ]
 
     def writer(self, seqs: Seq[Sequence], budget: int) -> Drafter | None:
         """The drafter of all these sequences, if it can write them together with the target and without the host. Not
         where the caller has told what to expect, or where one of its members has failed."""
-        if not seqs or any(seq.prediction or seq.id in self._left_out for seq in seqs):
+        if not seqs or (drafter := self.drafters[seqs[0].draft]).writer is None:
             return None
-        drafter = self.drafters[seqs[0].draft]
-        if drafter.writer is None or any(self.drafters[seq.draft] is not drafter for seq in seqs):
+        if any(seq.prediction or seq.id in self._left_out or self.drafters[seq.draft] is not drafter for seq in seqs):
             return None
         return drafter if self._guarded(drafter, seqs, lambda: drafter.may_write(seqs, budget)) else None
 
@@ -314,16 +332,18 @@ class DrafterPool:
         late = len(seqs) >= READS_LATE
         return bool(counts) and (late or all(policy.rests(head, count) for head, count in counts.items()))
 
-    def _by_drafters(self, seqs: Seq[Sequence]) -> Iterator[tuple[Seq[Drafter], int]]:
+    def _by_drafters(self, seqs: Seq[Sequence]) -> list[tuple[Seq[Drafter], int]]:
         """The drafters of these sequences, and the number of sequences that have them."""
+        found: list[tuple[Seq[Drafter], int]] = []
         counts: dict[str, int] = {}
         for seq in seqs:
             if seq.id in self._left_out:
-                yield self.members(seq), 1
+                found.append((self.members(seq), 1))
             else:
                 counts[seq.draft] = counts.get(seq.draft, 0) + 1
         for draft, count in counts.items():
-            yield self.drafters[draft].members, count
+            found.append((self.drafters[draft].members, count))
+        return found
 
     def observe(self, step: Step, layers: Seq[int], drafting: bool) -> None:
         """Let the drafters learn from the step, which has the states of all `layers`. Where nobody is drafting, only
@@ -350,7 +370,7 @@ class DrafterPool:
         if asked is None or all(member.is_free and member.reports_acceptance for member, _ in asked.found):
             return
         found = [
-            DraftOutcome(member, own, chance, draft.named(member.name).count(member.name))
+            DraftOutcome(member, own, chance, draft.count(member.name))
             for (member, own), chance in zip(asked.found, asked.chances, strict=True)
         ]
         policy.learn(found, seq.tokens[committed:], kept)

@@ -20,7 +20,7 @@ from outrider.engine.drafting import DrafterPool
 from outrider.engine.policy import DraftingPolicy
 from outrider.engine.scheduler import FeedPlan, Limits, Scheduler
 from outrider.engine.unattended import Learn, UnattendedSteps, share_time, tokens_of
-from outrider.models.base import Feed, Model, Output, Outputs, Paged, SharesPrefixes
+from outrider.models.base import Feed, Model, Output, Paged, SharesPrefixes, batched
 
 # Chunks of prompts that wait from which on they are read beside the tokens of the sequences that write already, and the
 # number of these from which on that is never done: passes with a prompt and many tokens come in many shapes, each of
@@ -100,6 +100,8 @@ class Engine:
         if self._prefixes is not None:
             self._take_prefixes(self._prefixes, running)
         writer = self._pool.writer(running, self.scheduler.widest) if self._rounds else None
+        if writer is None and self._paged is None:  # nothing runs without the host
+            return self._pass(self._plan(), drafting=True)
         if writer is not None and (unread := bulk.unread(running, self.model.length)):
             return self._read(unread)
         able = writer is not None and self._pool.writes(writer, running)
@@ -182,16 +184,21 @@ class Engine:
             assert not self.scheduler.running, "a running sequence has nothing to feed"
             return []
         begin, rests = perf_counter(), self._paged is not None and self._rests(self.scheduler.running)
+        seqs = [plan.seq for plan in plans]
+        if self._paged is None and self._pool.plain(seqs):
+            return self._plain_pass(plans, seqs, begin)
         if self.policy is not None:
-            self.policy.use_length(sum(len(plan.seq.tokens) for plan in plans) // len(plans))
-        drafts = self._pool.propose(plans, self.policy, self._together()) if drafting else [EMPTY] * len(plans)
-        drafted, worked, layers = perf_counter(), thread_time(), self._shown_layers([plan.seq for plan in plans], rests)
+            self.policy.use_length(sum(len(seq.tokens) for seq in seqs) // len(seqs))
+        drafts = [EMPTY] * len(plans)
+        if drafting:
+            drafts = self._pool.propose(plans, self.policy, len(plans) > 1 and self._together())
+        drafted, worked, layers = perf_counter(), thread_time(), self._shown_layers(seqs, rests)
         feeds = [Feed(p.seq.id, p.tokens, d, p.seq.adapter) for p, d in zip(plans, drafts, strict=True)]
         outputs = self.model.forward(feeds, layers)
-        if isinstance(outputs, Outputs):  # the device still works: its time ends when the verdicts are there
+        if batched(outputs):  # the device still works: its time ends when the verdicts are there
             judge.prepare(plans, drafts)
             self._wait()
-            verdicts = judge.verdicts(plans, drafts, outputs)
+            verdicts = judge.batch_verdicts(plans, drafts, outputs)
             ran = perf_counter()
             worked = ran - drafted
         else:
@@ -207,12 +214,22 @@ class Engine:
             self._pool.observe(step, layers, drafting)
             observing += perf_counter() - judged
         verifying = perf_counter() - ran - observing
-        share_time(
-            [("draft", drafted - begin + observing), ("target", ran - drafted), ("verify", verifying)],
-            [plan.seq for plan in plans],
-        )
+        share_time([("draft", drafted - begin + observing), ("target", ran - drafted), ("verify", verifying)], seqs)
         self._charge(plans, drafts, ran - drafted)
-        self._charge_try(plans, perf_counter() - begin)
+        if self._paged is not None:
+            self._charge_try(plans, perf_counter() - begin)
+        return self.sweep()
+
+    def _plain_pass(self, plans: Seq[FeedPlan], seqs: Seq[Sequence], begin: float) -> list[Sequence]:
+        """A pass on a CPU for which nobody drafts."""
+        feeds = [Feed(plan.seq.id, plan.tokens, EMPTY, plan.seq.adapter) for plan in plans]
+        fed = perf_counter()
+        outputs = self.model.forward(feeds)
+        ran = perf_counter()
+        verdicts = judge.verdicts(plans, [EMPTY] * len(plans), outputs)
+        for plan, verdict, output in zip(plans, verdicts, outputs, strict=True):
+            self._judge(plan, EMPTY, verdict, output, rests=False)
+        share_time([("draft", fed - begin), ("target", ran - fed), ("verify", perf_counter() - ran)], seqs)
         return self.sweep()
 
     def _shown_layers(self, seqs: Seq[Sequence], rests: bool) -> list[int]:
@@ -238,9 +255,12 @@ class Engine:
 
     def _charge(self, plans: Seq[FeedPlan], drafts: Seq[Draft], seconds: float) -> None:
         """What drafted nodes added to a pass that took so long, to the sequences that they were for."""
-        nodes = sum(map(len, drafts))
-        rows = sum(len(plan.tokens) for plan in plans)
-        share = 0.0 if self.policy is None or not nodes else self.policy.cost.added(rows, nodes) / nodes
+        rows = nodes = 0
+        for plan, draft in zip(plans, drafts, strict=True):
+            rows, nodes = rows + len(plan.tokens), nodes + len(draft.tokens)
+        if not nodes:
+            return
+        share = 0.0 if self.policy is None else self.policy.cost.added(rows, nodes) / nodes
         for plan, draft in zip(plans, drafts, strict=True):
             stats = plan.seq.stats
             if draft and self.policy is None:
@@ -276,14 +296,16 @@ class Engine:
     def _learn_cost(self, plans: Seq[FeedPlan], drafts: Seq[Draft], outputs: Seq[Output], seconds: float) -> None:
         """Passes without a prompt in them show what a row costs; the first of a shape also compiles. On a CPU seconds
         are those that the thread worked: what others take of the machine is no cost of a row."""
-        first = isinstance(outputs, Outputs) and outputs.first
-        if self.policy is None or first:
+        if self.policy is None or (batched(outputs) and outputs.first):
             return
-        rows = sum(len(plan.tokens) + len(draft) for plan, draft in zip(plans, drafts, strict=True))
-        if all(len(plan.tokens) == 1 for plan in plans):
-            self.policy.cost.learn(rows, seconds)
-        else:
+        rows, prompts = 0, False
+        for plan, draft in zip(plans, drafts, strict=True):
+            rows += len(plan.tokens) + len(draft.tokens)
+            prompts = prompts or len(plan.tokens) > 1
+        if prompts:
             self.policy.learn_prompt(rows, seconds)
+        else:
+            self.policy.cost.learn(rows, seconds)
 
     def _wait(self) -> None:
         """A pass runs: what else there is to do is done now."""

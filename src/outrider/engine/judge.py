@@ -13,7 +13,7 @@ from outrider.core.draft import ROOT, Draft
 from outrider.core.errors import one_line
 from outrider.core.request import Token
 from outrider.core.sequence import Sequence, guessed_tokens, logprobs, plain_token
-from outrider.core.verify import Verdict, verify_each
+from outrider.core.verify import Verdict, followed, verify
 from outrider.core.verify_batch import Case, choose, verify_batch
 from outrider.drafters.base import JudgedSteps
 from outrider.engine.scheduler import FeedPlan
@@ -21,17 +21,32 @@ from outrider.models.base import Output, Outputs
 
 
 def verdicts(plans: Seq[FeedPlan], drafts: Seq[Draft], outputs: Seq[Output]) -> list[Verdict | Exception | None]:
-    """What becomes of each draft; None where there is nothing to judge yet."""
+    """What becomes of each draft; None where there is nothing to judge yet. An exception is of one of the caller's own
+    processors."""
+    found: list[Verdict | Exception | None] = []
+    for plan, draft, output in zip(plans, drafts, outputs, strict=True):
+        found.append(_verdict(plan.seq, draft, output) if plan.last else None)
+    return found
+
+
+def batch_verdicts(plans: Seq[FeedPlan], drafts: Seq[Draft], outputs: Outputs) -> list[Verdict | Exception | None]:
+    """The same where the logits are."""
     last = [place for place, plan in enumerate(plans) if plan.last]
-    if isinstance(outputs, Outputs):
-        cases = [Case(plans[place].seq, drafts[place], outputs.starts[place]) for place in last]
-        judged = verify_batch(cases, outputs.logits, outputs.best, outputs.choose or choose) if cases else []
-    else:
-        judged = verify_each((plans[place].seq, drafts[place], outputs[place].logits) for place in last)
+    cases = [Case(plans[place].seq, drafts[place], outputs.starts[place]) for place in last]
+    judged = verify_batch(cases, outputs.logits, outputs.best, outputs.choose or choose) if cases else []
     found: list[Verdict | Exception | None] = [None] * len(plans)
     for place, verdict in zip(last, judged, strict=True):
         found[place] = verdict
     return found
+
+
+def _verdict(seq: Sequence, draft: Draft, output: Output) -> Verdict | Exception:
+    try:
+        if output.best is not None and seq.takes_best:
+            return followed(draft, output.best)
+        return verify(seq, draft, output.logits)
+    except Exception as error:
+        return error
 
 
 def prepare(plans: Seq[FeedPlan], drafts: Seq[Draft]) -> None:
@@ -48,21 +63,23 @@ def commit(seq: Sequence, draft: Draft, verdict: Verdict, logits: Tensor | None,
 
     `logits` [1 + nodes, vocab]: where log-probabilities are wanted. `drafter`: the name of the drafter that was asked.
     """
-    parent, written = ROOT, 0
-    sources = draft.named(drafter)
+    path, parent, written = verdict.path, ROOT, 0
     try:
-        for depth, node in enumerate([*verdict.path, None], 1):
-            token = verdict.token if node is None else draft.tokens[node]
-            source, level = (None, 0) if node is None else (sources[node], depth)
+        for node in path:
             written += 1
-            if not seq.append(_token(seq, token, source, level, None if logits is None else logits[parent + 1])):
+            source = (draft.sources and draft.sources[node]) or drafter
+            if not seq.append(_token(seq, draft.tokens[node], source, written, logits, parent)):
                 break
-            parent = ROOT if node is None else node
+            parent = node
+        else:
+            written += 1
+            seq.append(_token(seq, verdict.token, None, 0, logits, parent))
     except Exception as error:  # of the text that a stop string is looked for in: it ends this sequence only
         seq.fail(one_line(error, named=True))
-    kept = verdict.path[:written]
-    seq.stats.record(draft, kept, written, drafter)
-    return Verdict(kept, verdict.token)
+    if written < len(path):
+        path = path[:written]
+    seq.stats.record(draft, path, written, drafter)
+    return verdict if path is verdict.path else Verdict(path, verdict.token)
 
 
 def commit_steps(seq: Sequence, steps: JudgedSteps, drafter: str) -> None:
@@ -104,9 +121,9 @@ def of_layers(hidden: Tensor | None, layers: Seq[int], wanted: Seq[int]) -> Tens
     return torch.stack([hidden[:, layers.index(layer)] for layer in wanted], 1)
 
 
-def _token(seq: Sequence, id: int, drafter: str | None, depth: int, logits: Tensor | None) -> Token:
-    """The committed token; `logits` [vocab]: the logits it was chosen from."""
-    if seq.params.logprobs is None or logits is None:
+def _token(seq: Sequence, id: int, drafter: str | None, depth: int, logits: Tensor | None, parent: int) -> Token:
+    """The committed token, which follows the node `parent`; `logits`: as of `commit`."""
+    if logits is None or seq.params.logprobs is None:
         return plain_token(id, drafter, depth)
-    logprob, top = logprobs(logits, id, seq.params.logprobs)
+    logprob, top = logprobs(logits[parent + 1], id, seq.params.logprobs)
     return Token(id, drafter, depth, logprob, top)

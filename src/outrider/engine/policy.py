@@ -15,7 +15,7 @@ import math
 from collections.abc import Hashable, Sequence as Seq
 from dataclasses import dataclass
 
-from outrider.core.draft import ROOT, Draft, judged_tree
+from outrider.core.draft import ROOT, Draft, followed_nodes, judged_tree
 from outrider.core.sequence import Sequence
 from outrider.drafters.base import Drafter
 from outrider.engine import worth as worths
@@ -80,7 +80,7 @@ MOST_CARRIED = 0.25
 SHORT = 256
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class PassSize:
     """A pass before any draft is added to it, over all drafters."""
 
@@ -88,7 +88,7 @@ class PassSize:
     writing: int  # sequences that write a token
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class PassPlan:
     """A pass as it is expected so far."""
 
@@ -97,7 +97,7 @@ class PassPlan:
     rows: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class DraftOutcome:
     """One drafter's draft for one sequence."""
 
@@ -137,8 +137,10 @@ class DrafterRecord:
 
     def seconds(self, seqs: int) -> float | None:
         """Of asking it for one of so many sequences; None: not measured."""
-        bits = seqs.bit_length()
-        return self._seconds[min(self._seconds, key=lambda known: abs(known - bits))] if self._seconds else None
+        bits, known = seqs.bit_length(), self._seconds
+        if bits in known:
+            return known[bits]
+        return known[min(known, key=lambda other: abs(other - bits))] if known else None
 
     def learn(self, draft: Draft, written: Seq[int]) -> None:
         """How often its nodes are kept, by depth; a node was tried if its parent was kept."""
@@ -237,6 +239,8 @@ class DraftingPolicy:
 
     def expected(self, free: Seq[Seq[Draft]], size: PassSize, worth: Seq[float] | None = None) -> PassPlan:
         """The pass with what was guessed for nothing: for each sequence, the drafts of it. `worth`: as of `trim`."""
+        if not any(free):
+            return PassPlan(float(size.writing), self.cost.at(size.writing), size.rows)
         found = [(drafts, each) for drafts, each in zip(free, worth or [1.0] * len(free), strict=True) if drafts]
         best = [max(drafts, key=lambda draft: sum(draft.reach())) for drafts, _ in found]
         return self._paying(best, size, 0.0, [each for _, each in found])[1]
@@ -476,7 +480,7 @@ class DraftingPolicy:
     def learn(self, found: Seq[DraftOutcome], written: Seq[int], kept: int) -> None:
         """What became of the drafts for one sequence. `kept`: tokens of them that were committed, of all that were
         `written`."""
-        depths = [min(_followed(each.draft, written), kept) for each in found]
+        depths = [min(followed_nodes(each.draft, written), kept) for each in found]
         for place, each in enumerate(found):
             record = self.record(each.drafter)
             if not each.drafter.reports_acceptance:
@@ -532,11 +536,6 @@ def _margin(seqs: int) -> float:
 def _first(draft: Draft) -> float:
     """The probability that the next token is among the guesses."""
     return sum(p for parent, p in zip(draft.parents, draft.acceptance, strict=True) if parent == ROOT)
-
-
-def _followed(draft: Draft, written: Seq[int]) -> int:
-    """How many of the tokens that were written stand in the draft, one after the other."""
-    return sum(kept for _, kept in judged_tree(draft.tokens, draft.parents, written))
 
 
 def _keep(draft: Draft, nodes: list[int]) -> Draft:

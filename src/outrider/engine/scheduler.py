@@ -22,7 +22,7 @@ class Limits:
     drafting: int = 0  # sequences up to which drafts are made at all; 0: any number
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class FeedPlan:
     """What one sequence brings to the next pass."""
 
@@ -140,7 +140,8 @@ class Scheduler:
     @property
     def widest(self) -> int:
         """Nodes that a draft may have while as many sequences run as do now."""
-        return self.limits.budget if len(self.running) <= (self.limits.drafting or len(self.running)) else 0
+        limits = self.limits
+        return limits.budget if not limits.drafting or len(self.running) <= limits.drafting else 0
 
     def plan(
         self,
@@ -153,19 +154,19 @@ class Scheduler:
         `shares`: of a sequence, whether it waits while another feeds the same prefix, to take that over afterwards."""
         widest = self.widest
         unseen = [(seq, seq.tokens[length(seq.id) :]) for seq in (self.running if seqs is None else seqs)]
-        counts = self._chunks([(seq, len(tokens)) for seq, tokens in unseen if len(tokens) > 1], shares)
+        prompts = [(seq, len(tokens)) for seq, tokens in unseen if len(tokens) > 1]
+        counts = self._chunks(prompts, shares) if prompts else {}
         plans = []
         for seq, tokens in unseen:
             count = counts.get(seq.id, len(tokens))
-            if count:
-                last = count == len(tokens)
-                plans.append(FeedPlan(seq, tokens[:count], min(widest, seq.left - 1) if last else 0, last))
+            if count < len(tokens):
+                plans += [FeedPlan(seq, tokens[:count], 0, False)] if count else []
+            elif count:
+                plans.append(FeedPlan(seq, tokens, min(widest, seq.left - 1), True))
         return plans
 
     def _chunks(self, prompts: Seq[tuple[Sequence, int]], shares: Callable[[Sequence], bool]) -> dict[int, int]:
         """How much of each prompt this step takes in, by the sequence's id: requests take turns, in their order."""
-        if not prompts:
-            return {}
         turns: Counter[int | str] = Counter()
         order = []
         for place, (seq, _) in enumerate(prompts):

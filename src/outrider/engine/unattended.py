@@ -154,9 +154,10 @@ class UnattendedSteps:
 
 def share_time(phases: Seq[tuple[str, float]], seqs: Seq[Sequence]) -> None:
     """Each sequence of the step gets its share of the time."""
+    count = len(seqs)
     for phase, seconds in phases:
         for seq in seqs:
-            seq.stats.spend(phase, seconds / len(seqs))
+            seq.stats.spend(phase, seconds / count)
 
 
 class _PartShare:

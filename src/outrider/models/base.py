@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from outrider.core.verify_batch import Best, Chooser
 from outrider.models.adapters.adapter import Adapter, AdapterBase
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # not frozen: to make one would take three times as long
 class Feed:
     """What one sequence brings to a pass."""
 
@@ -30,10 +30,20 @@ class Feed:
     adapter: ReadyAdapter | None = None  # of all its rows; the same in every pass of a sequence
 
 
-@dataclass(frozen=True, eq=False)
 class Output:
-    logits: Tensor  # [1 + len(draft), vocab] after the last committed token, then after each node
-    hidden: Tensor | None = None  # [len(tokens) + len(draft), layers, hidden] residuals after the layers asked for
+    """What a pass gives for one feed."""
+
+    # The likeliest token of each row of the logits, the first of equals, if the pass has them
+    best: list[int] | None = None
+
+    def __init__(self, logits: Tensor, hidden: Tensor | None = None) -> None:
+        self._logits = logits
+        self.hidden = hidden  # [len(tokens) + len(draft), layers, hidden] residuals after the layers asked for
+
+    @property
+    def logits(self) -> Tensor:
+        """[1 + len(draft), vocab] after the last committed token, then after each node."""
+        return self._logits
 
 
 class Outputs(Sequence[Output]):
@@ -68,6 +78,11 @@ class Outputs(Sequence[Output]):
         return None if self.hidden is None else self.hidden[self.rows[feed] : self.rows[feed + 1]]
 
 
+def batched(outputs: Sequence[Output]) -> TypeGuard[Outputs]:
+    """Whether a pass gave them all in one tensor. To ask a list whether it is of an abstract class takes 10 us."""
+    return type(outputs) is not list and isinstance(outputs, Outputs)
+
+
 class Model(Protocol):
     vocab_size: int
     num_layers: int
@@ -95,16 +110,21 @@ class Model(Protocol):
         ...
 
 
-def check_context(model: Model, feeds: Sequence[Feed]) -> None:
-    """Refuse feeds that would make a sequence longer than the model's context, before the cache has changed."""
+def check_context(model: Model, feeds: Sequence[Feed]) -> int:
+    """Refuse feeds that would make a sequence longer than the model's context, before the cache has changed. Returns
+    the length up to which positions are needed, or more."""
+    longest = 0
     for feed in feeds:
-        end = model.length(feed.id) + len(feed.tokens)
-        if end + len(feed.draft) > model.context:  # a tree has fewer levels than nodes
-            end += max(feed.draft.depths(), default=0)
+        seen = model.length(feed.id) + len(feed.tokens)
+        end = seen + len(feed.draft.tokens)
+        if end > model.context:  # a tree has fewer levels than nodes
+            end = seen + max(feed.draft.depths(), default=0)
             if end > model.context:
                 raise OutriderError(
                     f"sequence {feed.id} would have {end} tokens, but the model's context is {model.context}"
                 )
+        longest = max(longest, end)
+    return longest
 
 
 @runtime_checkable

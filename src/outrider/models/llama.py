@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,11 +17,12 @@ from outrider.models.base import Feed, Output, check_context
 from outrider.models.cache import Cache, Slot
 from outrider.models.llama_weights import LlamaConfig, ReadableWeights, Weights
 from outrider.models.native import adapters as native_adapters, library
+from outrider.models.native.model import NativeModel
 from outrider.models.native.packed import Packed
 from outrider.models.native.stack import NativeStack
 from outrider.models.paged_cache import SIZE, PagedCache, PagedSlot
 from outrider.models.prefix_file import digest
-from outrider.models.stack import Pass
+from outrider.models.stack import Pass, places
 
 __all__ = ["Llama", "LlamaConfig", "PackedLlama", "Weights", "on_cpu"]
 
@@ -34,7 +36,8 @@ class Llama(ReadableWeights):
         self.vocab_size, self.num_layers, self.context = config.vocab_size, config.num_layers, config.context
         self.dtype, self.device = weights.norm.dtype, weights.norm.device
         self._cache, self.capacity = self._memory_for(config.num_layers, config.num_kv_heads, config.head_dim)
-        self._cos = self._sin = torch.empty(0)  # [positions met so far and some more, head_dim]
+        # cos and sin of the positions met so far and some more, [positions, head_dim] each
+        self._turned, self._positions = (torch.empty(0), torch.empty(0)), 0
 
     @property
     def rows_alone(self) -> bool:
@@ -109,11 +112,9 @@ class Llama(ReadableWeights):
         positions: list[int] = []
         parents: list[int] = []
         for feed in feeds:
-            begin, count, start = self._cache.length(feed.id), len(feed.tokens), len(positions)
-            positions += range(begin, begin + count)
-            positions += (begin + count - 1 + depth for depth in feed.draft.depths())
-            parents += range(-1, count - 1)
-            parents += (count + parent for parent in feed.draft.parents)
+            start, (own, above) = len(positions), places(feed, self._cache.length(feed.id))
+            positions += own
+            parents += above
             rows.append(slice(start, len(positions)))
             slots.append(self._cache.extend(feed.id, len(positions) - start))
         return Pass(feeds, slots, rows, positions, parents)
@@ -121,14 +122,19 @@ class Llama(ReadableWeights):
     def _turns(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """cos and sin at these positions. The tables grow with the texts: a long context's would take 100 MB."""
         last = max(positions, default=0)
-        if last >= len(self._cos):
-            cos, sin = self.weights.rope.tables(min(2 * last + _POSITIONS, self.context))
-            self._cos, self._sin = cos.to(self.device, self.dtype), sin.to(self.device, self.dtype)
+        cos, sin = self._tables(last + 1)
         first = last + 1 - len(positions)
         if list(positions) == list(range(first, last + 1)):  # one sequence and a chain, or nothing: no copy
-            return self._cos[first : last + 1], self._sin[first : last + 1]
+            return cos[first : last + 1], sin[first : last + 1]
         place = torch.tensor(positions, device=self.device)
-        return self._cos[place], self._sin[place]
+        return cos[place], sin[place]
+
+    def _tables(self, count: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of at least so many positions."""
+        if count > self._positions:
+            cos, sin = self.weights.rope.tables(min(2 * count - 2 + _POSITIONS, self.context))
+            self._turned, self._positions = (cos.to(self.device, self.dtype), sin.to(self.device, self.dtype)), len(cos)
+        return self._turned
 
     def _judged(self, batch: Pass) -> Tensor | slice:
         """The rows whose logits are asked for: each feed's last token and its nodes."""
@@ -155,6 +161,25 @@ class PackedLlama(Llama):
         large = isinstance(stack, NativeStack) and stack.large_keys
         self._pages = PagedCache(layers, kv_heads, head_dim, self._memory, bits=self.config.kv_bits, large=large)
         return self._pages, self._pages.count * SIZE
+
+    @functools.cached_property
+    def _native(self) -> NativeModel | None:
+        """What runs whole passes; None where some of the model's matrices are not packed."""
+        weights = self.weights
+        if not (isinstance(weights.embedding, Packed) and isinstance(weights.head, Packed)):
+            return None
+        assert isinstance(weights.stack, NativeStack)
+        return NativeModel(weights.stack, weights.embedding, weights.head, weights.norm)
+
+    def forward(self, feeds: Sequence[Feed], layers: Sequence[int] = ()) -> list[Output]:
+        """In one call, where torch adds nothing before the layers or after them."""
+        if self._native is None or not feeds:
+            return super().forward(feeds, layers)
+        for feed in feeds:
+            if feed.adapter is not None and feed.adapter.weights.ends.nbytes:
+                return super().forward(feeds, layers)
+        longest = check_context(self, feeds)
+        return self._native.forward(feeds, self._pages, self._tables(longest), layers)
 
     @property
     def pages(self) -> PagedCache:

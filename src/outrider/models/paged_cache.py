@@ -88,20 +88,24 @@ class PagedCache(Pages[PagedSlot]):
     def bytes_per_token(self) -> int:
         return self.page_bytes // SIZE
 
-    @torch.inference_mode()  # a pass made the blocks in this mode, and only there may they be written
     def crop(self, id: int, length: int, path: Sequence[int] = ()) -> None:
         """Keep `length` tokens and the nodes of `path` that lie after them, moved together."""
         slot = self._holders.get(id)
         if slot is None:
             return
         assert not path or length >= slot.known * SIZE, "a node lies in a page that others share"
+        if path and path[-1] >= len(path):  # nodes are in order: else all of them are where they belong
+            self._move(slot, length, path)
+        slot.length = min(slot.length, length + len(path))
+        if slot.length < slot.known * SIZE:
+            self._unshare(slot)
+
+    @torch.inference_mode()  # a pass may have made the blocks in this mode, and only there may they then be written
+    def _move(self, slot: PagedSlot, length: int, path: Sequence[int]) -> None:
         for place, node in enumerate(path):  # a node never moves onto one that is still to be moved
             if node != place:
                 for to, row in zip(self._row(slot, length + place), self._row(slot, length + node), strict=True):
                     to.copy_(row)
-        slot.length = min(slot.length, length + len(path))
-        if slot.length < slot.known * SIZE:
-            self._unshare(slot)
 
     def page(self, slot: PagedSlot, place: int) -> Tensor:
         """[layers, kv_heads, 2, bytes]: the keys and values of the sequence's page at `place`."""
@@ -134,6 +138,7 @@ class PagedCache(Pages[PagedSlot]):
         value_scales = value_scales[..., within * groups : (within + 1) * groups]
         return numbers[:, :, tile, :, lane], key_scales[:, :, tile, :, lane], value, value_scales
 
+    @torch.inference_mode()
     def _unshare(self, slot: PagedSlot) -> None:
         """It goes on in the middle of what others may share: from there on its pages are its own."""
         whole, rest = divmod(slot.length, SIZE)

@@ -70,6 +70,13 @@ class Pass:
         return [(feed.adapter, rows) for feed, rows in pairs if feed.adapter is not None]
 
 
+def places(feed: Feed, begin: int) -> tuple[list[int], list[int]]:
+    """Position and parent of each row of a feed whose first token is at `begin`."""
+    count, draft = len(feed.tokens), feed.draft
+    positions = [*range(begin, begin + count), *(begin + count - 1 + depth for depth in draft.depths())]
+    return positions, [*range(-1, count - 1), *(count + parent for parent in draft.parents)]
+
+
 class Stack(Protocol):
     layers: tuple[Layer, ...]
     block: int  # rows or keys that attention takes together

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -119,13 +120,27 @@ class Eagle(Drafter):
         common = options.vocab or (COMMON if target.packed else 0)
         self._places = _places(head, target, options.quantize, shape, context.cache_bytes)
         self._runner = start(head, target, options.quantize, common, self._places, shape)
-        if isinstance(self._runner, PackedRunner):
-            self._runner.warm(len(self.layers))
+        if self._packed is not None:
+            self._packed.warm(len(self.layers))
         self._guesser = in_rounds(self, self._runner)
         self._stop, self._least = shape.stop, min(shape.stop, LEAST_REACH)
         self._ids, self._vocab = head.draft_ids.to(target.device), target.vocab_size
         self._states: dict[int, _EagleState] = {}
         self._guessing, self._drawing = StatedCalibration(), StatedCalibration()
+
+    # The runner, if it can do that: to ask for a protocol takes 10 us between two passes.
+
+    @functools.cached_property
+    def _packed(self) -> PackedRunner | None:
+        return self._runner if isinstance(self._runner, PackedRunner) else None
+
+    @functools.cached_property
+    def _keeps(self) -> KeepsPrefixes | None:
+        return self._runner if isinstance(self._runner, KeepsPrefixes) else None
+
+    @functools.cached_property
+    def _writes(self) -> WritesDrafts | None:
+        return self._runner if isinstance(self._runner, WritesDrafts) else None
 
     @classmethod
     def fetch(cls, options: Options, context: BuildContext) -> None:
@@ -143,22 +158,21 @@ class Eagle(Drafter):
 
     @property
     def takes_prefixes(self) -> bool:
-        return isinstance(self._runner, KeepsPrefixes)
+        return self._keeps is not None
 
     def prefix_caches(self, target: str) -> dict[str, PagedCache]:
-        runner = self._runner
-        return {runner.identity(target): runner.pages} if isinstance(runner, PackedRunner) else {}
+        return {} if self._packed is None else {self._packed.identity(target): self._packed.pages}
 
     def prefix(self, seq: Sequence) -> int:
         """The head's own keys of that prefix, while it has taken in all that the target has seen."""
         state = self._states.get(seq.id, _EagleState(0))
-        if not isinstance(self._runner, KeepsPrefixes) or state.waiting or self._seen(seq.id) != state.taken:
+        if self._keeps is None or state.waiting or self._seen(seq.id) != state.taken:
             return 0
-        return self._runner.begin(seq.id, seq.tokens, seq.scope)
+        return self._keeps.begin(seq.id, seq.tokens, seq.scope)
 
     def begin(self, seq: Sequence, seen: int) -> None:
-        assert isinstance(self._runner, KeepsPrefixes)
-        self._runner.resume(seq.id, seq.tokens[: seen + 1])
+        assert self._keeps is not None
+        self._keeps.resume(seq.id, seq.tokens[: seen + 1])
         if seen:
             self._states[seq.id] = _EagleState(0, seen)
 
@@ -229,7 +243,7 @@ class Eagle(Drafter):
     def weigh(self, row: float, guess: float) -> None:
         """Beside a packed target, where rows and steps of the head cost most, drafts end where one more no longer
         pays."""
-        if isinstance(self._runner, PackedRunner) and self._options.stop < 0.0:
+        if self._packed is not None and self._options.stop < 0.0:
             self._stop, self._least = thresholds(row, guess, bool(self._options.tree))
 
     def unread(self, seq: Sequence) -> int:
@@ -252,7 +266,7 @@ class Eagle(Drafter):
             if state.waiting > RESTING // len(self._states):
                 self._let_go(step.seq.id)
             return
-        most = NATIVE_PENDING if isinstance(self._runner, PackedRunner) else PENDING
+        most = PENDING if self._packed is None else NATIVE_PENDING
         if state.waiting > most and _repays(state.waiting, step.seq):
             # a prompt, or long not asked: all but the last, from which a draft begins
             self._restart_long()
@@ -296,8 +310,8 @@ class Eagle(Drafter):
 
     def keep_prefix(self, seq: Sequence) -> None:
         """What the head has taken in of this text is there for others, if it is all from the beginning."""
-        if isinstance(self._runner, KeepsPrefixes) and not self._states[seq.id].first:
-            self._runner.keep(seq.id, seq.tokens, seq.scope)
+        if self._keeps is not None and not self._states[seq.id].first:
+            self._keeps.keep(seq.id, seq.tokens, seq.scope)
 
     def shown(self, seq: Sequence, keep: int) -> tuple[list[int], list[ShownStates]]:
         """The tokens to be taken in, and the target's states before them."""
@@ -307,8 +321,9 @@ class Eagle(Drafter):
 
     def _on_device(self, choosers: list[Chooser]) -> list[Chooser]:
         """Drafts are written without the host where that can be; the choosers that are left."""
-        runner, able = self._runner, [chooser for chooser in choosers if chooser.by_rows]
-        if not able or not isinstance(runner, WritesDrafts):
+        runner = self._writes
+        able = [] if runner is None else [chooser for chooser in choosers if chooser.by_rows]
+        if runner is None or not able:
             return choosers
         taken = [self.shown(chooser.seq, keep=0) for chooser in able]
         tokens, shown = [some for some, _ in taken], [states for _, states in taken]
@@ -322,8 +337,8 @@ class Eagle(Drafter):
     def _at_once(self, choosers: list[Chooser]) -> list[Chooser]:
         """Catch up and write in one call where that can be: plain trees, and plain chains of few sequences, a call for
         each, of a packed head. The choosers that are left."""
-        runner = self._runner
-        if not isinstance(runner, PackedRunner) or not runner.chains:
+        runner = self._packed
+        if runner is None or not runner.chains:
             return choosers
         trees = [chooser for chooser in choosers if chooser.plain and self._branches(chooser)]
         if trees:

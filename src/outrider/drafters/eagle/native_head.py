@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from outrider.drafters.eagle.tree import TreeGrowth
 from outrider.models.native import structs
 from outrider.models.native.library import library
 from outrider.models.native.packed import Packed, use_torch_threads
-from outrider.models.native.stack import NativeStack, pointer
+from outrider.models.native.stack import BYTES, NativeStack, pointer
 from outrider.models.paged_cache import PagedSlot
 from outrider.models.stack import Layer, StackConfig
 
@@ -68,7 +69,14 @@ class NativeHead(NativeStack):
         self._head = weights.struct(config.hidden_size)
         kernels = library()
         self._states, self._normed = kernels.outrider_states, kernels.outrider_normed
-        self._chain, self._trees = kernels.outrider_chain, kernels.outrider_trees
+        self._trees, self._share = kernels.outrider_trees, kernels["outrider_threads"]
+        self._chain, self._share.argtypes = kernels["outrider_chain"], [ctypes.c_int64]
+        places, number = ctypes.c_void_p, ctypes.c_int64
+        self._chain.argtypes = [*[places] * 8, number, ctypes.c_double, *[places] * 3]
+        self._addresses = tuple(map(ctypes.addressof, (self.shape, self.structs, self._head)))
+        self._turns: tuple[Tensor, Tensor] | None = None  # of the last chain
+        self._turned = 0, 0  # where they are
+        self._most, self._written, self._stated = 0, (ctypes.c_int64 * 0)(), (ctypes.c_float * 0)()
 
     @property
     def chains(self) -> bool:
@@ -89,9 +97,9 @@ class NativeHead(NativeStack):
         work = self.workspace(rows, 0)
         use_torch_threads()
         self._states(
-            ctypes.byref(self._shape),
+            ctypes.byref(self.shape),
             ctypes.byref(self._head),
-            _places([(hidden, range(rows))]),
+            _addresses(_places([(hidden, range(rows))])),
             ctypes.c_int64(rows),
             pointer(x),
             ctypes.byref(work.struct),
@@ -100,7 +108,7 @@ class NativeHead(NativeStack):
 
     def normed(self, x: Tensor) -> Tensor:
         """The last norm of x [rows, hidden], which is overwritten."""
-        self._normed(ctypes.byref(self._shape), ctypes.byref(self._head), ctypes.c_int64(len(x)), pointer(x))
+        self._normed(ctypes.byref(self.shape), ctypes.byref(self._head), ctypes.c_int64(len(x)), pointer(x))
         return x
 
     def writing(self, output: structs.JoinedMatrices, ids: Tensor) -> structs.HeadStruct:
@@ -123,30 +131,37 @@ class NativeHead(NativeStack):
         """Take in tokens that begin at `start`, each with the target's states before it, and write up to `length` more
         with their probabilities, until their product is below `stop`. `turns`: cos and sin of all positions;
         `head`: one of `writing`."""
-        rows, shown = len(tokens), [(hidden.float(), chosen) for hidden, chosen in shown]
-        assert start + rows + length - 1 <= slot.size
-        work = self.workspace(rows, start + rows + length)
-        span = self.place(slot, start, slice(0, rows))
-        written, stated = (ctypes.c_int64 * length)(), (ctypes.c_float * length)()
-        use_torch_threads()
+        rows, threads = len(tokens), torch.get_num_threads()
+        end = start + rows + length
+        assert end - 1 <= slot.size
+        work = self.workspace(rows, end, threads)
+        if length > self._most:
+            self._most, self._written, self._stated = length, (ctypes.c_int64 * length)(), (ctypes.c_float * length)()
+        if self._turns is not turns:
+            self._turns, self._turned = turns, (turns[0].data_ptr(), turns[1].data_ptr())
+        shown = [(hidden if hidden.dtype == torch.float32 else hidden.float(), chosen) for hidden, chosen in shown]
+        places = _places(shown)
+        numbers = array("q", [*tokens, *places, *self.numbers_of(slot, start, 0, rows)])
+        at = numbers.buffer_info()[0]
+        after = at + BYTES * (rows + len(places))
+        self._share(threads)
         count = self._chain(
-            ctypes.byref(self._shape),
-            self.structs,
-            ctypes.byref(self._head if head is None else head),
-            ctypes.byref(span),
-            (ctypes.c_int64 * rows)(*tokens),
-            _places(shown),
-            pointer(turns[0]),
-            pointer(turns[1]),
-            ctypes.c_int64(length),
-            ctypes.c_double(stop),
-            written,
-            stated,
-            ctypes.byref(work.struct),
+            self._addresses[0],
+            self._addresses[1],
+            self._addresses[2] if head is None else ctypes.addressof(head),
+            after,
+            at,
+            at + BYTES * rows,
+            *self._turned,
+            length,
+            stop,
+            self._written,
+            self._stated,
+            ctypes.addressof(work.struct),
         )
         if count < 0:
             raise IndexError("a token that the embedding does not have")
-        return list(zip(written[:count], stated[:count], strict=True))
+        return list(zip(self._written[:count], self._stated[:count], strict=True))
 
     def trees(
         self,
@@ -170,13 +185,13 @@ class NativeHead(NativeStack):
         stated, counts = (ctypes.c_float * (len(spans) * most))(), (ctypes.c_int64 * len(spans))()
         use_torch_threads()
         failed = self._trees(
-            ctypes.byref(self._shape),
+            ctypes.byref(self.shape),
             self.structs,
             ctypes.byref(self._head if head is None else head),
             (structs.SpanStruct * len(spans))(*places),
             ctypes.c_int64(len(spans)),
             (ctypes.c_int64 * rows)(*(token for span in spans for token in span.tokens)),
-            _places(shown),
+            _addresses(_places(shown)),
             pointer(turns[0]),
             pointer(turns[1]),
             ctypes.byref(structs.GrowthStruct(**vars(growth))),
@@ -194,15 +209,19 @@ class NativeHead(NativeStack):
         return [Grown(written[each], parents[each], stated[each]) for each in own]
 
 
-def _places(shown: Sequence[ShownStates]) -> ctypes.Array[ctypes.c_void_p]:
+def _places(shown: Sequence[ShownStates]) -> list[int]:
     """Where each state of each row lies, [rows][blocks]; float32, each without gaps."""
     places: list[int] = []
     for hidden, rows in shown:
         assert hidden.dtype == torch.float32
-        assert hidden.stride(2) == 1
-        base, row_bytes, block_bytes = hidden.data_ptr(), 4 * hidden.stride(0), 4 * hidden.stride(1)
-        blocks = [base + block * block_bytes for block in range(hidden.shape[1])]
-        places += [block + row * row_bytes for row in rows for block in blocks]
+        base, (row_size, block_size, gap) = hidden.data_ptr(), hidden.stride()
+        assert gap == 1
+        blocks = [base + 4 * block * block_size for block in range(hidden.shape[1])]
+        places += [block + 4 * row * row_size for row in rows for block in blocks]
+    return places
+
+
+def _addresses(places: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(places))(*places)
 
 

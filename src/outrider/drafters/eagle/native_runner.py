@@ -51,7 +51,7 @@ class PackedRunner:
         self._kept: dict[int, int] = {}  # of these, the rows when others were last told of them
         self._lexicon = self._words_of(head, target, bits, common) if common else None
         self._words: dict[int, _Own] = {}
-        self._cos = self._sin = torch.empty(0)
+        self._turned, self._positions = (torch.empty(0), torch.empty(0)), 0  # cos and sin, and of how many positions
 
     def _start(self, head: EagleHead, target: Readable, layers: Seq[Layer]) -> NativeStack:
         if self._norm is None or self._embedding_norm is None:
@@ -158,7 +158,6 @@ class PackedRunner:
         """Whether it can write a chain or a tree in one call."""
         return isinstance(self._stack, NativeHead) and self._stack.chains
 
-    @torch.inference_mode()
     def chain(
         self, id: int, tokens: Seq[int], shown: Seq[ShownStates], length: int, stop: float
     ) -> list[tuple[int, float]]:
@@ -245,9 +244,9 @@ class PackedRunner:
 
     def _tables(self, count: int) -> tuple[Tensor, Tensor]:
         """cos and sin of at least `count` positions."""
-        if count > len(self._cos):
-            self._cos, self._sin = self._rope.tables(2 * count + _POSITIONS)
-        return self._cos, self._sin
+        if count > self._positions:
+            self._turned, self._positions = self._rope.tables(2 * count + _POSITIONS), 2 * count + _POSITIONS
+        return self._turned
 
     def _ahead(self, x: Tensor) -> HeadOutput:
         if self._norm is None:

@@ -48,7 +48,7 @@ class Lexicon:
 
     def ids(self, groups: Seq[Seq[int]]) -> Tensor:
         """The token of each of its rows."""
-        return torch.cat([self._ids, *(torch.tensor(_full(group)) for group in groups)])
+        return torch.cat([self._ids, *(torch.tensor(_full(group)) for group in groups if group)])
 
     def pack(self, tokens: Seq[int]) -> Packed:
         threads = torch.get_num_threads()
@@ -74,6 +74,9 @@ class TextVocabulary:
         self._few: list[int] = []  # those of single steps
         self._packed: list[Packed | None] = [None, None]  # the rows of both
         self._rows = 0  # of the few that are packed; the rest of FEW is anything
+        # What `output` gave, and with space for more of the few the tokens of its rows; None: to be made anew
+        self._joint: structs.JoinedMatrices | None = None
+        self._ids = torch.empty(0, dtype=torch.long)
         self.changed = True  # since `output` was last asked for
 
     def add(self, tokens: Iterable[int]) -> None:
@@ -87,26 +90,43 @@ class TextVocabulary:
             self._few += fresh
         else:
             self._many, self._few, self._packed, self._rows = [*self._many, *self._few, *fresh], [], [None, None], 0
+            self._joint = None
 
     def output(self) -> tuple[structs.JoinedMatrices, Tensor]:
-        """The output matrix, and the token of each of its rows; it lives as long as this does, or until it changes."""
+        """The output matrix, and the token of each of its rows; both hold until this is asked again."""
         self.changed = False
+        if self._joint is not None and self._packed[1] is not None:
+            joint = self._with_few(self._joint, self._packed[1])
+        else:
+            joint = self._joint = self._made()
+        return joint, self._ids[: joint.outputs]
+
+    def _made(self) -> structs.JoinedMatrices:
         if self._many and self._packed[0] is None:
             self._packed[0] = self._lexicon.pack(self._many)
         if self._few:
-            self._pack_few()
+            self._packed[1], self._rows = self._lexicon.pack(_filled(self._few)), len(self._few)
         groups = [group for group in (self._many, self._few) if group]
         packed = [(matrix, len(_full(group))) for matrix, group in zip(filter(None, self._packed), groups, strict=True)]
-        return self._lexicon.joint(packed), self._lexicon.ids(groups)
+        self._ids = self._lexicon.ids([self._many, _filled(self._few)] if self._few else groups)
+        return self._lexicon.joint(packed)
 
-    def _pack_few(self) -> None:
-        packed = self._packed[1]
-        if packed is None:
-            filled = [*self._few, *self._few[-1:] * (FEW - len(self._few))]
-            packed, self._rows = self._lexicon.pack(filled), len(self._few)
-        for place in range(self._rows, len(self._few)):
+    def _with_few(self, joint: structs.JoinedMatrices, packed: Packed) -> structs.JoinedMatrices:
+        """The same with those of the few that have come since then, put into their places."""
+        last, before = joint.parts[joint.count - 1], self._rows
+        first = joint.outputs - last.outputs
+        for place in range(before, len(self._few)):
             self._lexicon.put(packed, place, self._few[place])
-        self._packed[1], self._rows = packed, len(self._few)
+        self._rows = len(self._few)
+        full = _full(self._few)
+        self._ids.numpy()[first + before : first + len(full)] = full[before:]
+        last.outputs, joint.outputs = len(full), first + len(full)
+        return joint
+
+
+def _filled(few: Seq[int]) -> list[int]:
+    """As many as there is space for."""
+    return [*few, *few[-1:] * (FEW - len(few))]
 
 
 def _full(tokens: Seq[int]) -> list[int]:

@@ -18,8 +18,8 @@ HEADERS = tuple(
     SOURCE.with_name(name)
     for name in (
         *("amx.h", "asked.h", "attention.h", "bytes.h", "grow.h", "half_wide.h", "head.h", "kept.h"),
-        *("lanes.h", "low_rank.h", "many.h", "neon.h", "own.h", "peak.h", "pool.h", "rounding.h", "rows.h"),
-        *("turned.h", "wide.h"),
+        *("lanes.h", "low_rank.h", "many.h", "model.h", "neon.h", "own.h", "peak.h", "pool.h", "rounding.h"),
+        *("rows.h", "turned.h", "wide.h"),
     )
 )
 FLAGS = (

@@ -547,7 +547,8 @@ void finish_layer(const LayerPass& pass, int64_t index, const Some& some, const 
     some.output(layer.output, [&](int64_t r, Own&) { return mixed + r * q_size; }, x);
     some.feed_forward(layer, s.inner, [&](int64_t r, Own& own) { return normed(x + r * s.hidden, layer.mlp_norm, s.eps, s.hidden, own); }, x);
     for (int64_t k = 0; k < pass.wanted_count; k++)
-        if (pass.wanted[k] == index) std::memcpy(pass.kept + (k * pass.rows + some.first) * s.hidden, x, some.count * s.hidden * sizeof(float));
+        for (int64_t r = 0; pass.wanted[k] == index && r < some.count; r++)
+            std::memcpy(pass.kept + ((some.first + r) * pass.wanted_count + k) * s.hidden, x + r * s.hidden, s.hidden * sizeof(float));
 }
 
 // Layers whose products are shared by their outputs.
@@ -652,7 +653,7 @@ int64_t outrider_amx_bytes(int64_t rows, int64_t inputs) { return amx_bytes(rows
 
 // The layers of a model over the rows of all spans; x [rows][hidden] is read and overwritten.
 // cos, sin: [rows][head_dim]; positions: [rows]; parents: [rows], a row's parent among its span's rows, or -1.
-// kept: for each layer of `wanted`, x after it, [count][rows][hidden].
+// kept: for each layer of `wanted`, x after it, [rows][count][hidden].
 // head_inputs: null for the layers of a model. adapters: null where no row has one; a head's rows never have.
 void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans, int64_t span_count, int64_t rows, float* x,
                      const float* cos, const float* sin, const int32_t* positions, const int32_t* parents,
@@ -669,3 +670,4 @@ void outrider_layers(const Shape* shape, const Layer* layers, const Span* spans,
 }  // extern "C"
 
 #include "head.h"
+#include "model.h"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.core.adapter import ReadyAdapter
 from outrider.core.errors import OutriderError
 from outrider.models.native import structs
 from outrider.models.native.library import library
@@ -16,6 +17,7 @@ from outrider.models.native.packed import BLOCK, Packed, PackedWorkspace, activa
 from outrider.models.paged_cache import FLOATS, SCALED, PagedSlot
 from outrider.models.stack import Layer, Pass, StackConfig
 
+BYTES = 8  # of a number of `array("q")`, which is how addresses and sizes go to the kernels
 KEYS = 16  # keys whose scores are taken together; the same number as in kernels.cpp
 TOGETHER = 12  # queries that share one reading of keys and values; the same number as in kernels.cpp
 ASKED = 6  # queries in 16 bits that are multiplied together with keys of 8; the same number as in attention.h
@@ -43,7 +45,7 @@ class NativeStack:
         self._norms: list[Tensor] = []  # what the structures point into
         self._places: list[Tensor] = []  # and these
         self.structs = (structs.LayerStruct * len(layers))(*map(self._struct, layers))
-        self._shape = structs.ShapeStruct(
+        self.shape = structs.ShapeStruct(
             hidden=config.hidden_size,
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
@@ -97,11 +99,11 @@ class NativeStack:
         assert all(0 <= layer < len(self.layers) for layer in wanted)
         work = self.workspace(rows, max(slot.length for slot in batch.slots))
         spans = (structs.SpanStruct * len(batch.slots))(*(self._span(batch, i) for i in range(len(batch.slots))))
-        kept = torch.empty(len(wanted), rows, x.shape[1]) if wanted else None
-        adapters = self._adapters(batch, rows)
+        kept = torch.empty(rows, len(wanted), x.shape[1]) if wanted else None
+        adapters = self.adapters(batch.adapters, rows)
         use_torch_threads()
         self._run(
-            ctypes.byref(self._shape),
+            ctypes.byref(self.shape),
             self.structs,
             spans,
             ctypes.c_int64(len(spans)),
@@ -118,12 +120,13 @@ class NativeStack:
             None if head_inputs is None else ctypes.byref(head_inputs),
             None if adapters is None else ctypes.byref(adapters),
         )
-        return x, None if kept is None else kept.transpose(0, 1)
+        return x, kept
 
-    def workspace(self, rows: int, longest: int) -> PackedWorkspace:
-        """Buffers for this number of rows and sequences up to this length; 0: no sequence is read."""
+    def workspace(self, rows: int, longest: int, threads: int = 0) -> PackedWorkspace:
+        """Buffers for this number of rows and sequences up to this length; 0: no sequence is read. `threads`: torch's,
+        if they were looked up."""
         self._drop_large(longest)
-        old, threads = self._work, torch.get_num_threads()
+        old, threads = self._work, threads or torch.get_num_threads()
         if old is not None and rows <= old.rows and longest <= old.struct.longest and threads <= self._threads:
             return old
         config, inner = self.config, self._inner
@@ -149,11 +152,11 @@ class NativeStack:
         self._work, self._threads = work, threads
         return work
 
-    def _adapters(self, batch: Pass, rows: int) -> structs.Adapters | None:
+    def adapters(self, adapted: Sequence[tuple[ReadyAdapter, slice]], rows: int) -> structs.Adapters | None:
         """Which adapter each row has; None: no row has one."""
-        if not batch.adapters:
+        if not adapted:
             return None
-        pairs = ((adapter.weights, own) for adapter, own in batch.adapters)
+        pairs = ((adapter.weights, own) for adapter, own in adapted)
         spans = [(packed.address, packed.widest, own.start, own.stop) for packed, own in pairs]
         if (rows, spans) != self._adapted_by:  # mostly the rows of the pass before: then what it read is still right
             self._owners = (ctypes.c_int64 * rows)()
@@ -180,15 +183,12 @@ class NativeStack:
         return self.place(slot, slot.length - (rows.stop - rows.start), rows)
 
     def place(self, slot: PagedSlot, start: int, rows: slice) -> structs.SpanStruct:
-        return structs.SpanStruct(
-            pages=slot.address,
-            values=slot.values,
-            head_stride=2 * slot.values,
-            layer_stride=2 * slot.values * self.config.num_kv_heads,
-            start=start,
-            first=rows.start,
-            rows=rows.stop - rows.start,
-        )
+        return structs.SpanStruct(*self.numbers_of(slot, start, rows.start, rows.stop - rows.start))
+
+    def numbers_of(self, slot: PagedSlot, start: int, first: int, rows: int) -> tuple[int, ...]:
+        """The numbers of a SpanStruct: rows of a pass from `first` on, of a sequence that has `start` tokens before."""
+        stride = 2 * slot.values
+        return slot.address, slot.values, stride, stride * self.config.num_kv_heads, start, first, rows
 
     def _struct(self, layer: Layer) -> structs.LayerStruct:
         return structs.LayerStruct(

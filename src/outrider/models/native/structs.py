@@ -145,6 +145,34 @@ class HeadStruct(Structure):
     )
 
 
+class PassStruct(Structure):
+    _fields_ = (
+        ("shape", c_void_p),
+        ("layers", c_void_p),
+        ("embedding", c_void_p),
+        ("output", c_void_p),
+        ("norm", c_void_p),
+        ("spans", c_void_p),
+        ("span_count", c_int64),
+        ("rows", c_int64),
+        ("tokens", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("positions", c_void_p),
+        ("parents", c_void_p),
+        ("wanted", c_void_p),
+        ("wanted_count", c_int64),
+        ("kept", c_void_p),
+        ("judged", c_void_p),
+        ("x", c_void_p),
+        ("logits", c_void_p),
+        ("best", c_void_p),
+        ("work", c_void_p),
+        ("adapters", c_void_p),
+        ("threads", c_int64),
+    )
+
+
 class GrowthStruct(Structure):
     _fields_ = (
         ("depth", c_int64),
