@@ -32,12 +32,21 @@ ALWAYS_INLINE void group_factors(const Matrix& w, const uint8_t* record, int64_t
     minimum = group_values<SUPERS>(record + AT.minimums_at(tile) + within, above);
 }
 
-// Vector j of a block; at 4 bits j and j + 4 lie in the same bytes.
+// The bits of `a` where `mask` has ones, those of `b` where it has none.
+ALWAYS_INLINE __m512i chosen(char mask, __m512i a, __m512i b) { return _mm512_ternarylogic_epi32(_mm512_set1_epi8(mask), a, b, 0xca); }
+
+// Vector j of a block; at 4 bits j and j + 4 lie in the same bytes, at 6 bits the last of each four in the upper bits of the others.
 template <int BITS>
 ALWAYS_INLINE __m512i vector(const uint8_t* q, int j) {
     if (BITS == 8) return _mm512_loadu_si512(q + 64 * j);
-    __m512i both = _mm512_loadu_si512(q + 64 * (j % 4));
-    return _mm512_and_si512(j < 4 ? both : _mm512_srli_epi16(both, 4), _mm512_set1_epi8(15));
+    if (BITS == 4) {
+        const __m512i both = _mm512_loadu_si512(q + 64 * (j % 4));
+        return _mm512_and_si512(j < 4 ? both : _mm512_srli_epi16(both, 4), _mm512_set1_epi8(15));
+    }
+    const auto bytes = [&](int place) __attribute__((always_inline)) { return _mm512_loadu_si512(q + 64 * (j / 4 * 3 + place)); };
+    if (j % 4 < 3) return _mm512_and_si512(bytes(j % 4), _mm512_set1_epi8(63));
+    const __m512i low = chosen(3, _mm512_srli_epi16(bytes(0), 6), _mm512_srli_epi16(bytes(1), 4));
+    return _mm512_and_si512(chosen(15, low, _mm512_srli_epi16(bytes(2), 2)), _mm512_set1_epi8(63));
 }
 
 // Four activations in every lane.
@@ -87,8 +96,8 @@ ALWAYS_INLINE void block_dots(const uint8_t* const (&q)[T], const int8_t* x, int
 // Vector j of a block as two of 16 outputs x 2 inputs, in 16 bits: those with even numbers and those with odd ones.
 template <int BITS>
 ALWAYS_INLINE void words(const uint8_t* q, int j, __m512i& even, __m512i& odd) {
-    const __m512i both = _mm512_loadu_si512(q + 64 * (BITS == 8 ? j : j % 4));
-    if (BITS == 8) {
+    const __m512i both = BITS == 4 ? _mm512_loadu_si512(q + 64 * (j % 4)) : vector<BITS>(q, j);
+    if (BITS != 4) {
         even = _mm512_and_si512(both, _mm512_set1_epi16(255));
         odd = _mm512_srli_epi16(both, 8);
     } else if (j < 4) {
