@@ -27,7 +27,8 @@ from typing import Any
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 128, 512)
 STREAM = 48 << 20  # bytes of copies of a model's matrices: more than a third-level cache of 32 MiB
 LEAST = 0.02  # seconds that a measurement takes at least
-# outputs, inputs and bits of the matrices of a layer (joined as in a pass), and of the output matrix
+# outputs, inputs and bits of the matrices of a layer (joined as in a pass), and of others: 6 bits are those of Q6_K
+OTHERS = ("output", "down of 6 bits")
 MODELS = {
     "smollm2": {
         "qkv": (960, 576, 4),
@@ -41,6 +42,8 @@ MODELS = {
         "o": (1536, 1536, 4),
         "gate_up": (17920, 1536, 4),
         "down": (1536, 8960, 4),
+        "down of 6 bits": (1536, 8960, 6),
+        "output": (151936, 1536, 6),
     },
 }
 
@@ -49,7 +52,6 @@ def measure(models: list[str], rows: list[int], threads: int, seed: int) -> dict
     import torch
 
     from outrider.models.native.packed import Packed
-    from outrider.models.quant import quantise
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)
@@ -58,7 +60,7 @@ def measure(models: list[str], rows: list[int], threads: int, seed: int) -> dict
         layer = MODELS[model]
         matrices = {}
         for name, (outputs, inputs, bits) in layer.items():
-            one = quantise(torch.randn(outputs, inputs) / inputs**0.5, bits)
+            one = made(outputs, inputs, bits)
             size = Packed([one]).nbytes
             matrices[name] = [Packed([one]) for _ in range(max(1, STREAM // len(layer) // size))]
         for name, count in turns(layer, rows, seed):
@@ -67,6 +69,21 @@ def measure(models: list[str], rows: list[int], threads: int, seed: int) -> dict
             seconds[key] = time_of(matrices[name], x)
             digests[key] = hashlib.sha256(matrices[name][0](x).numpy().tobytes()).hexdigest()[:16]
     return {"seconds": seconds, "digests": digests, "peak": peak(threads)}
+
+
+def made(outputs: int, inputs: int, bits: int) -> Any:
+    """A matrix of random weights; of 6 bits as a file has it, in whatever way this checkout keeps it."""
+    import numpy as np
+    import torch
+
+    from outrider.models.gguf import GGUFTensor
+    from outrider.models.quant import from_gguf, quantise
+
+    if bits != 6:
+        return quantise(torch.randn(outputs, inputs) / inputs**0.5, bits)
+    blocks = np.random.default_rng(0).integers(0, 256, (outputs, inputs // 256, 210), dtype=np.uint8)
+    blocks[..., 208:] = np.frombuffer(np.float16(1e-4).tobytes(), np.uint8)  # the scale of a super-block
+    return from_gguf(GGUFTensor("Q6_K", (outputs, inputs), blocks.reshape(outputs, -1)))
 
 
 def turns(layer: dict[str, Any], rows: list[int], seed: int) -> Iterator[tuple[str, int]]:
@@ -132,7 +149,7 @@ def show(rounds: list[list[dict[str, Any]]], args: argparse.Namespace) -> None:
                 key = f"{model} {name} {count}"
                 taken = zip(*([one["seconds"][key] for one in each] for each in rounds), strict=True)
                 seconds = [statistics.median(each) for each in taken]
-                if name != "output":
+                if name not in OTHERS:
                     total = [one + more for one, more in zip(total, seconds, strict=True)]
                     work += outputs * inputs
                 line(f"{model} {name} {outputs}x{inputs}", count, seconds, outputs * inputs * count, best)

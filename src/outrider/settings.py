@@ -50,7 +50,7 @@ class Settings:
     )
     backend: str = option("local", f"The engine: {' or '.join(BACKENDS)} (our own, or vLLM with its own speculation).")
     device: str = option("auto", f"One of {', '.join(DEVICES)}.")
-    # auto: on a CPU a file's own 4 or 8 bits, or float32; on a GPU bfloat16
+    # auto: on a CPU a file's own 4, 6 or 8 bits, or float32; on a GPU bfloat16
     dtype: str = option("auto", f"One of {', '.join(DTYPES)}.")
     quantize: str = option("none", f"Round dense weights on loading: {', '.join(QUANTIZE)}.")
     # auto: as they are computed

@@ -48,7 +48,7 @@ struct Kind {
 
 const Kind KINDS[] = {{"Q4_0", 4, 8, 32, false, false}, {"Q4_1", 4, 0, 32, true, false}, {"Q4_K", 4, 0, 32, true, true},
                       {"Q8_0", 8, 128, 32, false, false}, {"Q5_1", 8, 0, 32, true, false}, {"Q5_K", 8, 0, 32, true, true},
-                      {"Q6_K", 8, 32, 16, false, true}};
+                      {"Q6_K", 6, 32, 16, false, true}};
 
 // A matrix and what it points to.
 struct Made {

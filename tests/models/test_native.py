@@ -134,6 +134,20 @@ class TestProducts:
         scales = sum(values.nbytes for values in groups if values is not None)
         assert Packed([w, w]).nbytes == 2 * (w.q.numel() * w.bits // 8 + scales)  # an even number of tiles
 
+    def test_six_bits_take_the_bytes_of_the_file(self):
+        file = blocks("Q6_K", 32, 512)
+        assert Packed([from_gguf(file)]).nbytes == file.raw.nbytes
+
+    @pytest.mark.parametrize("activations", [16, 8])
+    @pytest.mark.parametrize("rows", [1, 2, 4, 6, 8, 64])
+    def test_six_bits_lie_in_their_places(self, rows, activations):
+        """Each bit alone, and each input alone."""
+        w, x = matrix("Q6_K", 32), torch.eye(256)
+        for bit in range(6):
+            one = replace(w, q=w.q & 1 << bit)
+            y = torch.cat([Packed([one], activations=activations)(some) for some in x.split(rows)])
+            torch.testing.assert_close(y, one.dense().T, rtol=1e-4, atol=1e-5)
+
 
 class TestRowsOfAMatrix:
     @pytest.mark.parametrize("kind", [*KINDS, *MADE])

@@ -21,7 +21,7 @@ class Quantised:
     q: Tensor  # [out, in] uint8
     scales: Tensor  # [out, in / group] float16; or int8, and then multiplied by those of the super-block
     minimums: Tensor | None  # the same; where they are, zero is 0
-    bits: int  # 4 or 8
+    bits: int  # 4, 6 or 8
     zero: int = 0
     group: int = 32
     super_scales: Tensor | None = None  # [out, in / 256] float16
@@ -163,7 +163,7 @@ def _q6_k(raw: np.ndarray) -> Quantised:
     high = np.concatenate([(high >> shift) & 3 for shift in (0, 2, 4, 6)], 3)
     scales = _tensor(blocks[..., 192:208].reshape(raw.shape[0], -1).view(np.int8))
     q = _tensor((low | (high << 4)).reshape(raw.shape[0], -1))
-    return Quantised(q, scales, None, 8, zero=32, group=16, super_scales=_tensor(_halves(blocks[..., 208:])))
+    return Quantised(q, scales, None, 6, zero=32, group=16, super_scales=_tensor(_halves(blocks[..., 208:])))
 
 
 _READERS: dict[str, Callable[[np.ndarray], Quantised]] = {

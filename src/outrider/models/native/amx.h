@@ -6,7 +6,7 @@
 //
 // - From 9 rows on, with weights of 4 bits: as bfloat16, which has room for 256 * high, for low and for a weight. Sums are floats, and
 //   exact: 32 * 32512 * 15 is less than 2^24. 16 rows take as long as one.
-// - Fewer rows, and weights of 8 bits: as bytes, two blocks at a time. A row of activations has 64 places, of which those of the other
+// - Fewer rows, and weights of 6 and 8 bits: as bytes, two blocks at a time. A row of activations has 64 places, of which those of the other
 //   block are zero, so the register has a row for each block, and with up to 4 rows one for each part, too.
 
 namespace amx {
@@ -130,8 +130,8 @@ inline void store_brains(const int8_t* q, bool bytes, uint8_t* high_to, uint8_t*
 // One block of a row, which `q` has as bytes, in the forms that products with `w` read; `row`: one of `rows` of a pass.
 inline void store_amx(const JoinedMatrices& w, const int8_t* q, int64_t block, int64_t blocks, int64_t row, int64_t rows, uint8_t* at) {
     const bool bytes = w.activations == 8;
-    bool four = false, eight = false;
-    for (int64_t p = 0; p < w.count; p++) (w.parts[p].bits == 4 ? four : eight) = true;
+    bool four = false, more = false;
+    for (int64_t p = 0; p < w.count; p++) (w.parts[p].bits == 4 ? four : more) = true;
     const AmxRows to(at, rows, blocks);
     const int64_t sixteen = row / BRAIN_ROWS * BRAIN_ROWS, first = row / ROWS * ROWS, count = group_rows(first, rows);
     const bool wide = brains(sixteen, rows);
@@ -140,7 +140,7 @@ inline void store_amx(const JoinedMatrices& w, const int8_t* q, int64_t block, i
         uint8_t* const high = registers + (row - sixteen) * 64;
         store_brains(q, bytes, high, high + amx::REGISTER);
     }
-    if ((eight || !wide) && count >= LEAST_AMX_ROWS) {
+    if ((more || !wide) && count >= LEAST_AMX_ROWS) {
         const int64_t slots = slots_of(count, bytes), pairs = (blocks + 1) / 2;
         uint8_t* const registers = to.pair + (first * pairs * 2 + block / 2 * 2 * slots) * AMX_BLOCK;
         for (int part = bytes ? 1 : 0; part < 2; part++) {
@@ -268,7 +268,7 @@ void brain_tile(const Matrix& w, int64_t tile, const Activations& x, int64_t beg
     for (int64_t r = 0; r < rows; r++) store_sums(w, tile, begin + r, 1, reinterpret_cast<const __m512*>(totals + r * TILE), y, add, stride);
 }
 
-// ---- as bytes: up to 8 rows, and weights of 8 bits ----
+// ---- as bytes: up to 8 rows, and weights of 6 and 8 bits ----
 
 // Two blocks of a tile: a register for each group of a block, in which the inputs of the other groups are 0.
 template <int BITS, int GROUP>

@@ -21,9 +21,20 @@ ALWAYS_INLINE __m256i four(const int8_t* x) {
     return _mm256_set1_epi32(bytes);
 }
 
-// The 8 outputs of a half of vector j of a block, of 16 outputs x 4 inputs; at 4 bits j and j + 4 lie in the same bytes.
-ALWAYS_INLINE __m256i half_vector(const uint8_t* q, int bits, int j, int half) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q + 64 * (bits == 8 ? j : j % 4) + 32 * half));
+// The 8 outputs of a half of vector j of a block, of 16 outputs x 4 inputs; at 4 bits with those of the vector that shares its bytes, at
+// 6 bits put together: the last of each four lies in the upper bits of the others.
+template <int BITS>
+ALWAYS_INLINE __m256i half_vector(const uint8_t* q, int j, int half) {
+    const auto bytes = [&](int place) __attribute__((always_inline)) {
+        return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q + 64 * place + 32 * half));
+    };
+    if (BITS != 6) return bytes(BITS == 8 ? j : j % 4);
+    const int first = j / 4 * 3;
+    if (j % 4 < 3) return _mm256_and_si256(bytes(first + j % 4), _mm256_set1_epi8(63));
+    const __m256i upper = _mm256_set1_epi8(static_cast<char>(192));
+    const __m256i low = _mm256_srli_epi16(_mm256_and_si256(bytes(first), upper), 6);
+    const __m256i middle = _mm256_srli_epi16(_mm256_and_si256(bytes(first + 1), upper), 4);
+    return _mm256_or_si256(_mm256_or_si256(low, middle), _mm256_srli_epi16(_mm256_and_si256(bytes(first + 2), upper), 2));
 }
 
 #if HALF_VNNI
@@ -41,8 +52,8 @@ ALWAYS_INLINE void dots_of(const uint8_t* q, const int8_t* x, int from, int to, 
     const auto add_part = [&](const int8_t* part, int j) __attribute__((always_inline)) {
         __m256i w[2];
         for (int half = 0; half < 2; half++) {
-            const __m256i both = half_vector(q, BITS, j, half);
-            w[half] = BITS == 8 ? both : _mm256_and_si256(j < 4 ? both : _mm256_srli_epi16(both, 4), _mm256_set1_epi8(15));
+            const __m256i both = half_vector<BITS>(q, j, half);
+            w[half] = BITS != 4 ? both : _mm256_and_si256(j < 4 ? both : _mm256_srli_epi16(both, 4), _mm256_set1_epi8(15));
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
@@ -62,13 +73,13 @@ ALWAYS_INLINE void dots_of(const uint8_t* q, const int8_t* x, int from, int to, 
     for (int j = from; j < to; j++) add_part(x + BLOCK, j);
 }
 #else
-// A vector of 8 bits, or one of 4 as it lies, as numbers of 16 bits: those with even places, and those with odd ones.
+// A vector of bytes, or one of 4 bits as it lies, as numbers of 16 bits: those with even places, and those with odd ones.
 template <int BITS>
 ALWAYS_INLINE void words(__m256i both, bool first, __m256i& even, __m256i& odd) {
-    const __m256i low = _mm256_set1_epi16(BITS == 8 ? 255 : 15);
-    if (BITS == 8 || first) even = _mm256_and_si256(both, low);
+    const __m256i low = _mm256_set1_epi16(BITS == 4 ? 15 : 255);
+    if (BITS != 4 || first) even = _mm256_and_si256(both, low);
     else even = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
-    if (BITS == 8) odd = _mm256_srli_epi16(both, 8);
+    if (BITS != 4) odd = _mm256_srli_epi16(both, 8);
     else odd = first ? _mm256_and_si256(_mm256_srli_epi16(both, 8), low) : _mm256_srli_epi16(both, 12);
 }
 
@@ -80,7 +91,7 @@ ALWAYS_INLINE void word_dots(const uint8_t* q, const int8_t* x, int from, int to
 #pragma GCC unroll 8
     for (int j = from; j < to; j++) {
         __m256i even[2], odd[2];
-        for (int half = 0; half < 2; half++) words<BITS>(half_vector(q, BITS, j, half), j < 4, even[half], odd[half]);
+        for (int half = 0; half < 2; half++) words<BITS>(half_vector<BITS>(q, j, half), j < 4, even[half], odd[half]);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             const __m256i first = four(x + r * STRIDE + 4 * j), second = four(x + r * STRIDE + BLOCK + 4 * j);
@@ -104,7 +115,7 @@ ALWAYS_INLINE void nibble_dots(const uint8_t* q, const int8_t* x, __m256i (&dots
         for (int high = 0; high < 2; high++) {
             __m256i w[2];
             for (int half = 0; half < 2; half++) {
-                const __m256i both = half_vector(q, 4, j, half);
+                const __m256i both = half_vector<4>(q, j, half);
                 w[half] = _mm256_and_si256(high ? _mm256_srli_epi16(both, 4) : both, mask);
             }
 #pragma GCC unroll 8

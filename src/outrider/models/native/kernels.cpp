@@ -4,9 +4,10 @@
 // rows share the pass and however many threads run. So a token's logits are the same bits in plain decoding, in a draft of
 // any shape, in any batch and in any piece of a prompt: speculation cannot flip a near tie.
 //
-// Weights: 4 or 8 bits, w = scale * (q - zero) + minimum per group of 32 or 16 inputs. 16 outputs form a tile; a tile holds,
+// Weights: 4, 6 or 8 bits, w = scale * (q - zero) + minimum per group of 32 or 16 inputs. 16 outputs form a tile; a tile holds,
 // for each block of 32 inputs, 8 vectors of 16 outputs x 4 inputs, which is what one dot-product instruction eats. At
-// 4 bits, vectors j and j + 4 share the bytes (low and high halves).
+// 4 bits, vectors j and j + 4 share the bytes (low and high halves); at 6 bits three vectors of each four lie in bytes, and the last of
+// the four in the upper two bits of these (its low bits in the first).
 // Activations: 16 bits with one scale per block of 32 inputs, multiplied as two parts of 8 bits. (8 bits alone, as ggml has
 // it, change the greedy text of half of the prompts; the second part costs nothing where memory is the limit.) A matrix can
 // be told to take 8 bits: then the high part is 0, and kernels may leave it out; and the zero of Q4_0's and Q6_K's weights is taken
@@ -106,7 +107,7 @@ struct Matrix {  // its weights lie in the order in which a pass reads them: one
 };
 
 // Where things lie in a block of two tiles, in bytes:
-//   weights [2][8][16][4] at 8 bits, half of that at 4; scales [2][32 / group][16], float16, or int8 where there are super-blocks;
+//   weights [2][8][16][4] at 8 bits, [2][6] at 6, [2][4] at 4; scales [2][32 / group][16], float16, or int8 where there are super-blocks;
 //   minimums, the same, if there are any.
 struct Record {
     int64_t weights, scales, size;  // of one tile, of one tile, and of all
@@ -202,6 +203,16 @@ float half_to_float(uint16_t h) {
 #endif
 }
 
+// Place `place` of vector j of a block whose weights begin at `q`.
+int quantum(const uint8_t* q, int bits, int64_t j, int64_t place) {
+    const auto byte = [&](int64_t vector) { return q[vector * TILE * 4 + place]; };
+    if (bits == 8) return byte(j);
+    if (bits == 4) return j < 4 ? byte(j) & 15 : byte(j - 4) >> 4;
+    const int64_t first = j / 4 * 3;
+    if (j % 4 < 3) return byte(first + j % 4) & 63;
+    return byte(first) >> 6 | byte(first + 1) >> 6 << 2 | byte(first + 2) >> 6 << 4;
+}
+
 // Of a group, at `values`; `above`: of its super-block, or null.
 float group_value(const uint8_t* values, const uint16_t* above, int64_t place) {
     if (!above) return half_to_float(reinterpret_cast<const uint16_t*>(values)[place]);
@@ -244,7 +255,7 @@ TileFunction tile_function_of(const Matrix& w) {
         if (!w.minimums) return tile_all<4, 32, false, false, BYTES>;
         return w.super_scales ? tile_all<4, 32, true, true, BYTES> : tile_all<4, 32, true, false, BYTES>;
     }
-    if (w.group == 16) return tile_all<8, 16, false, true, BYTES>;
+    if (w.bits == 6) return tile_all<6, 16, false, true, BYTES>;
     if (!w.minimums) return tile_all<8, 32, false, false, BYTES>;
     return w.super_scales ? tile_all<8, 32, true, true, BYTES> : tile_all<8, 32, true, false, BYTES>;
 }
@@ -271,10 +282,9 @@ void tile_all(const Matrix& w, int64_t tile, int64_t, const Activations& x, Rows
                 for (int o = 0; o < TILE; o++) dot[o] = start < 0 ? 0 : static_cast<int32_t>(x.sums[at].cross[start]);
                 for (int64_t j = part * 8 / parts; j < (part + 1) * 8 / parts; j++) {
                     const int8_t* xq = x.q + at * 2 * BLOCK + 4 * j;
-                    const uint8_t* q = record.weights_of(w, tile, b) + (w.bits == 4 ? j % 4 : j) * 64;
-                    const int shift = w.bits == 4 && j >= 4 ? 4 : 0, mask = w.bits == 4 ? 15 : 255;
+                    const uint8_t* q = record.weights_of(w, tile, b);
                     for (int o = 0; o < TILE; o++)
-                        for (int i = 0; i < 4; i++) dot[o] += ((q[o * 4 + i] >> shift) & mask) * (xq[i] * 256 + xq[i + BLOCK]);
+                        for (int i = 0; i < 4; i++) dot[o] += quantum(q, w.bits, j, o * 4 + i) * (xq[i] * 256 + xq[i + BLOCK]);
                 }
                 const uint8_t *scales = record.of(w, tile, b) + record.scales_at(tile), *minimums = record.of(w, tile, b) + record.minimums_at(tile);
                 const uint16_t *above = super_of(w.super_scales, w, tile, b), *least = super_of(w.super_minimums, w, tile, b);
@@ -611,14 +621,11 @@ int64_t outrider_rows(const Matrix* w, const int64_t* ids, int64_t count, float*
             const uint8_t* at = record.of(*w, tile, block);
             const float scale = group_value(at + record.scales_at(tile), super_of(w->super_scales, *w, tile, block), place);
             const float minimum = w->minimums ? group_value(at + record.minimums_at(tile), super_of(w->super_minimums, *w, tile, block), place) : 0.0f;
-            const bool four = w->bits == 4;
-            const uint8_t* q = record.weights_of(*w, tile, block) + lane * 4;
+            const uint8_t* q = record.weights_of(*w, tile, block);
             float* row = to + n * w->inputs + part * w->group;
             for (int64_t i = 0; i < w->group; i++) {
-                const int64_t vector = (part % parts * w->group + i) / 4;
-                const uint8_t byte = q[(four ? vector % 4 : vector) * TILE * 4 + i % 4];
-                const int quantum = !four ? byte : vector < 4 ? byte & 15 : byte >> 4;
-                const float value = scale * static_cast<float>(quantum - w->zero);
+                const int number = quantum(q, w->bits, (part % parts * w->group + i) / 4, lane * 4 + i % 4);
+                const float value = scale * static_cast<float>(number - w->zero);
                 row[i] = w->minimums ? value + minimum : value;
             }
         }

@@ -14,9 +14,19 @@ inline float32x4_t group_values(const uint8_t* values, const uint16_t* above) {
     return vmulq_f32(vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vld1_s8(small))))), halves(above));
 }
 
-// Half of a block for 4 outputs: 4 vectors of 4 outputs x 4 inputs. At 4 bits both halves lie in the same bytes.
+// Half of a block for 4 outputs: 4 vectors of 4 outputs x 4 inputs. At 4 bits both halves lie in the same bytes, at 6 bits the last vector
+// in the upper bits of the others.
 template <int BITS>
 inline void half_block(const uint8_t* q, int half, uint8x16_t (&w)[4]) {
+    if (BITS == 6) {
+        w[3] = vdupq_n_u8(0);
+        for (int j = 2; j >= 0; j--) {
+            const uint8x16_t all = vld1q_u8(q + 64 * (3 * half + j));
+            w[j] = vandq_u8(all, vdupq_n_u8(63));
+            w[3] = vsliq_n_u8(vshrq_n_u8(all, 6), w[3], 2);
+        }
+        return;
+    }
     for (int j = 0; j < 4; j++) {
         if (BITS == 8) w[j] = vld1q_u8(q + 64 * (4 * half + j));
         else {

@@ -24,9 +24,10 @@ ARENA = Arena()
 # What the kernels run, by bits: inputs of a group, whether there are super-blocks, whether there are minimums.
 KINDS = {
     4: ((32, False, False), (32, False, True), (32, True, True)),
-    8: ((32, False, False), (32, False, True), (32, True, True), (16, True, False)),
+    6: ((16, True, False),),
+    8: ((32, False, False), (32, False, True), (32, True, True)),
 }
-ZEROS = {(4, 32): 8, (8, 16): 32}  # of bits and group, without minimums: what the kernels take off (start_of)
+ZEROS = {4: 8, 6: 32}  # by bits, without minimums: what the kernels take off (start_of)
 
 
 def packable(outputs: int, inputs: int) -> bool:
@@ -200,9 +201,18 @@ def _tiles(m: Quantised) -> dict[str, Tensor]:
 
 
 def _lanes_of(m: Quantised) -> Tensor:
-    """Its integers as a record has them, [out, block, vector, 4]: at 4 bits vectors j and j + 4 share bytes."""
+    """Its integers as a record has them, [out, block, vector, 4]: at 4 bits vectors j and j + 4 share bytes, at 6 bits
+    the last of each four lies in the upper bits of the others."""
     q = m.q.unflatten(1, (-1, 8, 4))
-    return q[:, :, :4] | (q[:, :, 4:] << 4) if m.bits == 4 else q
+    if m.bits == 4:
+        return q[:, :, :4] | (q[:, :, 4:] << 4)
+    return _sixes(q.unflatten(2, (2, 4))).flatten(2, 3) if m.bits == 6 else q
+
+
+def _sixes(q: Tensor) -> Tensor:
+    """[..., 4 vectors, 4] of 6 bits -> [..., 3 vectors, 4] of 8."""
+    upper = q[..., 3:, :] >> torch.tensor([[0], [2], [4]], dtype=torch.uint8)
+    return upper.bitwise_left_shift_(6).bitwise_or_(q[..., :3, :])  # in place: an output matrix has 200 MB
 
 
 def _groups(m: Quantised) -> list[Tensor]:
@@ -239,7 +249,7 @@ def _by_tiles(groups: Tensor) -> Tensor:
 def _matrix(m: Quantised, tensors: dict[str, Tensor], bias: int | None) -> structs.Matrix:
     dtype = torch.float16 if m.super_scales is None else torch.int8
     assert _kind(m)[2:] in KINDS[m.bits], f"the kernels have no such matrix: {_kind(m)}"
-    known = m.minimums is not None or m.zero == ZEROS.get((m.bits, m.group), m.zero)
+    known = m.minimums is not None or m.zero == ZEROS.get(m.bits, m.zero)
     assert known, f"the kernels have no such matrix: zero {m.zero}"
     assert m.scales.dtype == dtype, f"the kernels have no such matrix: scales are {m.scales.dtype}"
     return structs.Matrix(

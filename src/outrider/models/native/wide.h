@@ -32,12 +32,21 @@ ALWAYS_INLINE void group_factors(const Matrix& w, const uint8_t* record, int64_t
     minimum = group_values<SUPERS>(record + AT.minimums_at(tile) + within, above);
 }
 
-// Vector j of a block; at 4 bits j and j + 4 lie in the same bytes.
+// Vector j of a block; at 4 bits j and j + 4 lie in the same bytes, at 6 bits the last of each four in the upper two bits of the others.
 template <int BITS>
 ALWAYS_INLINE __m512i vector(const uint8_t* q, int j) {
     if (BITS == 8) return _mm512_loadu_si512(q + 64 * j);
-    __m512i both = _mm512_loadu_si512(q + 64 * (j % 4));
-    return _mm512_and_si512(j < 4 ? both : _mm512_srli_epi16(both, 4), _mm512_set1_epi8(15));
+    if (BITS == 4) {
+        const __m512i both = _mm512_loadu_si512(q + 64 * (j % 4));
+        return _mm512_and_si512(j < 4 ? both : _mm512_srli_epi16(both, 4), _mm512_set1_epi8(15));
+    }
+    const __m512i upper = _mm512_set1_epi8(static_cast<char>(192));  // the only mask: registers are scarce
+    const auto bytes = [&](int place) __attribute__((always_inline)) { return _mm512_loadu_si512(q + 64 * (j / 4 * 3 + place)); };
+    if (j % 4 < 3) return _mm512_andnot_si512(upper, bytes(j % 4));
+    constexpr int OR_AND = 0xf8;  // a | (b & c)
+    __m512i all = _mm512_srli_epi16(_mm512_and_si512(bytes(0), upper), 2);
+    all = _mm512_srli_epi16(_mm512_ternarylogic_epi32(all, bytes(1), upper, OR_AND), 2);
+    return _mm512_srli_epi16(_mm512_ternarylogic_epi32(all, bytes(2), upper, OR_AND), 2);
 }
 
 // Four activations in every lane.
@@ -87,9 +96,15 @@ ALWAYS_INLINE void block_dots(const uint8_t* const (&q)[T], const int8_t* x, int
 // Vector j of a block as two of 16 outputs x 2 inputs, in 16 bits: those with even numbers and those with odd ones.
 template <int BITS>
 ALWAYS_INLINE void words(const uint8_t* q, int j, __m512i& even, __m512i& odd) {
-    const __m512i both = _mm512_loadu_si512(q + 64 * (BITS == 8 ? j : j % 4));
-    if (BITS == 8) {
-        even = _mm512_and_si512(both, _mm512_set1_epi16(255));
+    if (BITS == 6 && j % 4 < 3) {
+        const __m512i both = _mm512_loadu_si512(q + 64 * (j / 4 * 3 + j % 4)), low = _mm512_set1_epi16(63);
+        even = _mm512_and_si512(both, low);
+        odd = _mm512_and_si512(_mm512_srli_epi16(both, 8), low);
+        return;
+    }
+    const __m512i both = BITS == 4 ? _mm512_loadu_si512(q + 64 * (j % 4)) : vector<BITS>(q, j);
+    if (BITS != 4) {
+        even = _mm512_and_si512(both, _mm512_set1_epi16(BITS == 6 ? 63 : 255));
         odd = _mm512_srli_epi16(both, 8);
     } else if (j < 4) {
         even = _mm512_and_si512(both, _mm512_set1_epi16(15));
@@ -196,6 +211,7 @@ ALWAYS_INLINE void add_group(const __m512i (&dots)[T][R], const __m512 (&scale)[
 template <int64_t SIZE>
 ALWAYS_INLINE void ask_ahead(const uint8_t* record, int part = 0, int end = 8) {
     const char* at = reinterpret_cast<const char*>(record) + AHEAD / SIZE * SIZE;
+#pragma GCC unroll 32
     for (int64_t line = part * SIZE / LINE / 8; line < end * SIZE / LINE / 8; line++) _mm_prefetch(at + line * LINE, _MM_HINT_T0);
 }
 
@@ -218,6 +234,7 @@ void tile_rows(const Matrix& w, int64_t tile, const Activations& x, int64_t row,
         const int64_t first = row * blocks + b * R;
         const int8_t* xq = x.q + first * 2 * BLOCK;
         const BlockSums* block_sums = x.sums + first;
+#pragma GCC unroll 1  // GCC's own choice takes up to twice as long
         for (int part = 0; part < PARTS; part++) {
             __m512 scale[T], minimum[T];
             for (int t = 0; t < T; t++) group_factors<BITS, GROUP, MINIMUM, SUPERS>(w, record, tile / T * T + t, b, part, scale[t], minimum[t]);
