@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.models.cuda.batch import SMALL_TILE, Field
-from outrider.models.cuda.launch import begin_after, early, nearly_done
+from outrider.models.cuda.launch import begin_after, early, nearly_done, nothing_to_do
 from outrider.models.cuda.product import PROCESSORS
 
 PARTS_BYTES = 128 << 20  # memory for the sums of chunks that have programs of their own
@@ -105,6 +105,7 @@ def _attend(
     count = tl.load(meta_ptr + _BLOCK_COUNT * stride + block)
     tree = tl.load(meta_ptr + _BLOCK_TREE * stride + block)
     if count + tree == 0:
+        nothing_to_do(SOON)
         return
     first = tl.load(meta_ptr + _BLOCK_ROW * stride + block)
     slot = tl.load(meta_ptr + _SLOT * stride + first).to(tl.int64)
@@ -113,12 +114,14 @@ def _attend(
     held = tl.load(meta_ptr + _HELD * stride + first)
     begin = share * EACH * CHUNK
     if begin >= end:
+        nothing_to_do(SOON)
         return
     nodes = end - base
     # from the chunk with the draft's beginning on, a row of a tree goes its own way
     alone = (tree == 1) & ((EACH == 0) | (begin + EACH * CHUNK > base))
     count = tl.where(alone, 1, count)
     if count == 0:
+        nothing_to_do(SOON)
         return
     end = tl.where(alone, tl.load(meta_ptr + _POSITION * stride + first) + 1, end)
     low = tl.load(meta_ptr + _LOW * stride + first)
