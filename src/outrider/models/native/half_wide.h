@@ -161,6 +161,9 @@ void tile_rows(const Matrix& w, int64_t tile, const Activations& x, int64_t begi
         for (int r = 0; r < R; r++) sums[half][r] = _mm256_setzero_ps();
     for (int64_t b = 0; b < blocks; b++, record += AT.size) {
         const int64_t first = begin + b * step;
+#if HALF_VNNI
+#pragma GCC unroll 1  // see wide.h; with products of 16 bits it would be slower
+#endif
         for (int part = 0; part < PARTS; part++) {
             __m256i dots[2][R];
             dots_of<BITS, BYTES, R>(record + tile % 2 * AT.weights, x.q + first * 2 * BLOCK, part * 8 / PARTS, (part + 1) * 8 / PARTS, dots);

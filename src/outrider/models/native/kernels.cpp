@@ -203,14 +203,18 @@ float half_to_float(uint16_t h) {
 #endif
 }
 
-// Place `place` of vector j of a block whose weights begin at `q`.
-int quantum(const uint8_t* q, int bits, int64_t j, int64_t place) {
-    const auto byte = [&](int64_t vector) { return q[vector * TILE * 4 + place]; };
-    if (bits == 8) return byte(j);
-    if (bits == 4) return j < 4 ? byte(j) & 15 : byte(j - 4) >> 4;
-    const int64_t first = j / 4 * 3;
-    if (j % 4 < 3) return byte(first + j % 4) & 63;
-    return byte(first) >> 6 | byte(first + 1) >> 6 << 2 | byte(first + 2) >> 6 << 4;
+// Vector j of a block whose weights begin at `q`, as bytes.
+void read_vector(const uint8_t* q, int bits, int64_t j, uint8_t (&to)[TILE * 4]) {
+    const auto each = [&](int64_t vector, const auto& number) {
+        const uint8_t* const from = q + vector * TILE * 4;
+        for (int i = 0; i < TILE * 4; i++) to[i] = static_cast<uint8_t>(number(from + i));
+    };
+    const int64_t first = j / 4 * 3;  // at 6 bits
+    if (bits == 8) each(j, [](const uint8_t* at) { return *at; });
+    else if (bits == 4 && j < 4) each(j, [](const uint8_t* at) { return *at & 15; });
+    else if (bits == 4) each(j - 4, [](const uint8_t* at) { return *at >> 4; });
+    else if (j % 4 < 3) each(first + j % 4, [](const uint8_t* at) { return *at & 63; });
+    else each(first, [](const uint8_t* at) { return *at >> 6 | at[TILE * 4] >> 6 << 2 | at[2 * TILE * 4] >> 6 << 4; });
 }
 
 // Of a group, at `values`; `above`: of its super-block, or null.
@@ -282,9 +286,10 @@ void tile_all(const Matrix& w, int64_t tile, int64_t, const Activations& x, Rows
                 for (int o = 0; o < TILE; o++) dot[o] = start < 0 ? 0 : static_cast<int32_t>(x.sums[at].cross[start]);
                 for (int64_t j = part * 8 / parts; j < (part + 1) * 8 / parts; j++) {
                     const int8_t* xq = x.q + at * 2 * BLOCK + 4 * j;
-                    const uint8_t* q = record.weights_of(w, tile, b);
+                    uint8_t q[TILE * 4];
+                    read_vector(record.weights_of(w, tile, b), w.bits, j, q);
                     for (int o = 0; o < TILE; o++)
-                        for (int i = 0; i < 4; i++) dot[o] += quantum(q, w.bits, j, o * 4 + i) * (xq[i] * 256 + xq[i + BLOCK]);
+                        for (int i = 0; i < 4; i++) dot[o] += q[o * 4 + i] * (xq[i] * 256 + xq[i + BLOCK]);
                 }
                 const uint8_t *scales = record.of(w, tile, b) + record.scales_at(tile), *minimums = record.of(w, tile, b) + record.minimums_at(tile);
                 const uint16_t *above = super_of(w.super_scales, w, tile, b), *least = super_of(w.super_minimums, w, tile, b);
@@ -621,11 +626,11 @@ int64_t outrider_rows(const Matrix* w, const int64_t* ids, int64_t count, float*
             const uint8_t* at = record.of(*w, tile, block);
             const float scale = group_value(at + record.scales_at(tile), super_of(w->super_scales, *w, tile, block), place);
             const float minimum = w->minimums ? group_value(at + record.minimums_at(tile), super_of(w->super_minimums, *w, tile, block), place) : 0.0f;
-            const uint8_t* q = record.weights_of(*w, tile, block);
+            uint8_t q[TILE * 4];
             float* row = to + n * w->inputs + part * w->group;
             for (int64_t i = 0; i < w->group; i++) {
-                const int number = quantum(q, w->bits, (part % parts * w->group + i) / 4, lane * 4 + i % 4);
-                const float value = scale * static_cast<float>(number - w->zero);
+                if (i % 4 == 0) read_vector(record.weights_of(*w, tile, block), w->bits, (part % parts * w->group + i) / 4, q);
+                const float value = scale * static_cast<float>(q[lane * 4 + i % 4] - w->zero);
                 row[i] = w->minimums ? value + minimum : value;
             }
         }

@@ -211,7 +211,6 @@ ALWAYS_INLINE void add_group(const __m512i (&dots)[T][R], const __m512 (&scale)[
 template <int64_t SIZE>
 ALWAYS_INLINE void ask_ahead(const uint8_t* record, int part = 0, int end = 8) {
     const char* at = reinterpret_cast<const char*>(record) + AHEAD / SIZE * SIZE;
-#pragma GCC unroll 32
     for (int64_t line = part * SIZE / LINE / 8; line < end * SIZE / LINE / 8; line++) _mm_prefetch(at + line * LINE, _MM_HINT_T0);
 }
 
