@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from outrider.core.draft import EMPTY, ROOT, Draft
+from outrider.core.draft import EMPTY, ROOT, Draft, followed_nodes, judged_tree
 
 
 @st.composite
@@ -126,3 +126,29 @@ def test_a_draft_does_not_change():
         EMPTY.tokens = (1,)
     assert not EMPTY
     assert EMPTY.is_chain
+
+
+def test_judged_are_the_nodes_after_what_was_written():
+    draft = Draft((5, 6, 7, 5, 8), (-1, -1, 0, 0, 3))
+    assert judged_tree(draft.tokens, draft.parents, [5, 5, 9, 8]) == [
+        (0, True),
+        (1, False),
+        (2, False),
+        (3, True),
+        (4, False),
+    ]
+    assert judged_tree(draft.tokens, draft.parents, [6, 1]) == [(0, False), (1, True)]
+    assert judged_tree(draft.tokens, draft.parents, []) == []
+    assert [followed_nodes(draft, written) for written in ([5, 5, 8, 1], [5, 7], [5, 9, 8], [1], [])] == [3, 2, 1, 0, 0]
+
+
+@given(drafts(), st.lists(st.integers(0, 9), max_size=8))
+def test_followed_are_the_first_judged_nodes_that_held(draft, written):
+    """Of guesses that are the same one counts."""
+    held = [node for node, kept in judged_tree(draft.tokens, draft.parents, written) if kept]
+    assert followed_nodes(draft, written) == len({draft.parents[node] for node in held})
+
+
+def test_nodes_are_counted_by_their_drafter():
+    assert [Draft((1, 2, 3), (-1, 0, 1), sources=("a", "b", "")).count(name) for name in "abc"] == [2, 2, 1]
+    assert Draft((1, 2), (-1, 0)).count("any") == 2

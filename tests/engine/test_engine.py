@@ -69,6 +69,21 @@ def test_passes_of_long_sequences_are_no_measure_for_short_ones():
     assert known[1] == {0: {1: 7}, 1: {1: 2 + 7}}  # of the short ones it takes no more than two
 
 
+def test_where_nobody_drafts_nothing_is_measured_for_it():
+    model, policy = Watched(), DraftingPolicy()
+    engine = Engine(model, plain_drafter(), Limits(), policy)
+    [seq] = sequences([4], count=6)
+    engine.add(seq)
+    drain(engine)
+    assert len(seq.output) == seq.stats.steps == 6
+    assert set(seq.stats.seconds) == {"draft", "target", "verify"}
+    assert not policy.cost.known
+    engine.drafters["other"] = Scripted(None, 6, nodes=0)
+    engine.add(Sequence(9, [1, 2], SamplingParams(max_tokens=4), draft="other"))
+    drain(engine)
+    assert policy.cost.known
+
+
 def test_a_step_takes_in_no_more_prompt_than_a_piece():
     model = Watched()
     seqs = sequences([10, 3, 8])

@@ -136,14 +136,19 @@ EMPTY = Draft()
 
 def judged_tree(tokens: Sequence[int], parents: Sequence[int], written: Sequence[int]) -> Sequence[tuple[int, bool]]:
     """The nodes of a tree that what was written has judged: those after each token of it, and whether each held."""
-    node: int | None = ROOT
+    node = ROOT
     judged: list[tuple[int, bool]] = []
     for token in written:
-        if node is None:
+        kept = None
+        for child in range(node + 1, len(tokens)):
+            if parents[child] == node:
+                held = tokens[child] == token
+                judged.append((child, held))
+                if held and kept is None:
+                    kept = child
+        if kept is None:
             break
-        below = [i for i in range(node + 1, len(tokens)) if parents[i] == node]
-        judged += [(i, tokens[i] == token) for i in below]
-        node = next((i for i in below if tokens[i] == token), None)
+        node = kept
     return judged
 
 

@@ -452,7 +452,11 @@ class DraftingPolicy:
         self, drafts: Seq[Draft], size: PassSize, drafting: float, worth: Seq[float]
     ) -> tuple[list[list[int]], PassPlan]:
         """The nodes of each draft that pay, those first that bring most."""
-        order = sorted((-p * worth[i], i, n) for i, draft in enumerate(drafts) for n, p in enumerate(draft.reach()))
+        order: list[tuple[float, int, int]] = []
+        for i, draft in enumerate(drafts):
+            for n, p in enumerate(draft.reach()):
+                order.append((-p * worth[i], i, n))
+        order.sort()
         # the step takes as long as the drafts took, whatever is kept of them
         tokens, seconds, rows = float(size.writing), self.cost.at(size.writing) + drafting, size.rows
         kept: list[list[int]] = [[] for _ in drafts]
@@ -480,13 +484,14 @@ class DraftingPolicy:
     def learn(self, found: Seq[DraftOutcome], written: Seq[int], kept: int) -> None:
         """What became of the drafts for one sequence. `kept`: tokens of them that were committed, of all that were
         `written`."""
+        several = len(found) > 1
         depths = [min(followed_nodes(each.draft, written), kept) for each in found]
         for place, each in enumerate(found):
             record = self.record(each.drafter)
             if not each.drafter.reports_acceptance:
                 record.learn(each.draft, written)
             if not each.drafter.is_free:
-                others = max((depth for other, depth in enumerate(depths) if other != place), default=0)
+                others = max(depths[:place] + depths[place + 1 :]) if several else 0
                 record.learn_gain(max(0, depths[place] - others), each.chance, each.nodes)
 
     def learn_cost(self, drafter: Drafter, seconds: float, drafts: Seq[Draft], unread: int) -> None:
