@@ -100,9 +100,7 @@ float upper(const uint8_t* at) {  // a bfloat16
     return value;
 }
 
-int byte(uint8_t value, bool sign) { return sign ? static_cast<int8_t>(value) : value; }
-
-// c += a b, where c[m][n] gains what the 4 bytes a[m][k] and b[k][n] give for each k.
+// c += a b, where c[m][n] gains what the two numbers in a[m][k] and b[k][n] give for each k.
 void multiply(const Instruction& what) {
     Tiles& all = tiles();
     const int c = what.reg, a = what.rm, b = what.vvvv;
@@ -112,18 +110,13 @@ void multiply(const Instruction& what) {
         for (int n = 0; n < all.row_bytes[c] / 4; n++) {
             uint8_t* const to = all.bytes[c][m] + 4 * n;
             float even = 0, odd = 0, brains;
-            int32_t whole;
-            std::memcpy(&brains, to, 4), std::memcpy(&whole, to, 4);
+            std::memcpy(&brains, to, 4);
             for (int k = 0; k < all.rows[b]; k++) {
                 const uint8_t *const of_row = all.bytes[a][m] + 4 * k, *const of_column = all.bytes[b][k] + 4 * n;
-                if (what.opcode == 0x5c) even += upper(of_row) * upper(of_column), odd += upper(of_row + 2) * upper(of_column + 2);
-                else
-                    for (int i = 0; i < 4; i++)
-                        whole += byte(of_row[i], what.prefix >= PF3) * byte(of_column[i], what.prefix == P66 || what.prefix == PF2);
+                even += upper(of_row) * upper(of_column), odd += upper(of_row + 2) * upper(of_column + 2);
             }
             brains += even + odd;
-            if (what.opcode == 0x5c) std::memcpy(to, &brains, 4);
-            else std::memcpy(to, &whole, 4);
+            std::memcpy(to, &brains, 4);
         }
 }
 
@@ -144,7 +137,7 @@ void run(const Instruction& what) {
     } else if (what.opcode == 0x4b && what.prefix == PF3 && memory && what.rm == 4) {
         for (int m = 0; m < all.rows[what.reg]; m++)
             std::memcpy(what.base + m * what.index, all.bytes[what.reg][m], static_cast<size_t>(all.row_bytes[what.reg]));
-    } else if (!memory && (what.opcode == 0x5e || (what.opcode == 0x5c && what.prefix == PF3))) {
+    } else if (!memory && what.opcode == 0x5c && what.prefix == PF3) {
         multiply(what);
     } else {
         refuse("an instruction that is not known here");

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.native
 
 PROGRAM = Path(__file__).with_name("native_bits.cpp")
 AMX_TRAPS = Path(__file__).with_name("amx_traps.cpp")
-AMX = {"amx_tile", "amx_int8", "amx_bf16"}
+AMX = {"amx_tile", "amx_bf16"}
 CROSS, QEMU = "aarch64-linux-gnu-g++", "qemu-aarch64"
 AVX512 = levels.by_name()["x86-64-v4-vnni"].needs
 # Beside the levels of the wheel: what a compiler makes for this very machine, and registers of 256 bits with the dot

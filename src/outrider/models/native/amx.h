@@ -1,13 +1,10 @@
-// Products in the tile registers of Intel's AMX: a group of rows times tiles of weights. A part of kernels.cpp, in its namespace.
+// Products of many rows in the tile registers of Intel's AMX: 16 rows times tiles of weights of 4 bits. A part of kernels.cpp, in its
+// namespace.
 //
 // A register holds 16 rows of 64 bytes. One instruction multiplies the 16 rows of one by another and adds the results to the 16 x 16
 // numbers of a third; what a block of 32 inputs has given is then stored and scaled as everywhere. A register cannot be shifted, so
-// the high and the low parts of the activations meet in one of two ways, and both give the same whole numbers as the other kernels:
-//
-// - From 9 rows on, with weights of 4 bits: as bfloat16, which has room for 256 * high, for low and for a weight. Sums are floats, and
-//   exact: 32 * 32512 * 15 is less than 2^24. 16 rows take as long as one.
-// - Fewer rows, and weights of 6 and 8 bits: as bytes, two blocks at a time. A row of activations has 64 places, of which those of the other
-//   block are zero, so the register has a row for each block, and with up to 4 rows one for each part, too.
+// the high and the low parts of the activations meet as bfloat16, which has room for 256 * high, for low and for a weight. Sums are
+// floats, and exact: 32 * 32512 * 15 is less than 2^24. So these are the whole numbers of the other kernels.
 
 namespace amx {
 
@@ -52,12 +49,6 @@ ALWAYS_INLINE void add_brains() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(TO), "i"(ROWS_OF), "i"(WEIGHTS));
 }
 
-// bytes with a sign times bytes without one
-template <int TO, int ROWS_OF, int WEIGHTS>
-ALWAYS_INLINE void add_bytes() {
-    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(TO), "i"(ROWS_OF), "i"(WEIGHTS));
-}
-
 inline bool usable() {
     static const bool is = found();
     return is;
@@ -81,28 +72,18 @@ class Registers {
 
 }  // namespace amx
 
-constexpr int64_t BRAIN_ROWS = 16;       // rows that are multiplied together as bfloat16
-constexpr int64_t LEAST_BRAIN_ROWS = 9;  // rows from which on that is reckoned to be faster than bytes (LOG, 2026-11-19, AMX)
-constexpr int64_t LEAST_AMX_ROWS = 3;    // rows from which on bytes are reckoned to be faster here than in vector registers (the same)
+constexpr int64_t LEAST_AMX_ROWS = 64;   // rows of a pass from which on this is faster than vector registers (LOG, 2026-11-20, AMX)
+constexpr int64_t BRAIN_ROWS = 16;       // rows that are multiplied together; it takes as long for fewer
+constexpr int64_t LEAST_BRAIN_ROWS = 9;  // of the last rows of a pass, those that are worth it
 constexpr int64_t MOST_BRAINS = 128;     // rows that share one reading of the weights: their sums with a tile are 8 KiB
 constexpr int64_t BRAIN_CHUNK = 24;      // blocks of weights that stay near, in 27 KiB of a first cache of 48
-constexpr int64_t AMX_BLOCK = 128;       // bytes of a block of one row in each of the two forms
+constexpr int64_t AMX_BLOCK = 128;       // bytes of a block of one row
 
-// Rows that are multiplied together as bfloat16, if any: the group of 16 that begins with row `first` has so many of them.
-inline bool brains(int64_t first, int64_t rows) { return rows - first >= LEAST_BRAIN_ROWS; }
+// Whether the group of 16 that begins with row `first` is multiplied here.
+inline bool brains(int64_t first, int64_t rows) { return rows >= LEAST_AMX_ROWS && rows - first >= LEAST_BRAIN_ROWS; }
 
-// How many rows a group of 8 is made up to: 4 or 8.
-inline int64_t slots_of(int64_t rows, bool bytes) { return rows > 4 || bytes ? 8 : 4; }
-
-// Where the two forms of some rows' activations begin; each has room for whole groups of 16 rows and whole pairs of blocks.
-struct AmxRows {
-    uint8_t *brain, *pair;
-
-    static int64_t size(int64_t rows, int64_t blocks) {  // bytes of one form
-        return (rows + BRAIN_ROWS - 1) / BRAIN_ROWS * BRAIN_ROWS * (blocks + blocks % 2) * AMX_BLOCK;
-    }
-    AmxRows(uint8_t* at, int64_t rows, int64_t blocks) : brain(at), pair(at + size(rows, blocks)) {}
-};
+// Bytes of some rows' activations; there is room for whole groups of 16.
+inline int64_t brain_bytes(int64_t rows, int64_t blocks) { return (rows + BRAIN_ROWS - 1) / BRAIN_ROWS * BRAIN_ROWS * blocks * AMX_BLOCK; }
 
 // ---- activations ----
 
@@ -127,32 +108,17 @@ inline void store_brains(const int8_t* q, bool bytes, uint8_t* high_to, uint8_t*
     put(q + BLOCK, 0, low_to);
 }
 
-// One block of a row, which `q` has as bytes, in the forms that products with `w` read; `row`: one of `rows` of a pass.
-inline void store_amx(const JoinedMatrices& w, const int8_t* q, int64_t block, int64_t blocks, int64_t row, int64_t rows, uint8_t* at) {
-    const bool bytes = w.activations == 8;
-    bool four = false, more = false;
-    for (int64_t p = 0; p < w.count; p++) (w.parts[p].bits == 4 ? four : more) = true;
-    const AmxRows to(at, rows, blocks);
-    const int64_t sixteen = row / BRAIN_ROWS * BRAIN_ROWS, first = row / ROWS * ROWS, count = group_rows(first, rows);
-    const bool wide = brains(sixteen, rows);
-    if (four && wide) {
-        uint8_t* const registers = to.brain + (sixteen * blocks + block * BRAIN_ROWS) * AMX_BLOCK;
-        uint8_t* const high = registers + (row - sixteen) * 64;
-        store_brains(q, bytes, high, high + amx::REGISTER);
-    }
-    if ((more || !wide) && count >= LEAST_AMX_ROWS) {
-        const int64_t slots = slots_of(count, bytes), pairs = (blocks + 1) / 2;
-        uint8_t* const registers = to.pair + (first * pairs * 2 + block / 2 * 2 * slots) * AMX_BLOCK;
-        for (int part = bytes ? 1 : 0; part < 2; part++) {
-            const __m256i some = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q + part * BLOCK)), none = _mm256_setzero_si256();
-            uint8_t* const place = registers + ((bytes ? 0 : part * 2 * slots) + block % 2 * slots + row - first) * 64;
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(place), block % 2 ? none : some);
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(place + BLOCK), block % 2 ? some : none);
-        }
-    }
+// One block of a row, which `q` has as bytes, where a product with `w` reads it; `row`: one of `rows` of a pass.
+inline void store_amx(const JoinedMatrices& w, const int8_t* q, int64_t block, int64_t blocks, int64_t row, int64_t rows, uint8_t* to) {
+    const int64_t sixteen = row / BRAIN_ROWS * BRAIN_ROWS;
+    bool four = false;
+    for (int64_t p = 0; p < w.count; p++) four |= w.parts[p].bits == 4;
+    if (!four || !brains(sixteen, rows)) return;
+    uint8_t* const high = to + (sixteen * blocks + block * BRAIN_ROWS) * AMX_BLOCK + (row - sixteen) * 64;
+    store_brains(q, w.activations == 8, high, high + amx::REGISTER);
 }
 
-// ---- as bfloat16: 9 and more rows, weights of 4 bits ----
+// ---- products ----
 
 // A block of a tile.
 struct alignas(64) BrainBlock {
@@ -245,7 +211,6 @@ void brain_tile(const Matrix& w, int64_t tile, const Activations& x, int64_t beg
     constexpr bool SUBTRACTED = start_of(BYTES, 4, 32, MINIMUM, 0) >= 0;  // the zero, in whole numbers
     constexpr Record AT(4, 32, MINIMUM, SUPERS);
     const int64_t blocks = w.inputs / BLOCK;
-    const AmxRows forms(x.amx, all, blocks);
     const uint8_t* record = AT.of(w, tile, 0);
     alignas(64) float totals[MOST_BRAINS * TILE];
     BrainBlock near[BRAIN_CHUNK];
@@ -261,118 +226,23 @@ void brain_tile(const Matrix& w, int64_t tile, const Activations& x, int64_t beg
             const float* const scales[2] = {x.scale + first, x.scale + last};
             const BlockSums* const sums_of[2] = {x.sums + first, x.sums + last};
             const auto multiply = count > 4 ? brain_group<BYTES, SUBTRACTED, 8> : brain_group<BYTES, SUBTRACTED, 4>;
-            multiply(near, some, forms.brain + (row * blocks + b * BRAIN_ROWS) * AMX_BLOCK, scales, sums_of, count,
+            multiply(near, some, x.amx + (row * blocks + b * BRAIN_ROWS) * AMX_BLOCK, scales, sums_of, count,
                      totals + (row - begin) * TILE);
         }
     }
     for (int64_t r = 0; r < rows; r++) store_sums(w, tile, begin + r, 1, reinterpret_cast<const __m512*>(totals + r * TILE), y, add, stride);
 }
 
-// ---- as bytes: up to 8 rows, and weights of 6 and 8 bits ----
-
-// Two blocks of a tile: a register for each group of a block, in which the inputs of the other groups are 0.
-template <int BITS, int GROUP>
-struct alignas(64) PairOfBlocks {
-    static constexpr int PARTS = BLOCK / GROUP;
-    uint8_t weights[PARTS][amx::REGISTER] = {};
-
-    ALWAYS_INLINE void put(const uint8_t* q, int place) {
-#pragma GCC unroll 8
-        for (int j = 0; j < 8; j++) _mm512_store_si512(weights[PARTS == 1 ? 0 : j / 4] + (place * 8 + j) * 64, vector<BITS>(q, j));
-    }
-};
-
-// A group of up to SLOTS rows times the two tiles of `tile`'s records.
-template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, bool BYTES, int SLOTS>
-void pair_rows(const Matrix& w, int64_t tile, const Activations& x, int64_t row, int64_t count, int64_t all, __m512 (&to)[MOST_TILES][ROWS]) {
-    constexpr int T = MOST_TILES, PARTS = BLOCK / GROUP, HALVES = SLOTS == 8 && !BYTES ? 2 : 1;  // registers of activations
-    constexpr bool SUBTRACTED = start_of(BYTES, BITS, GROUP, MINIMUM, 0) >= 0;
-    constexpr Record AT(BITS, GROUP, MINIMUM, SUPERS);
-    static_assert(!BYTES || SLOTS == 8, "a register has all rows of activations of 8 bits");
-    const int64_t blocks = w.inputs / BLOCK, pairs = (blocks + 1) / 2;
-    const uint8_t* const record = AT.of(w, tile, 0);
-    const uint8_t* const rows_at = AmxRows(x.amx, all, blocks).pair + row * pairs * 2 * AMX_BLOCK;
-    static thread_local PairOfBlocks<BITS, GROUP> near[2][T];  // a place that is not written stays 0
-    alignas(64) int32_t found[2][T][PARTS][HALVES][amx::REGISTER / 4];
-    __m512 sums[T][SLOTS];
-    for (int t = 0; t < T; t++)
-        for (int r = 0; r < SLOTS; r++) sums[t][r] = _mm512_setzero_ps();
-    const auto multiply = [&](int64_t p) __attribute__((always_inline)) {
-        const uint8_t* const at = record + 2 * p * AT.size;
-        const uint8_t* const registers = rows_at + p * 2 * SLOTS * AMX_BLOCK;
-        ask_ahead<2 * AT.size>(at);
-        for (int t = 0; t < T; t++) {
-            near[p % 2][t].put(at + t * AT.weights, 0);
-            if (2 * p + 1 < blocks) near[p % 2][t].put(at + AT.size + t * AT.weights, 1);
-        }
-        amx::load<4>(registers);
-        if (HALVES == 2) amx::load<5>(registers + amx::REGISTER);
-#pragma GCC unroll 2
-        for (int t = 0; t < T; t++)
-#pragma GCC unroll 2
-            for (int part = 0; part < PARTS; part++) {
-                amx::load<6>(near[p % 2][t].weights[part]);
-                amx::zero<0>();
-                amx::add_bytes<0, 4, 6>();
-                if (HALVES == 2) {
-                    amx::zero<1>();
-                    amx::add_bytes<1, 5, 6>();
-                }
-                amx::store<0>(found[p % 2][t][part][0]);
-                if (HALVES == 2) amx::store<1>(found[p % 2][t][part][HALVES - 1]);
-            }
-    };
-    const auto take = [&](int64_t b) __attribute__((always_inline)) {
-        const int64_t first = row * blocks + b * count;
-#pragma GCC unroll 2
-        for (int part = 0; part < PARTS; part++) {
-            const int start = start_of(BYTES, BITS, GROUP, MINIMUM, part);
-            __m512 scale[T], minimum[T];
-            __m512i dots[T][SLOTS];
-#pragma GCC unroll 2
-            for (int t = 0; t < T; t++) {
-                group_factors<BITS, GROUP, MINIMUM, SUPERS>(w, record + b * AT.size, tile / T * T + t, b, part, scale[t], minimum[t]);
-                const int32_t* const high = found[b / 2 % 2][t][part][0] + b % 2 * SLOTS * TILE;
-                const int32_t* const low = HALVES == 2 ? found[b / 2 % 2][t][part][HALVES - 1] + b % 2 * SLOTS * TILE : high + 2 * SLOTS * TILE;
-#pragma GCC unroll 8
-                for (int r = 0; r < SLOTS; r++) {
-                    dots[t][r] = _mm512_load_si512(high + r * TILE);
-                    if (!BYTES) dots[t][r] = _mm512_add_epi32(_mm512_slli_epi32(dots[t][r], 8), _mm512_load_si512(low + r * TILE));
-                    else if (start >= 0) dots[t][r] = _mm512_add_epi32(dots[t][r], _mm512_set1_epi32(static_cast<int32_t>(x.sums[first + r].cross[start])));
-                }
-            }
-            add_group<!SUBTRACTED>(dots, scale, minimum, x.scale + first, x.sums + first, GROUP == 32 ? 2 : part, sums);
-        }
-    };
-    multiply(0);
-    for (int64_t p = 1; p < pairs; p++) {
-        multiply(p);
-        take(2 * p - 2);
-        take(2 * p - 1);
-    }
-    for (int64_t b = 2 * pairs - 2; b < blocks; b++) take(b);
-    for (int t = 0; t < T; t++)
-        for (int r = 0; r < SLOTS; r++) to[t][r] = sums[t][r];
-}
-
 // Row `row` of a product and those after it that are multiplied together: how many, or 0 where vector registers do it.
 template <int BITS, int GROUP, bool MINIMUM, bool SUPERS, bool BYTES>
 int64_t amx_rows(const Matrix& w, int64_t tile, int64_t count, const Activations& x, int64_t row, Rows some, float* y, const float* add, int64_t stride) {
-    if (!x.amx) return 0;
     if constexpr (BITS == 4)
-        if (brains(row / BRAIN_ROWS * BRAIN_ROWS, some.all)) {
+        if (x.amx && brains(row / BRAIN_ROWS * BRAIN_ROWS, some.all)) {
             int64_t rows = std::min(some.end - row, MOST_BRAINS);
             if (rows % BRAIN_ROWS && rows % BRAIN_ROWS < LEAST_BRAIN_ROWS) rows -= rows % BRAIN_ROWS;
             for (int64_t t = 0; t < count; t++)
                 brain_tile<MINIMUM, SUPERS, BYTES>(w, tile + t, x, row, rows, some.all, y + t * TILE, add ? add + t * TILE : nullptr, stride);
             return rows;
         }
-    const int64_t rows = group_rows(row, some.all);
-    if (rows < LEAST_AMX_ROWS) return 0;
-    __m512 sums[MOST_TILES][ROWS];
-    if (slots_of(rows, BYTES) == 8) pair_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, 8>(w, tile, x, row, rows, some.all, sums);
-    else pair_rows<BITS, GROUP, MINIMUM, SUPERS, BYTES, BYTES ? 8 : 4>(w, tile, x, row, rows, some.all, sums);
-    for (int64_t t = 0; t < count; t++)
-        store_sums(w, tile + t, row, rows, sums[(tile + t) % MOST_TILES], y + t * TILE, add ? add + t * TILE : nullptr, stride);
-    return rows;
+    return 0;
 }

@@ -77,7 +77,7 @@ constexpr bool WORDS = (WIDE && !VNNI) || (HALF_WIDE && !HALF_VNNI);  // no dot 
 #define PAIRED 0
 #endif
 #endif
-#if WIDE && VNNI && !PAIRED && defined(__linux__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#if WIDE && VNNI && !PAIRED && defined(__linux__) && defined(__AMX_BF16__)
 #define AMX 1  // tile registers, where the system lets this process use them
 #else
 #define AMX 0
@@ -172,7 +172,7 @@ struct Activations {
                       // are multiplied in pairs, [2][16] numbers of 16 bits: those with even places, then those with odd ones
     float* scale;     // of each block
     BlockSums* sums;  // of each block
-    uint8_t* amx;     // the same rows as AMX reads them, see AmxRows; null where there is none
+    uint8_t* amx;     // the same rows as AMX reads them, see brain_bytes; null where there is none
 };
 
 // Whether they are kept as numbers of 16 bits. Those of 8 bits are not, where bytes can be multiplied.
@@ -314,10 +314,10 @@ TileFunction tile_function(const Matrix&, int64_t activations) { return activati
 
 #endif
 
-// Bytes that `rows` rows of so many inputs need in the forms that AMX reads; 0 where it is not used.
+// Bytes that `rows` rows of so many inputs need as AMX reads them; 0 where it is not used.
 int64_t amx_bytes([[maybe_unused]] int64_t rows, [[maybe_unused]] int64_t inputs) {
 #if AMX
-    if (amx::usable()) return 2 * AmxRows::size(rows, inputs / BLOCK);
+    if (rows >= LEAST_AMX_ROWS && amx::usable()) return brain_bytes(rows, inputs / BLOCK);
 #endif
     return 0;
 }

@@ -36,8 +36,8 @@ LEVELS = (
     Level(
         "x86-64-v4-amx",
         "x86_64",
-        ("-march=x86-64-v4", "-mavx512vnni", "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
-        _AVX512 | {"avx512_vnni", "amx_tile", "amx_int8", "amx_bf16"},
+        ("-march=x86-64-v4", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"),
+        _AVX512 | {"avx512_vnni", "amx_tile", "amx_bf16"},
     ),
     Level("x86-64-v4-vnni", "x86_64", ("-march=x86-64-v4", "-mavx512vnni"), _AVX512 | {"avx512_vnni"}),
     Level("x86-64-v4", "x86_64", ("-march=x86-64-v4",), _AVX512),

@@ -13,7 +13,7 @@ constexpr int64_t LEAST_CHUNK = 32;  // rows from which on widening weights pays
                                      // shared. Measured on two threads with AVX-512 alone, and taken as it is elsewhere
 
 // Memory of one thread for the inputs of a product, and for outputs of gate and up. It stays as large as the largest pass needed it:
-// with chunks about 3 bytes (11 with AMX) for each of 128 rows and number of `hidden` and `inner` (9 MB for 8B); with an adapter 8 bytes
+// with chunks about 3 bytes (7 with AMX) for each of 128 rows and number of `hidden` and `inner` (9 MB for 8B); with an adapter 8 bytes
 // for each row of a piece of a prompt and number of the thread's part of `inner` (29 MB for 512 rows of 8B on two threads).
 class Own {
   public:

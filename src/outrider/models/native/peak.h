@@ -1,19 +1,19 @@
 // What the processor's arithmetic could do at best. A part of kernels.cpp, in its namespace.
 
 #if AMX
-// The same in tile registers, into four sums that do not wait for each other.
+// The same in tile registers, as bfloat16, into four sums that do not wait for each other.
 double amx_dots_per_second(double seconds) {
     constexpr int CHAINS = 4, TIMES = 1000;
-    constexpr double EACH = 16.0 * 16 * 64;  // multiply-adds of an instruction
+    constexpr double EACH = 16.0 * 16 * 32;  // multiply-adds of an instruction
     const amx::Registers registers(true);
     amx::zero<0>(), amx::zero<1>(), amx::zero<2>(), amx::zero<3>(), amx::zero<6>(), amx::zero<7>();
     const auto begin = std::chrono::steady_clock::now();
     for (double done = TIMES * CHAINS * EACH;; done += TIMES * CHAINS * EACH) {
         for (int n = 0; n < TIMES; n++) {
-            amx::add_bytes<0, 6, 7>();
-            amx::add_bytes<1, 6, 7>();
-            amx::add_bytes<2, 6, 7>();
-            amx::add_bytes<3, 6, 7>();
+            amx::add_brains<0, 6, 7>();
+            amx::add_brains<1, 6, 7>();
+            amx::add_brains<2, 6, 7>();
+            amx::add_brains<3, 6, 7>();
         }
         const double took = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
         if (took >= seconds) return done / took;
@@ -21,10 +21,10 @@ double amx_dots_per_second(double seconds) {
 }
 #endif
 
-// Multiply-adds of 8 bits in a second by the instructions that the products use.
+// Multiply-adds of 8 bits in a second by the instructions that products of many rows use.
 double dots_per_second(double seconds) {
 #if AMX
-    if (amx::usable()) return amx_dots_per_second(seconds);  // products as bfloat16 reach half of it
+    if (amx::usable()) return amx_dots_per_second(seconds);
 #endif
 #if WIDE || HALF_WIDE
     constexpr int CHAINS = 12, TIMES = 1000;  // sums that do not wait for each other; rounds between two looks at the clock
