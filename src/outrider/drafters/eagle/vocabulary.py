@@ -124,7 +124,7 @@ class TextVocabulary:
         return joint
 
 
-def _filled(few: Seq[int]) -> list[int]:
+def _filled(few: list[int]) -> list[int]:
     """As many as there is space for."""
     return [*few, *few[-1:] * (FEW - len(few))]
 
