@@ -348,7 +348,8 @@ void product_of_tiles(const JoinedMatrices& w, const Activations& x, Rows rows, 
 template <class Some>
 void rows_in_turn(const JoinedMatrices& w, int64_t rows, const Some& some) {
     const int64_t row = w.parts[0].inputs / BLOCK * (2 * BLOCK + sizeof(float) + sizeof(BlockSums));  // bytes
-    const int64_t some_rows = NEAR / row / (2 * ROWS) * (2 * ROWS), step = some_rows ? some_rows : 2 * ROWS;  // no two groups are cut
+    constexpr int64_t WHOLE = AMX ? 2 * ROWS : ROWS;  // rows that are never cut
+    const int64_t step = NEAR / row < 2 * ROWS ? 2 * ROWS : NEAR / row / WHOLE * WHOLE;
     for (int64_t from = 0; from < rows; from += step) some(from, from + step < rows ? from + step : rows);
 }
 
