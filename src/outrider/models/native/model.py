@@ -89,8 +89,7 @@ class NativeModel:
             longest = max(longest, slot.length)
             if feed.adapter is not None:
                 adapted.append((feed.adapter, slice(first, first + rows)))
-        rows, count = len(tokens), sum(judged)
-        threads = torch.get_num_threads()
+        rows, count, threads = len(tokens), sum(judged), torch.get_num_threads()
         work = stack.workspace(rows, longest, threads)
         numbers, order = array("q", [*tokens, *judged, *spans]), None if chains else _places(feeds, cache)
         at, layers = numbers.buffer_info()[0], array("i", wanted)
