@@ -42,7 +42,9 @@ def early_ends(body, waited=False):
         for inner in ("body", "orelse"):
             yield from early_ends(getattr(node, inner, []), waited)
         waited = waited or (isinstance(node, ast.Expr) and bool(called([node]) & WAITING))
-        waited = waited or (isinstance(node, ast.If) and "begin_after" in called([node]))  # a way of its own waits later
+        waited = waited or (
+            isinstance(node, ast.If) and "begin_after" in called([node])
+        )  # a way of its own waits later
 
 
 def test_there_are_kernels_to_look_at():

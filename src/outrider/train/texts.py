@@ -17,8 +17,8 @@ REPEATS = 2.5
 # What training gains more than held-out texts, as a share, where REPEATS is right: twice the gap, half the repeats.
 # Half of the batches are of new texts, which are guessed no better than held-out ones.
 USUAL_GAP = 0.06
-# With 1.25 as the fewest Qwen2.5-Coder-1.5B wrote for 256 of 600 s, read each text 1.5 times and was worse than with 3.7
-# (docs/LOG.md, 2026-11-20, a third run).
+# With 1.25 as the fewest Qwen2.5-Coder-1.5B wrote for 256 of 600 s, read each text 1.5 times and was worse than with
+# 3.7 (docs/LOG.md, 2026-11-20, two leases of an H200).
 FEWEST_REPEATS, MOST_REPEATS = 2.0, 3.0
 LARGEST_SHARE = 0.6  # of the time that is left for further texts, at most: what is written has to be learned, too
 LEAST_SECONDS, LEAST_SHARE = 2.0, 0.01  # of a run: less writing at a time is not worth stopping the steps
