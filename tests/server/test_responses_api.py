@@ -133,11 +133,14 @@ def test_calls_are_streamed_as_they_come(client, given):
     named = {"type": "function", "name": "add"}
     asked = {**given, "tools": TOOLS, "tool_choice": named, "parallel_tool_calls": False}
     whole = client.responses.create(**asked)
-    events = list(client.responses.create(stream=True, **asked))
-    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    for _ in range(5):  # a server that falls behind, as on a busy machine, sends what waits as one
+        events = list(client.responses.create(stream=True, **asked))
+        deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+        if len(deltas) > 1:
+            break
+    assert len(deltas) > 1
     [done] = [event for event in events if event.type == "response.function_call_arguments.done"]
     assert "".join(deltas) == done.arguments == whole.output[0].arguments == events[-1].response.output[0].arguments
-    assert len(deltas) > 1
     added = next(event for event in events if event.type == "response.output_item.added")
     assert (added.item.name, added.item.arguments, added.item.status) == ("add", "", "in_progress")
 
