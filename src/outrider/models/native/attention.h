@@ -144,7 +144,7 @@ void attend(const Query& query, const PagedRows& keys, const PagedRows& values, 
 
 constexpr int64_t LEAST_ASKING = 6;  // queries between whose work what is read next is asked for: with fewer it is asked for too fast
 
-// Rows that are read next, asked of memory a few lines at a time between other work (see LOG, 2026-11-20, keys and values asked for).
+// Rows that are read next, asked of memory a few lines at a time between other work (LOG, 2026-11-20, keys and values asked for).
 class RowsAhead {
   public:
     RowsAhead(const float* begin, int64_t floats, int64_t times)
@@ -311,7 +311,7 @@ void attend_together(const Query* queries, int64_t count, const PagedRows& keys,
         totals[n] = exponentials(query.scores, query.seen, largest(query.scores, query.seen));
         std::memset(query.to, 0, size * sizeof(float));
     }
-    const bool asks = !values.bytes && !turning && count >= LEAST_ASKING;
+    const bool asks = !values.bytes && count >= LEAST_ASKING;
     for (int64_t begin = 0; begin < shared; begin += PAGE) {
         const int64_t some = shared - begin < PAGE ? shared - begin : PAGE;
         const float* next = asks && begin + PAGE < shared ? values.row(begin + PAGE) : nullptr;

@@ -45,7 +45,10 @@ class TurnedKeys {
         job_ = job, pages_ = keys.pages, offset_ = keys.offset;
         const int64_t all = (count + TILE - 1) / TILE;
         if (static_cast<int64_t>(vectors_.size()) < all * keys.size) vectors_.resize(all * keys.size);
-        for (; done_ < all; done_++) turn_tile(keys.row(done_ * TILE), keys.size, vectors_.data() + done_ * keys.size);
+        for (; done_ < all; done_++) {
+            const float* next = done_ + 1 < all ? keys.row((done_ + 1) * TILE) : nullptr;
+            turn_tile(keys.row(done_ * TILE), keys.size, vectors_.data() + done_ * keys.size, RowsAhead(next, TILE * keys.size, keys.size / TILE));
+        }
         return reinterpret_cast<const float*>(vectors_.data());
     }
 
@@ -54,8 +57,9 @@ class TurnedKeys {
         float lanes[TILE];
     };
 
-    static void turn_tile(const float* keys, int64_t size, Vector* to) {
+    static void turn_tile(const float* keys, int64_t size, Vector* to, RowsAhead ahead) {
         for (int64_t d = 0; d < size; d += TILE) {
+            ahead.ask();
             __m512 numbers[TILE];
             turn(keys + d, size, numbers);
             for (int lane = 0; lane < TILE; lane++)
