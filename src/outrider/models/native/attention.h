@@ -9,6 +9,25 @@ struct Query {
     float* to;
 };
 
+constexpr int64_t LEAST_ASKING = 6;  // queries between whose work what is read next is asked for: with fewer it is asked for too fast
+
+// Rows that are read next, asked of memory a few lines at a time between other work (LOG, 2026-11-20, keys and values asked for).
+class RowsAhead {
+  public:
+    RowsAhead() : RowsAhead(nullptr, 0, 1) {}
+    RowsAhead(const void* begin, int64_t floats, int64_t times)
+        : at_(static_cast<const char*>(begin)), end_(at_ + (begin ? floats * sizeof(float) : 0)), step_((end_ - at_ + times - 1) / times) {}
+
+    void ask() {
+        const char* to = at_ + step_ < end_ ? at_ + step_ : end_;
+        for (; at_ < to; at_ += LINE) soon(at_);
+    }
+
+  private:
+    const char *at_, *end_;
+    int64_t step_;  // bytes
+};
+
 // ---- scores of keys of 8 bits ----
 
 // Queries lie in groups of up to ASKED, and in each [blocks][queries of the group].
@@ -29,12 +48,14 @@ void ask(const float* q, const PagedRows& keys, int64_t step, AskedBlock* to) {
 // q . key * factor of N queries for the 16 keys of a tile. `step`: from a query's block to its next one.
 template <int N>
 inline void tile_scores(const uint8_t* keys, const float* scales, int64_t blocks, const AskedBlock* asked, int64_t step, float factor,
-                        float (&to)[N][TILE]) {
+                        float (&to)[N][TILE], RowsAhead ahead = {}, RowsAhead scales_ahead = {}) {
     constexpr int GROUPS = BLOCK / SCALED;
     Lanes sums[N];
     for (int n = 0; n < N; n++) sums[n] = all_lanes(0.0f);
     for (int64_t b = 0; b < blocks; b++, asked += step)
         for (int g = 0; g < GROUPS; g++) {
+            ahead.ask();
+            scales_ahead.ask();
             Lanes dots[N];
             asked_dots<N>(keys + b * BLOCK * TILE, asked, g * SCALED / 4, (g + 1) * SCALED / 4, dots);
             const Lanes scale = load(scales + (b * GROUPS + g) * TILE);
@@ -49,11 +70,17 @@ void run_scores(const PagedRows& keys, const AskedBlock* asked, const int64_t* r
     int64_t longest = 0;
     for (int n = 0; n < N; n++) longest = runs[n] > longest ? runs[n] : longest;
     const int64_t blocks = keys.blocks();
+    const int64_t groups = keys.groups();
+    const auto numbers_of = [&](int64_t place) { return keys.numbers(place) + PagedRows::within(place) / TILE * blocks * BLOCK * TILE; };
+    const auto scales_of = [&](int64_t place) { return keys.scales(place) + PagedRows::within(place) / TILE * groups * TILE; };
     for (int64_t i = 0; i < longest; i += TILE) {
-        const int64_t tile = PagedRows::within(i) / TILE;
+        RowsAhead numbers, scales;
+        if (i + TILE < longest) {
+            numbers = {numbers_of(i + TILE), blocks * BLOCK * TILE / 4, groups};
+            scales = {scales_of(i + TILE), groups * TILE, groups};
+        }
         float to[N][TILE];
-        tile_scores<N>(reinterpret_cast<const uint8_t*>(keys.numbers(i)) + tile * blocks * BLOCK * TILE,
-                       keys.scales(i) + tile * keys.groups() * TILE, blocks, asked, N, factor, to);
+        tile_scores<N>(reinterpret_cast<const uint8_t*>(numbers_of(i)), scales_of(i), blocks, asked, N, factor, to, numbers, scales);
         for (int n = 0; n < N; n++) {
             const int64_t some = runs[n] - i < TILE ? runs[n] - i : TILE;
             if (some > 0) std::memcpy(scores[n] + i, to[n], some * sizeof(float));
@@ -141,24 +168,6 @@ void attend(const Query& query, const PagedRows& keys, const PagedRows& values, 
     float total = exponentials(query.scores, query.seen, largest(query.scores, query.seen));
     mix(query.scores, values, query.places, query.seen, total, query.to);
 }
-
-constexpr int64_t LEAST_ASKING = 6;  // queries between whose work what is read next is asked for: with fewer it is asked for too fast
-
-// Rows that are read next, asked of memory a few lines at a time between other work (LOG, 2026-11-20, keys and values asked for).
-class RowsAhead {
-  public:
-    RowsAhead(const float* begin, int64_t floats, int64_t times)
-        : at_(reinterpret_cast<const char*>(begin)), end_(at_ + (begin ? floats * sizeof(float) : 0)), step_((end_ - at_ + times - 1) / times) {}
-
-    void ask() {
-        const char* to = at_ + step_ < end_ ? at_ + step_ : end_;
-        for (; at_ < to; at_ += LINE) soon(at_);
-    }
-
-  private:
-    const char *at_, *end_;
-    int64_t step_;  // bytes
-};
 
 constexpr int MIXED = WIDE ? 4 : 1;  // vectors of a head that are mixed at a time: the sums of 6 queries stay in registers
 
@@ -311,11 +320,12 @@ void attend_together(const Query* queries, int64_t count, const PagedRows& keys,
         totals[n] = exponentials(query.scores, query.seen, largest(query.scores, query.seen));
         std::memset(query.to, 0, size * sizeof(float));
     }
-    const bool asks = !values.bytes && count >= LEAST_ASKING;
+    const bool asks = values.bytes || count >= LEAST_ASKING;
+    const int64_t page = PAGE * (values.bytes ? values.blocks() * BLOCK / 4 + values.groups() : size);  // floats
     for (int64_t begin = 0; begin < shared; begin += PAGE) {
         const int64_t some = shared - begin < PAGE ? shared - begin : PAGE;
-        const float* next = asks && begin + PAGE < shared ? values.row(begin + PAGE) : nullptr;
-        const int64_t calls = (count + ASKED - 1) / ASKED * (size / (16 * MIXED)), floats = PAGE * size / calls;
+        const float* next = asks && begin + PAGE < shared ? values.page(begin + PAGE) : nullptr;
+        const int64_t calls = (count + ASKED - 1) / ASKED * (size / (16 * MIXED)), floats = page / calls;
         for (int64_t n = 0; n < count; n += ASKED)
             for (int64_t d = 0; d < size; d += 16 * MIXED, next += next ? floats : 0)
                 (values.bytes ? mix_page<true> : mix_page<false>)(queries + n, count - n < ASKED ? count - n : ASKED, values, begin, some, d,
