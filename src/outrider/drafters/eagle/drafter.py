@@ -73,11 +73,14 @@ STOP, TREE_STOP, LEAST_REACH = 0.4, 0.55, 0.15  # until costs are measured, see 
 # How likely the next node is where its parent is kept (0.68 to 0.74 of the shipped head at depths 1 to 3): what a node
 # must be likely to be reached for a step of the head after it, and the row of what that brings, to pay.
 FOLLOWED = 0.7
+# Steps of the head that a level of a tree takes as long as: it runs several nodes and chooses among all (LOG,
+# 2026-11-20, trees beside chains).
+LEVEL_NODES = 1.5
 # How much lower than its probability the head states what a chain reaches: greedy targets take likely tokens more often
 # than they state (the ratio of the two stops that were found by trying).
 CHAIN_STATED = STOP / TREE_STOP
 # Bounds of what costs make of both thresholds: beyond them a few odd measurements would end all drafts or none.
-STOPS, LEASTS = (0.1, 0.8), (0.05, 0.4)
+STOPS, LEASTS = (0.1, 0.8), (0.15, 0.4)
 NARROW = 8192  # vocabulary of a head beside a packed target: the output matrix is most of what a draft step reads
 # Vocabulary of a draft for one sequence there; the tokens of the text itself come with it (`vocabulary.py`).
 COMMON = 4096
@@ -586,7 +589,8 @@ class _EagleState:
 def thresholds(row: float, guess: float, tree: bool) -> tuple[float, float]:
     """How likely a node must be reached for the head to go on after it, and to be drafted at all. `row`, `guess`: the
     prices of `weigh`."""
-    stop = _between((row + guess) / FOLLOWED, *STOPS) * (1.0 if tree else CHAIN_STATED)
+    level = guess * (LEVEL_NODES if tree else 1.0)
+    stop = _between((row + level) / FOLLOWED, *STOPS) * (1.0 if tree else CHAIN_STATED)
     return stop, min(stop, _between(row, *LEASTS))
 
 
