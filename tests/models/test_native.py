@@ -1055,6 +1055,10 @@ class TestPrebuilt:
         monkeypatch.setenv("OUTRIDER_KERNELS", "pentium")
         with pytest.raises(OutriderError, match="OUTRIDER_KERNELS=pentium: no such level; known: x86-64-v4-vnni-amd"):
             library()
+        other = next(level.name for level in levels.LEVELS if level.machine != platform.machine())
+        monkeypatch.setenv("OUTRIDER_KERNELS", other)
+        with pytest.raises(OutriderError, match=f"={other}: this processor does not have these instructions; it runs"):
+            library()
 
     def test_windows_is_refused_in_one_line(self, fresh, monkeypatch):
         monkeypatch.setattr(platform, "system", lambda: "Windows")

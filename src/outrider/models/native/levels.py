@@ -64,6 +64,12 @@ def fitting() -> list[Level]:
     ]
 
 
+def runs(level: Level) -> bool:
+    """Whether this processor has what it needs, as far as it tells."""
+    words = processor()[1]
+    return level.machine == platform.machine() and (not words or level.needs <= words)
+
+
 def processor() -> tuple[str, frozenset[str]]:
     """Its vendor, and the words of its flags, as Linux tells them."""
     try:

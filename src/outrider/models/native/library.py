@@ -17,7 +17,7 @@ from pathlib import Path
 
 from outrider.core.errors import OutriderError, one_line
 from outrider.models.native.compiler import SOURCE, NoCompiler, build, source_key
-from outrider.models.native.levels import Level, by_name, fitting
+from outrider.models.native.levels import Level, by_name, fitting, runs
 from outrider.models.sources import cache_dir
 
 MACHINES = (("-march=native",), ())  # the first that compiles and loads is taken: a compiler may know no "native"
@@ -36,6 +36,9 @@ def library() -> Kernels:
     named = os.environ.get(NAMED)
     if named and named not in by_name():
         raise OutriderError(f"{NAMED}={named}: no such level; known: {', '.join(by_name())}")
+    if named and not runs(by_name()[named]):
+        able = ", ".join(name for name, level in by_name().items() if runs(level))
+        raise OutriderError(f"{NAMED}={named}: this processor does not have these instructions; it runs {able}")
     levels = [by_name()[named]] if named else fitting()
     for level in levels:
         if kernels := _prebuilt(level):
